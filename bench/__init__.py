@@ -1,11 +1,7 @@
-"""Baton's benches: `python -m baton.bench.NAME [--json PATH] [--device cpu|cuda] [--short]`.
+"""`load` is `baton bench`, the load test that users run. `lab` has the benches of Baton itself: `python -m
+baton.bench.NAME`, from a clone. Both write a `report`. README.md lists them."""
 
-README.md lists them.
+from pathlib import Path
 
-Life of a bench:
-
-1. Parse the arguments. Exit with 2 if this machine cannot measure.
-2. Warm up.
-3. Measure Baton and its baseline in turns: A B A B …
-4. Add one row per result. `Report.finish` prints the table and writes the JSON file.
-"""
+# `python -m baton.bench.kv` runs lab/kv. The wheel has no lab. Code imports `baton.bench.lab.kv`.
+__path__.append(str(Path(__file__).with_name("lab")))

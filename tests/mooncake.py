@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.bench.harness.cluster import free_port
+from baton.bench.lab.harness.cluster import free_port
 
 SEGMENT = 64 << 20
 

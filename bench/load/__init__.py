@@ -7,7 +7,7 @@ Life of a run:
 2. `traffic.fleet` starts client processes. Each `traffic.client` sends what `workload` says when `arrivals`
    says, and reads the streams through `target.answer`. One `Record` comes back for each request.
 3. `measurement` excludes the warm-up, checks whether the client kept up (`self_check`), and reduces the
-   records to the rows and the detail of a `bench.contract.Report`: percentiles with confidence intervals
+   records to the rows and the detail of a `bench.report.Report`: percentiles with confidence intervals
    (`summary`).
 4. `report` shows progress, and what the JSON of a report says as a table or a comparison.
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import typer
 
-from baton.bench.contract import Report, Row
 from baton.bench.load import experiment
 from baton.bench.load.options import Options
 from baton.bench.load.report import page, table
@@ -19,6 +18,7 @@ from baton.bench.load.report.live import Progression
 from baton.bench.load.target.answer import Record
 from baton.bench.load.target.endpoint import EndpointError
 from baton.bench.load.traffic.fleet import REFUSALS, Fleet, Harvest
+from baton.bench.report import Report, Row
 from baton.cluster.supervision.processes import StopSignals
 
 OK, NOTHING, INVALID, INTERRUPTED = 0, 1, 3, 130

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from baton.bench.contract import Report, Row
 from baton.bench.load.measurement import self_check
 from baton.bench.load.measurement.summary import Summary, summarize
 from baton.bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, DEFAULT_SEED, Options
@@ -21,6 +20,7 @@ from baton.bench.load.traffic.dataset import read_dataset
 from baton.bench.load.traffic.fleet import Harvest
 from baton.bench.load.traffic.trace import read_trace, spread, trace_sessions, until
 from baton.bench.load.traffic.workload import Dataset, Listed, Synthetic, Workload
+from baton.bench.report import Report, Row
 from baton.machine.words import counted
 
 _PROBE_TIMEOUT = 120.0

@@ -1,6 +1,6 @@
 """Renders the tables of docs/lab from docs/lab/runs: `make figures`.
 
-A run file is what `bench.contract.Report` writes (`--json`), with these keys more:
+A run file is what `bench.report.Report` writes (`--json`). Among its keys are:
 
     card: name of the card, or null for a run on a CPU.
     commit: of the version that was measured.

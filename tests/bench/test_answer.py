@@ -5,7 +5,7 @@ import json
 import pytest
 
 from baton.bench.load.target.answer import Answer, Failure, Record
-from baton.bench.sse import MAX_EVENT_BYTES, SSEError, SSEParser
+from baton.bench.load.target.sse import MAX_EVENT_BYTES, SSEError, SSEParser
 
 
 def _event(**chunk: object) -> bytes:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from baton.bench import contract
-from baton.bench.chaos import __main__ as chaos
-from baton.bench.harness import streams
-from baton.bench.harness.streams import Case
-from baton.bench.shapes import write_shape
+from baton.bench.lab import driver
+from baton.bench.lab.chaos import __main__ as chaos
+from baton.bench.lab.harness import streams
+from baton.bench.lab.harness.streams import Case
+from baton.bench.lab.shapes import write_shape
 from tests.bench.test_smoke import check_flags
 
 DENSE, MOE, SMALL = "llama-3.1-8b", "qwen3-30b-a3b", "llama-3.1-8b-two-layers"
@@ -23,7 +23,7 @@ DENSE, MOE, SMALL = "llama-3.1-8b", "qwen3-30b-a3b", "llama-3.1-8b-two-layers"
 def started(tmp_path: Path, patch: pytest.MonkeyPatch, gpus: int, *flags: str) -> dict[str, Any]:
     """What `LocalCluster` gets on a machine with so many GPUs."""
     given: dict[str, Any] = {}
-    patch.setattr(contract, "gpus", lambda: ["H200"] * gpus)
+    patch.setattr(driver, "gpus", lambda: ["H200"] * gpus)
     patch.setattr(chaos, "visible_gpus", lambda: [str(i) for i in range(gpus)])
     patch.setattr(chaos, "LocalCluster", lambda directory, **more: given.update(more))
     chaos.start(chaos.arguments([*flags]), tmp_path)

@@ -16,13 +16,13 @@ import pytest
 from tokenizers import Tokenizer
 from typer.main import get_command
 
-from baton.bench.disagg.__main__ import Side, chosen_loads, figure, main, ratio, requests_of, started
-from baton.bench.disagg.loads import LOADS, Load, command
-from baton.bench.disagg.sides import watched
+from baton.bench.lab.disagg.__main__ import Side, chosen_loads, figure, main, ratio, requests_of, started
+from baton.bench.lab.disagg.loads import LOADS, Load, command
+from baton.bench.lab.disagg.sides import watched
+from baton.bench.lab.shapes import SHAPES, write_shape
 from baton.bench.load.cli import app
 from baton.bench.load.target.tokenization import WORDS
 from baton.bench.load.traffic.trace import SAMPLE_TRACE
-from baton.bench.shapes import SHAPES, write_shape
 from tests.forked import forking
 from tests.pages import ROOT
 from tests.within import WITHIN

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.bench.kernels import cases as bench
-from baton.bench.kernels.cases import Cases, DenseCases, Shape
+from baton.bench.lab.kernels import cases as bench
+from baton.bench.lab.kernels.cases import Cases, DenseCases, Shape
 
 TINY = Shape(
     heads=4, kv_heads=2, head_dim=16, inner=64, vocabulary=300, block_size=16, dtype=torch.float16,
@@ -46,7 +46,7 @@ def test_every_case_runs_and_makes_rows(cases: Cases) -> None:
 
 
 def test_every_case_of_a_mixture_runs(cases: Cases) -> None:
-    from baton.bench.kernels import moe
+    from baton.bench.lab.kernels import moe
 
     shape = moe.MoeShape(experts=6, chosen=2, hidden=32, inner=16, tokens=(1, 9), dtype=torch.float16)
     moe_cases = moe.MoeCases(shape, cases.kernels, cases.device)
@@ -61,7 +61,7 @@ def test_every_case_of_a_mixture_runs(cases: Cases) -> None:
 
 
 def test_every_case_of_state_layers_runs(cases: Cases) -> None:
-    from baton.bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
+    from baton.bench.lab.kernels.mamba2 import Mamba2Cases, Mamba2Shape
 
     shape = Mamba2Shape(
         heads=4, head_dim=16, state_size=16, groups=2, dtype=torch.float16, batches=(2,), prompts=((2, 140),)
@@ -76,7 +76,7 @@ def test_every_case_of_state_layers_runs(cases: Cases) -> None:
 
 @pytest.mark.parametrize(("name", "groups"), [("gated_delta", 1), ("kda", 2)])
 def test_every_case_of_delta_rules_runs(cases: Cases, name: str, groups: int) -> None:
-    from baton.bench.kernels.delta import DeltaCases, DeltaShape
+    from baton.bench.lab.kernels.delta import DeltaCases, DeltaShape
 
     shape = DeltaShape(
         heads=2, head_dim=16, state_size=16, groups=groups, of_keys=name == "kda", dtype=torch.float16,
@@ -91,7 +91,7 @@ def test_every_case_of_delta_rules_runs(cases: Cases, name: str, groups: int) ->
 
 
 def test_every_case_of_latents_runs(cases: Cases) -> None:
-    from baton.bench.kernels.latent import LatentCases, LatentShape
+    from baton.bench.lab.kernels.latent import LatentCases, LatentShape
 
     shape = LatentShape(
         heads=(4,),
@@ -114,7 +114,7 @@ def test_every_case_of_latents_runs(cases: Cases) -> None:
 
 
 def test_every_case_of_fp8_runs(cases: Cases) -> None:
-    from baton.bench.kernels.quantized import Fp8Cases
+    from baton.bench.lab.kernels.quantized import Fp8Cases
 
     fp8_cases = Fp8Cases(replace(TINY, prompts=(17,)), cases.kernels, cases.device)
     with pytest.MonkeyPatch.context() as patch:  # torch has no such product on a CPU
@@ -126,7 +126,7 @@ def test_every_case_of_fp8_runs(cases: Cases) -> None:
 
 
 def test_every_case_of_int4_runs(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    from baton.bench.kernels.quantized import Int4Cases
+    from baton.bench.lab.kernels.quantized import Int4Cases
 
     monkeypatch.setattr("baton.engine.kernels.quantized.int4_linear.MAX_FEW_ROWS", 16)  # a prompt has more
     # Of groups of 128 columns.

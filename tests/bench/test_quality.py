@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.bench.quality import divergence
+from baton.bench.lab.quality import divergence
 
 
 def test_the_divergence_counts_unknown_tokens_as_one() -> None:

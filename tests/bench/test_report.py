@@ -13,7 +13,6 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-from baton.bench.contract import Report, Row
 from baton.bench.load.commands import report_of_sweep, write_requests
 from baton.bench.load.experiment import Setup, client_of, report_of
 from baton.bench.load.measurement.curves import BINS, QUANTILES, curves
@@ -24,6 +23,7 @@ from baton.bench.load.report.table import console, render, render_sweep
 from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.traffic.fleet import Harvest
+from baton.bench.report import Report, Row
 from tests.bench.support import EXACT, record, short_prompts
 from tests.browser import browser
 

@@ -31,21 +31,22 @@ import typer.main
 import uvloop
 from grpc.aio import Channel
 
-from baton.bench import contract, encoder, flip, images, split
-from baton.bench.disagg import __main__ as disagg
-from baton.bench.disagg.sides import Side
-from baton.bench.harness.cluster import LocalCluster, Worker
-from baton.bench.harness.streams import new_session
-from baton.bench.harness.workers import Driver, Workers
-from baton.bench.kv import __main__ as kv
-from baton.bench.kv import exported
-from baton.bench.kv.pair import Pair
-from baton.bench.kv.raw_sockets import MIB
-from baton.bench.overlap.streams import Background
-from baton.bench.reuse.__main__ import Turns
-from baton.bench.router import __main__ as router
-from baton.bench.router import ends
-from baton.bench.shapes import SHAPES, write_shape
+from baton.bench.lab import driver, encoder, flip, images, split
+from baton.bench.lab.disagg import __main__ as disagg
+from baton.bench.lab.disagg.sides import Side
+from baton.bench.lab.harness.cluster import LocalCluster, Worker
+from baton.bench.lab.harness.streams import new_session
+from baton.bench.lab.harness.workers import Driver, Workers
+from baton.bench.lab.kv import __main__ as kv
+from baton.bench.lab.kv import exported
+from baton.bench.lab.kv.pair import Pair
+from baton.bench.lab.kv.raw_sockets import MIB
+from baton.bench.lab.overlap.streams import Background
+from baton.bench.lab.reuse.__main__ import Turns
+from baton.bench.lab.router import __main__ as router
+from baton.bench.lab.router import ends
+from baton.bench.lab.shapes import SHAPES, write_shape
+from baton.bench.report import Report, commit, machine
 from baton.content.images import ImageSettings
 from baton.encode_worker.tower_graphs import TowerGraphs
 from baton.kv_transfer import TraceWriter
@@ -57,6 +58,7 @@ from tests.mooncake import libraries
 from tests.stand_in import stand_in
 
 ROOT = Path(__file__).parents[2]
+LAB = ROOT / "bench" / "lab"
 TINY = "one-small-layer"
 ON_GPU = (
     "chaos",
@@ -94,7 +96,7 @@ def forked_processes() -> Iterator[None]:
     """Roles, and the processes of `multiprocessing`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["pytest", "baton.bench.kv.pair", "baton.bench.kv.exported", "baton.bench.router.ends"]
+        ["pytest", "baton.bench.lab.kv.pair", "baton.bench.lab.kv.exported", "baton.bench.lab.router.ends"]
     )
     with forking(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda method: context)
@@ -103,13 +105,13 @@ def forked_processes() -> Iterator[None]:
 
 
 def benches() -> set[str]:
-    commands = [path.parent for path in ROOT.glob("bench/*/__main__.py")]
-    commands += [path for path in ROOT.glob("bench/*.py") if '__name__ == "__main__"' in path.read_text()]
+    commands = [path.parent for path in LAB.glob("*/__main__.py")]
+    commands += [path for path in LAB.glob("*.py") if '__name__ == "__main__"' in path.read_text()]
     return {path.stem for path in commands}
 
 
 def main_of(name: str) -> Callable[..., Any]:
-    found = f"baton.bench.{name}.__main__" if (ROOT / "bench" / name).is_dir() else f"baton.bench.{name}"
+    found = f"baton.bench.lab.{name}.__main__" if (LAB / name).is_dir() else f"baton.bench.lab.{name}"
     return import_module(found).main
 
 
@@ -128,11 +130,11 @@ def test_the_readme_names_every_bench() -> None:
 def test_a_bench_refuses_a_gpu_that_is_not_there(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(contract, "gpus", list)
+    monkeypatch.setattr(driver, "gpus", list)
     monkeypatch.setattr(sys, "argv", [name, "--device", "cuda"])
     with pytest.raises(SystemExit) as ended:
         main_of(name)()
-    assert ended.value.code == contract.EXIT_CANNOT_MEASURE
+    assert ended.value.code == driver.EXIT_CANNOT_MEASURE
     wrong = "needs a GPU" if name in ON_GPU else "measures on cpu only"
     assert wrong in capsys.readouterr().err
 
@@ -148,7 +150,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         out = tmp_path / "report.json"
         monkeypatch.setattr(sys, "argv", [name, "--json", str(out), *flags])
         ended = main_of(name)()
-        assert ended == 0 or isinstance(ended, contract.Report)
+        assert ended == 0 or isinstance(ended, Report)
         report = json.loads(out.read_text())
         assert report["bench"] == name
         return {row["name"]: row["value"] for row in report["results"]}
@@ -189,14 +191,14 @@ def check_flags(command: str, *flags: str) -> dict[str, Any]:
 def test_runs_engine(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 
-    from baton.bench.engine import on_cpu
+    from baton.bench.lab.engine import on_cpu
 
-    monkeypatch.setattr(contract, "gpus", list)
+    monkeypatch.setattr(driver, "gpus", list)
     monkeypatch.setattr(on_cpu, "embedded_path", lambda: checkpoint)
     monkeypatch.setattr(on_cpu, "_transformers", LlamaForCausalLM.from_pretrained)
     for name, smallest in (("PROMPT_TOKENS", 4), ("BATCH", 2), ("MIN_PAIRS", 1), ("REQUESTS", 3)):
         monkeypatch.setattr(on_cpu, name, smallest)
-    monkeypatch.setattr(contract, "MIN_PAIRS", 1)
+    monkeypatch.setattr(driver, "MIN_PAIRS", 1)
     monkeypatch.setattr(on_cpu, "FORMAT_PROMPT_TOKENS", 16)
     rows = run("engine", "--short")
     assert {"engine.cpu.default.ttft", "engine.cpu.vs_transformers.b16", "engine.cpu.predicted.error"} <= {
@@ -205,9 +207,9 @@ def test_runs_engine(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_runs_elastic(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from baton.bench import elastic
+    from baton.bench.lab import elastic
 
-    monkeypatch.setattr(contract, "MIN_PAIRS", 1)
+    monkeypatch.setattr(driver, "MIN_PAIRS", 1)
     for name in ("MIN_PAIRS", "STEP_BATCHES"):
         monkeypatch.setattr(elastic, name, {"MIN_PAIRS": 1, "STEP_BATCHES": (1,)}[name])
     case = dataclasses.replace(elastic.ON_CPU, short=elastic.Load(64, 16, 1))
@@ -219,12 +221,12 @@ def test_runs_elastic(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_speculation(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from baton.bench import speculation
+    from baton.bench.lab import speculation
 
-    monkeypatch.setattr(contract, "gpus", list)
+    monkeypatch.setattr(driver, "gpus", list)
     monkeypatch.setattr(speculation, "embedded_path", lambda: checkpoint)
     monkeypatch.setattr(speculation, "SHORT", 4)
-    for module in (contract, speculation):
+    for module in (driver, speculation):
         monkeypatch.setattr(module, "MIN_PAIRS", 1)
     rows = run("speculation", "--short")
     assert rows["speculation.cpu.different"] == 0
@@ -234,7 +236,7 @@ def test_runs_speculation(run: Run, checkpoint: Path, monkeypatch: pytest.Monkey
 def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from baton.bench.engine import on_gpu
+    from baton.bench.lab.engine import on_gpu
     from baton.engine import EngineConfig, build_engine
 
     experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 8}
@@ -256,7 +258,7 @@ def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(
 
 @pytest.mark.long
 def test_runs_kv(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "gpus", list)
+    monkeypatch.setattr(driver, "gpus", list)
     monkeypatch.setattr(kv, "SIZES", (1,))
     monkeypatch.setattr(exported, "SIZES", {"cpu": (1,)})
     settings = kv.Settings(1, 4, MIB, MIB, device="cpu", transport="shared_memory")
@@ -279,8 +281,8 @@ def test_runs_kv(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_routing_sim(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from baton.bench.routing_sim import __main__ as sim
-    from baton.bench.routing_sim import agents
+    from baton.bench.lab.routing_sim import __main__ as sim
+    from baton.bench.lab.routing_sim import agents
 
     smallest = {
         "MAIN": 8, "SCALES": {4: (4, 10, 3), 8: (4, 5, 3), 16: (1, 2, 3)}, "SHORT": {4: 1, 8: 1, 16: 1},
@@ -366,8 +368,8 @@ def test_runs_router(
 
 @pytest.mark.long
 def test_runs_overlap(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overlap = import_module("baton.bench.overlap.__main__")
-    monkeypatch.setattr(contract, "gpus", list)
+    overlap = import_module("baton.bench.lab.overlap.__main__")
+    monkeypatch.setattr(driver, "gpus", list)
     monkeypatch.setattr("gc.disable", lambda: None)
     smallest = {"REST_S": 0.0, "PERIODS": 1, "PERIOD_S": 0.1, "CONTEXT": 100, "LONG_OUTPUT": 5}
     for name, value in smallest.items():
@@ -384,8 +386,8 @@ def test_runs_overlap(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.long
 def test_runs_reuse(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "gpus", list)
-    monkeypatch.setattr("baton.bench.reuse.__main__.SHORT_ON_CPU", Turns(150, 20))
+    monkeypatch.setattr(driver, "gpus", list)
+    monkeypatch.setattr("baton.bench.lab.reuse.__main__.SHORT_ON_CPU", Turns(150, 20))
     rows = run("reuse", "--short", "--model", str(checkpoint))
     turns = {"second_turn", "from_decode", "on_decode", "computed"}
     assert {f"reuse.cpu.{name}" for name in turns} <= {*rows}
@@ -399,7 +401,7 @@ def test_runs_split(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     async def plan(pair: split.Pair, tokens: int) -> list[tuple[Driver, int]]:
         return [(pair.prefill, 192), (pair.decode, tokens)]
 
-    monkeypatch.setattr(contract, "gpus", list)
+    monkeypatch.setattr(driver, "gpus", list)
     monkeypatch.setattr(split.Pair, "plan", plan)
     rows = run("split", "--short", "--tokens", "400", "--model", str(checkpoint))
     assert rows["split.cpu.failed"] == 0
@@ -409,10 +411,10 @@ def test_runs_split(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
 def test_overlap_gives_each_rank_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overlap = import_module("baton.bench.overlap.__main__")
+    overlap = import_module("baton.bench.lab.overlap.__main__")
 
     def devices(prefill: int, decode: int, present: int) -> list[str]:
-        monkeypatch.setattr("baton.bench.contract.visible_gpus", lambda: range(present))
+        monkeypatch.setattr("baton.bench.lab.driver.visible_gpus", lambda: range(present))
         args = argparse.Namespace(
             device="cuda", prefill_ranks=prefill, decode_ranks=decode, prefill_kv_cache_dtype="auto",
             decode_kv_cache_dtype="fp8",
@@ -430,7 +432,7 @@ def test_overlap_gives_each_rank_a_gpu(
 def test_overlap_says_whether_memory_is_elastic(
     elastic: bool | None, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overlap = import_module("baton.bench.overlap.__main__")
+    overlap = import_module("baton.bench.lab.overlap.__main__")
     args = argparse.Namespace(
         device="cuda", model=None, model_shape="bamba-9b", lanes=1, kv_connector="tcp", tokens=[100], long=[],
         prefill_ranks=1, decode_ranks=1, prefill_kv_cache_dtype="auto", decode_kv_cache_dtype="auto",
@@ -661,9 +663,9 @@ def test_runs_disagg(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         loads.append(line[4:])
         return subprocess.CompletedProcess(line, 0)
 
-    contract.machine()  # which asks a process for the name of the machine, once
+    machine(), commit()  # which ask processes, once
     monkeypatch.setattr(subprocess, "run", measured)
-    monkeypatch.setattr(contract, "gpus", lambda: ["a GPU"] * 2)
+    monkeypatch.setattr(driver, "gpus", lambda: ["a GPU"] * 2)
     monkeypatch.setattr(disagg, "started", started)
     rows = run("disagg", "--seeds", "2", "--model-shape", TINY, "--reports", str(tmp_path / "reports"))
     assert [name for name, _ in turns] == ["1p1d", "colocated", "colocated", "1p1d"]
@@ -701,7 +703,7 @@ def test_runs_flip(
     cluster = stand_in(LocalCluster, url=real.url, secret=real.secret, of=lambda role: [None, decode])
     computed = iter(range(100))
     writers: list[TraceWriter] = []
-    monkeypatch.setattr(contract, "gpus", list)
+    monkeypatch.setattr(driver, "gpus", list)
 
     def started(directory: Path, *, worker_flags: list[str], router_flags: list[str], **_: Any) -> Any:
         check_flags("prefill", *worker_flags)
@@ -772,7 +774,7 @@ def test_the_short_form_runs_with_real_processes(
 
 
 def test_decodes_at_many_positions_need_no_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from baton.bench.engine import on_gpu, positions
+    from baton.bench.lab.engine import on_gpu, positions
     from baton.engine import EngineConfig, build_engine
 
     sparse = TINY_SPARSE | {"architectures": ["GlmMoeDsaForCausalLM"], "hidden_act": "silu"}
@@ -805,7 +807,7 @@ def test_a_step_of_a_model_with_windows_has_the_floor_of_what_it_reads(
 ) -> None:
     """The 18 last layers of Gemma 4 E4B keep no KV. They read that of others. The floor has neither the table
     of its layers nor the input embedding of gpt-oss, of which a step reads some rows."""
-    from baton.bench.engine import on_gpu
+    from baton.bench.lab.engine import on_gpu
     from baton.engine import Engine
     from baton.engine.loader.families import cache_spec
     from baton.engine.loader.hf_config import model_config_from_hf

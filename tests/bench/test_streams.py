@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.bench.harness.streams import Case, Stream, until
+from baton.bench.lab.harness.streams import Case, Stream, until
 from tests.within import within
 
 CASE = Case("", 1, temperature=0.0, seed=1)

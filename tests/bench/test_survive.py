@@ -2,8 +2,8 @@
 
 import math
 
-from baton.bench.harness.streams import Case, Stream
-from baton.bench.survive import longest
+from baton.bench.lab.harness.streams import Case, Stream
+from baton.bench.lab.survive import longest
 
 
 def test_a_pause_is_the_longest_gap_until_the_next_kill() -> None:

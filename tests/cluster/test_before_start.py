@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.bench.harness.cluster import free_port
+from baton.bench.lab.harness.cluster import free_port
 from baton.cluster import check_model, serve
 from baton.cluster.cli import app
 from baton.cluster.options.clients import DoctorOptions

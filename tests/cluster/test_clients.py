@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from baton.bench.router.stand_in import Lanes
+from baton.bench.lab.router.stand_in import Lanes
 from baton.cluster.cli import app
 from baton.cluster.tools import status
 from baton.cluster.tools.ask_workers import report_of

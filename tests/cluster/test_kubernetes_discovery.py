@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 import trustme
 
-from baton.bench.harness.processes import spawn
+from baton.bench.lab.harness.processes import spawn
 from baton.cluster.discovery import kubernetes_discovery
 from baton.cluster.discovery.kubernetes_discovery import RESYNC_SECONDS, KubernetesDiscovery
 from baton.cluster.model import EMBEDDED_NAME

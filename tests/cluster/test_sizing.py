@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from baton.bench.shapes import BAMBA, SHAPES, SPARSE, write_shape
+from baton.bench.lab.shapes import BAMBA, SHAPES, SPARSE, write_shape
 from baton.cluster.cli import app
 from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, MODELS, STEP_MODEL

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from baton.bench.shapes import write_shape
+from baton.bench.lab.shapes import write_shape
 from baton.cluster.cli import app
 from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing.answer import Targets

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
+from baton.bench.lab.shapes import GATED_DELTA, SHAPES
 from baton.bench.load.measurement.quantiles import Series, interval
 from baton.bench.load.traffic.workload import AGENTS, Arrivals, Distribution, Synthetic
-from baton.bench.shapes import GATED_DELTA, SHAPES
 from baton.cluster.tools.sizing.simulated import Served, Workers, serve
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds
 from baton.content import CHUNK_TOKENS

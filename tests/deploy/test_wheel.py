@@ -58,6 +58,7 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
     )
     assert printed.returncode == 0, printed.stderr
     assert Path(printed.stdout.strip()) == target
+    assert not (target / "baton" / "bench" / "lab").exists(), "users have no use for it"
 
 
 @pytest.mark.long

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from baton.bench.contract import Report, Row
+from baton.bench.report import Report, Row
 from docs.lab.generate import LAB, render, table
 
 

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from baton.bench.engine.on_ranks import running
+from baton.bench.lab.engine.on_ranks import running
 from baton.engine import EngineConfig, EngineRequest, StructuredOutput
 from tests.engine.conftest import request_of, run
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.bench.shapes import BAMBA, write_shape
+from baton.bench.lab.shapes import BAMBA, write_shape
 from baton.content.cache_kinds import Window
 from baton.engine import Engine, EngineRequest, SamplingParams
 from baton.engine.core.block_pool import BlockPool, StatePool

@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from baton.bench.shapes import DENSE, SHAPES
+from baton.bench.lab.shapes import DENSE, SHAPES
 from baton.content.cache_kinds import latent_head_dim
 from baton.engine import Engine, EngineConfig, SpeculativeConfig, build_engine
 from baton.engine.execution import numerics

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.shapes import SHAPES, write_shape
+from baton.bench.lab.shapes import SHAPES, write_shape
 
 
 @pytest.mark.parametrize("name", SHAPES)

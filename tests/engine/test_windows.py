@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-import baton.bench.shapes as bench
+import baton.bench.lab.shapes as bench
 import baton.kv_transfer as kv
 from baton.content.cache_kinds import Window, first_read, last_unread
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams

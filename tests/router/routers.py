@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from baton.bench.harness.processes import spawn
+from baton.bench.lab.harness.processes import spawn
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2
 from tests.fake_worker import SECRET, FakeWorker, Lanes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.bench.routing_sim.agents import TRACE, trace
+from baton.bench.lab.routing_sim.agents import TRACE, trace
 from baton.content import CHUNK_TOKENS
 from baton.simulator.agents import agents
 from baton.simulator.cache import KvMemory, Lease

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.bench.routing_sim.baselines import POLICIES
-from baton.bench.routing_sim.traces import h200, multi_turn, size
+from baton.bench.lab.routing_sim.baselines import POLICIES
+from baton.bench.lab.routing_sim.traces import h200, multi_turn, size
 from baton.machine.quantiles import percentile
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.simulator.prefill import Outcome, Queued, Setting, Simulation, SimWorker

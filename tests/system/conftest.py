@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from baton.bench.harness.cluster import LocalCluster, free_port
-from baton.bench.harness.streams import expected
+from baton.bench.lab.harness.cluster import LocalCluster, free_port
+from baton.bench.lab.harness.streams import expected
 from baton.cluster.model import EMBEDDED_NAME
 from baton.engine import Engine, EngineConfig, build_engine
 from tests.forked import forking

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.bench.harness.cluster import LocalCluster, Worker, leaks_when_idle, status
-from baton.bench.harness.streams import Case, Stream, cases, new_session, read
+from baton.bench.lab.harness.cluster import LocalCluster, Worker, leaks_when_idle, status
+from baton.bench.lab.harness.streams import Case, Stream, cases, new_session, read
 from tests.within import WITHIN
 
 UNHURRIED = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from baton.bench.harness.cluster import free_port, leaks_when_idle
+from baton.bench.lab.harness.cluster import free_port, leaks_when_idle
 from baton.cluster.supervision.processes import alive
 from baton.cluster.tools.status import name_of
 from baton.rpc.pools import pool_of

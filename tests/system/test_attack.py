@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.bench.harness.cluster import free_port, leaks_when_idle, status
-from baton.bench.harness.streams import Case, Stream, cases, new_session, read
+from baton.bench.lab.harness.cluster import free_port, leaks_when_idle, status
+from baton.bench.lab.harness.streams import Case, Stream, cases, new_session, read
 from baton.worker.engine_process.loop import IDLE_TICK
 from tests.memory import anonymous_bytes
 from tests.shallow import LAYERS

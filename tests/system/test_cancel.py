@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.bench.harness.cluster import status
-from baton.bench.harness.streams import Case, Stream, cases, new_session, read
+from baton.bench.lab.harness.cluster import status
+from baton.bench.lab.harness.streams import Case, Stream, cases, new_session, read
 
 from .recovery import Broken
 

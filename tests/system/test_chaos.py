@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.chaos.__main__ import arguments, measure
+from baton.bench.lab.chaos.__main__ import arguments, measure
 
 from .recovery import Broken
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from baton.bench.harness.cluster import LocalCluster
-from baton.bench.harness.streams import Case, Stream, new_session, read
+from baton.bench.lab.harness.cluster import LocalCluster
+from baton.bench.lab.harness.streams import Case, Stream, new_session, read
 from tests.shallow import VOCABULARY
 
 from .recovery import FLAGS, Broken

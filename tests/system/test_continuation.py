@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.bench.harness.streams import Case, Stream, new_session, read
+from baton.bench.lab.harness.streams import Case, Stream, new_session, read
 
 from .recovery import Broken, each_has, hold, ride
 

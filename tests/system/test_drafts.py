@@ -9,8 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from baton.bench.harness.cluster import LocalCluster
-from baton.bench.harness.streams import cases, expected
+from baton.bench.lab.harness.cluster import LocalCluster
+from baton.bench.lab.harness.streams import cases, expected
 from baton.engine import Engine
 from tests.engine.conftest import request_of, tokens_of
 from tests.engine.draft_checkpoints import random_eagle

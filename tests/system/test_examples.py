@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from baton.bench.harness.cluster import free_port
+from baton.bench.lab.harness.cluster import free_port
 from baton.cluster import model
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer

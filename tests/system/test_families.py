@@ -9,8 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
-from baton.bench.harness.streams import cases, expected
+from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
+from baton.bench.lab.harness.streams import cases, expected
 from tests.engine.conftest import save_spelled_tokenizer, save_tiny
 from tests.engine.test_models import scores
 

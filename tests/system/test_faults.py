@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.harness.cluster import free_port, leaks_when_idle, status
-from baton.bench.harness.streams import (
+from baton.bench.lab.harness.cluster import free_port, leaks_when_idle, status
+from baton.bench.lab.harness.streams import (
     Case,
     Happened,
     Load,

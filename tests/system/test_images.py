@@ -15,7 +15,7 @@ import PIL.Image
 import pytest
 from tokenizers import Tokenizer
 
-from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
+from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
 from tests.engine.conftest import IMAGE_TOKEN, save_seeing_tokenizer, save_tiny
 from tests.engine.test_gemma_images import GEMMA3
 from tests.engine.test_gemma_images import expected_of as expected_of_gemma

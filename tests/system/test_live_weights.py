@@ -16,8 +16,8 @@ import pytest
 from grpc.aio import AioRpcError
 from typer.testing import CliRunner, Result
 
-from baton.bench.harness.cluster import LocalCluster
-from baton.bench.harness.streams import Stream, expected, new_session, read
+from baton.bench.lab.harness.cluster import LocalCluster
+from baton.bench.lab.harness.streams import Stream, expected, new_session, read
 from baton.cluster.cli import app
 from baton.cluster.model import EMBEDDED_NAME
 from baton.rpc import worker_pb2 as pb

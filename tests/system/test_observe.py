@@ -16,9 +16,9 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench.harness.cluster import LocalCluster, status
-from baton.bench.harness.streams import Case, Stream, read
-from baton.bench.harness.workers import metric
+from baton.bench.lab.harness.cluster import LocalCluster, status
+from baton.bench.lab.harness.streams import Case, Stream, read
+from baton.bench.lab.harness.workers import metric
 from tests.grafana import RULES, expressions, rules
 from tests.otlp import Receiver, Span
 from tests.prometheus import Prometheus

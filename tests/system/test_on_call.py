@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from baton.bench.harness.cluster import free_port
+from baton.bench.lab.harness.cluster import free_port
 from tests.pages import typed
 from tests.within import WITHIN
 

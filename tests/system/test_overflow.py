@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.harness.cluster import LocalCluster
-from baton.bench.harness.streams import Case, expected
+from baton.bench.lab.harness.cluster import LocalCluster
+from baton.bench.lab.harness.streams import Case, expected
 from baton.content import CHUNK_TOKENS
 from tests.within import WITHIN
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.harness.cluster import LocalCluster
+from baton.bench.lab.harness.cluster import LocalCluster
 
 from .recovery import FLAGS, MIXED, Broken, each_has, wait_exit
 

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from baton.bench.harness.cluster import free_port, leaks_when_idle
-from baton.bench.harness.streams import Case, Load, cases, expected, judge
+from baton.bench.lab.harness.cluster import free_port, leaks_when_idle
+from baton.bench.lab.harness.streams import Case, Load, cases, expected, judge
 from baton.cluster.on_ray.joined import OtherCluster
 from baton.cluster.supervision.processes import alive
 from tests.within import WITHIN

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.bench.harness.cluster import Worker, status
-from baton.bench.harness.streams import Case, expected, new_session, read
-from baton.bench.harness.workers import metric
+from baton.bench.lab.harness.cluster import Worker, status
+from baton.bench.lab.harness.streams import Case, expected, new_session, read
+from baton.bench.lab.harness.workers import metric
 
 from .recovery import LONGEST, MIXED, SHORT, Broken, each_has, wait_exit
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.bench.harness.cluster import LocalCluster
-from baton.bench.harness.streams import Case, Stream, expected
+from baton.bench.lab.harness.cluster import LocalCluster
+from baton.bench.lab.harness.streams import Case, Stream, expected
 from tests.forked.popen import FORKS_AGAIN
 from tests.within import WITHIN
 

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from baton.bench.harness.streams import Load, cases, expected, judge
+from baton.bench.lab.harness.streams import Load, cases, expected, judge
 
 from .machine import Machine
 from .serve import Serve

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.bench.harness.streams import cases, expected
+from baton.bench.lab.harness.streams import cases, expected
 from baton.cluster.supervision.processes import alive
 from tests.within import WITHIN
 

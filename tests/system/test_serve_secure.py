@@ -12,7 +12,7 @@ import httpx2
 import openai
 from openai.types import Completion
 
-from baton.bench.harness.cluster import free_port
+from baton.bench.lab.harness.cluster import free_port
 from tests.conftest import Certificates
 
 from .machine import Machine, command_lines

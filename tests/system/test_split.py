@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import aiohttp
 import pytest
 
-from baton.bench.harness.cluster import LocalCluster, Worker, leaks_when_idle, status
-from baton.bench.harness.streams import Case, Stream, cases, expected, new_session, read
-from baton.bench.harness.workers import metric
+from baton.bench.lab.harness.cluster import LocalCluster, Worker, leaks_when_idle, status
+from baton.bench.lab.harness.streams import Case, Stream, cases, expected, new_session, read
+from baton.bench.lab.harness.workers import metric
 from baton.machine import cpu_engines
 from tests.within import WITHIN
 

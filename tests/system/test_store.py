@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from baton.bench.harness.workers import prompt_of
+from baton.bench.lab.harness.workers import prompt_of
 from baton.cluster.tools import status
 from tests.kv_transfer.conftest import until
 from tests.mooncake import libraries

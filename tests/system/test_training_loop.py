@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.bench.harness.cluster import LocalCluster
-from baton.bench.harness.streams import new_session
+from baton.bench.lab.harness.cluster import LocalCluster
+from baton.bench.lab.harness.streams import new_session
 from baton.weights import Weights
 
 from .recovery import PATIENT

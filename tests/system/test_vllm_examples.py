@@ -17,7 +17,7 @@ from urllib.error import URLError
 
 import pytest
 
-from baton.bench.harness.cluster import free_port
+from baton.bench.lab.harness.cluster import free_port
 from baton.vllm_worker.transfer_process import Settings
 from tests.docs.test_commands import wrong
 from tests.pages import ROOT

@@ -17,8 +17,8 @@ from typing import Any, cast
 import psutil
 import torch
 
-from baton.bench.harness.cluster import free_port, leaks_when_idle
-from baton.bench.harness.processes import spawn
+from baton.bench.lab.harness.cluster import free_port, leaks_when_idle
+from baton.bench.lab.harness.processes import spawn
 from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.processes import alive

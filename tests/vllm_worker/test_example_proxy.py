@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.harness.cluster import free_port
+from baton.bench.lab.harness.cluster import free_port
 from tests.system.machine import until
 from tests.within import WITHIN
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from baton.bench.harness.workers import metric
+from baton.bench.lab.harness.workers import metric
 from baton.content import ImageSpan
 from baton.router.text.model_files import images_of
 from tests.engine.conftest import IMAGE_TOKEN, TINY_QWEN3_VL, save_seeing_tokenizer, save_tiny

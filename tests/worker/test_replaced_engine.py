@@ -9,7 +9,7 @@ import grpc.aio
 import psutil
 import pytest
 
-from baton.bench.survive import stages_in
+from baton.bench.lab.survive import stages_in
 from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     WorkerProcess,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from baton.bench.survive import stages_in
+from baton.bench.lab.survive import stages_in
 from baton.rpc import worker_pb2 as pb
 from baton.worker.processes import StartError, TreeError
 from baton.worker.service_process.standby import MOST_ENDS, Standby

@@ -15,7 +15,8 @@ from typing import Self
 
 import numpy as np
 
-from baton.bench.contract import Row, percentile
+from baton.bench.report import Row
+from baton.machine.quantiles import percentile
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 DRAWS = 1000

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from baton.bench.contract import percentile
 from baton.bench.load.traffic.client_process import ClientUsage
+from baton.machine.quantiles import percentile
 from baton.machine.words import counted
 
 MAX_CPU = 0.9  # of one core, for the busiest client process: above it chunks wait in the client

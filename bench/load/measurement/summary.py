@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.contract import Row
 from baton.bench.load.measurement.curves import curves
 from baton.bench.load.measurement.quantiles import MIN_BLOCKS, Series, drawn, interval
 from baton.bench.load.measurement.self_check import Steadiness, detect, fixed_warm_up
 from baton.bench.load.measurement.slo import Bound, Slo
 from baton.bench.load.target.answer import Failure, Record
+from baton.bench.report import Row
 
 LATENCIES = (
     "ttft", "ttft.first", "ttft.later", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e",

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from baton.bench.sse import SSEError, SSEParser
+from baton.bench.load.target.sse import SSEError, SSEParser
 from baton.machine.words import counted
 
 # Finish reasons of requests that the server gave up: "abort" is vLLM's.

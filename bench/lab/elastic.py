@@ -1,0 +1,243 @@
+"""Elastic memory: states and KV of a hybrid share one budget, and pages move between them in one engine.
+
+Many short requests need states, then a few long ones need KV, then short ones come again, without a restart.
+A count of requests that run at the same time is compared with what a pool would hold that is split for this
+load alone. On a GPU with 33 GB for states and KV, on the shape of Bamba-9B. On a CPU with a tiny model.
+
+    elastic.NAME.short       short requests at the same time, before long ones
+    elastic.NAME.long        long requests at the same time, after short ones
+    elastic.NAME.short_again short requests at the same time, after long ones
+    elastic.NAME.move        time of a move of 1 GB from states to KV, or back
+    elastic.NAME.step        a decode step, against one of an engine with a fixed split
+
+NAME is `cuda` or `cpu`. With `--only memory` or `--only step` a part is measured. `--short` computes no long
+request: they only take their memory.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import baton.bench.lab.driver as driver
+from baton.bench.lab.driver import MIN_PAIRS, report_of
+from baton.bench.lab.engine.drive import drain, fill, greedy, prompt
+from baton.bench.lab.shapes import BAMBA, SHAPES, write_shape
+from baton.bench.report import Report, Row
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.core.elastic import Budget
+from baton.engine.execution import memory_sizing
+from baton.engine.execution.cache_limits import TOKENS_BESIDE_STATES
+from baton.engine.loader.families import cache_spec
+from baton.engine.loader.hf_config import read_config
+from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
+
+GB = 10**9
+STEP_BATCHES = (1, 64)
+TINY = SHAPES[BAMBA] | {
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "attn_layer_indices": [1], "mamba_n_heads": 16, "mamba_d_head": 16,
+    "mamba_d_state": 128, "vocab_size": 40_000, "max_position_embeddings": 4096, "torch_dtype": "float32",
+    "eos_token_id": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests at the same time, and their tokens."""
+
+    requests: int
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True)
+class Case:
+    room: int
+    """Bytes for states and KV, where memory moves."""
+    short: Load
+    long: Load
+    config: dict[str, Any]
+
+
+ON_GPU = Case(
+    33 * GB,
+    Load(256, 64, 16),
+    Load(8, 128_000, 4),
+    {"dtype": "bfloat16", "device": "cuda", "max_model_len": 131072, "max_num_batched_tokens": 8192},
+)
+ON_CPU = Case(
+    20_000_000,
+    Load(64, 16, 4),
+    Load(20, 1_500, 2),
+    {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_batched_tokens": 512},
+)
+
+
+def engine_of(case: Case, path: Path, room: int, **config: Any) -> Engine:
+    """An engine with so many bytes for states and KV, whatever the device has."""
+    gc.collect()
+    memory_sizing.CPU_POOL_BYTES = room
+    memory_sizing.MemoryUse.room = lambda self, share: room  # pyrefly: ignore[bad-assignment]
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_num_seqs": case.short.requests,
+        "ttit_target": 60.0,
+    }
+    return build_engine(EngineConfig(str(path), elastic_memory=True, **settings | case.config | config))
+
+
+def held_by_split(budget: Budget, load: Load, block_size: int) -> int:
+    """Requests of a load that a pool would hold if its memory were split for that load."""
+    stats, blocks = budget.stats, -(-(load.prompt + load.answer) // block_size)
+    total_bytes = stats.kv_bytes + stats.state_bytes + stats.free_bytes
+    return min(load.requests, int(total_bytes / (budget.place_bytes + blocks * budget.block_bytes)))
+
+
+def run_load(engine: Engine, load: Load, seed: int, *, computed: bool) -> int:
+    """Starts as many requests of the load as there is room for. Computes them if `computed`. Returns their
+    number. The pools are whole afterwards."""
+    started = 0
+    for number in range(load.requests):
+        live = engine.start(greedy(prompt(load.prompt, seed + number), load.answer))
+        started += live is not None
+    if not computed:
+        for live in list(engine.lives):
+            engine.cancel(live)
+    tokens = drain(engine)
+    engine.assert_whole()
+    assert tokens == started * load.answer * computed, "each request has all its tokens"
+    assert engine.blocks_free == engine.num_blocks, "all memory can become KV again"
+    return started
+
+
+def measure_memory(case: Case, path: Path, name: str, report: Report, *, short: bool) -> None:
+    engine = engine_of(case, path, case.room, enable_prefix_caching=True)
+    budget = engine.lives.budget
+    assert budget is not None, "the model has states, and the device can map pages"
+    for row, load, seed in (
+        ("short", case.short, 0), ("long", case.long, 10_000), ("short_again", case.short, 20_000)
+    ):  # fmt: skip
+        before, began = budget.stats, time.perf_counter()
+        requests = run_load(engine, load, seed, computed=not short or load is case.short)
+        moved = budget.stats
+        split = held_by_split(budget, load, engine.block_size)
+        to = {"ratio": requests / split, "ratio_to": "a split for them alone", "goal": 0.9}
+        report.add(Row(f"elastic.{name}.{row}", requests, "requests", better="higher", **to))
+        report.detail[row] = {
+            "seconds": time.perf_counter() - began,
+            "moved_bytes": moved.moved_bytes - before.moved_bytes,
+            "moving_seconds": moved.moving_seconds - before.moving_seconds,
+            "preemptions": engine.stats().preemptions,
+        }
+    report.add_median(f"elastic.{name}.move", moves(engine, budget), "ms", scale=1e3)
+    engine.close()
+
+
+def moves(engine: Engine, budget: Budget) -> list[float]:
+    """Seconds for 1 GB, of moves of up to 1 GB from states to KV and back."""
+    pool, states = engine.lives.pool, engine.lives.states
+    assert states is not None
+    seconds: list[float] = []
+    for _ in range(MIN_PAIRS):
+        stats = budget.stats
+        most = min(GB, (stats.state_bytes + stats.free_bytes) // 2)
+        blocks = pool.free + min(int(most / budget.block_bytes), budget.more_blocks)
+        for sizes in ((blocks, 0), (0, states.num_slots)):
+            slots = sizes[1]
+            while slots and not budget.has_room(0, slots, free_blocks=pool.free, free_places=states.free):
+                slots -= 1
+            before = budget.stats
+            budget.provide(sizes[0], slots)
+            after = budget.stats
+            if moved := after.moved_bytes - before.moved_bytes:
+                seconds.append((after.moving_seconds - before.moving_seconds) / moved * GB)
+    return seconds
+
+
+def measure_steps(case: Case, path: Path, name: str, report: Report, *, short: bool) -> None:
+    """Both engines are in this process, and take turns. The elastic one has moved memory before."""
+    room, blocks = step_room(case, path)
+    elastic = engine_of(case, path, room, max_num_seqs=max(STEP_BATCHES))
+    planned, budget = elastic.lives.pool.num_blocks, elastic.lives.budget
+    assert budget is not None, "the model has states, and the device can map pages"
+    moves(elastic, budget)
+    fixed = engine_of(case, path, room, max_num_seqs=max(STEP_BATCHES), num_blocks=min(planned, blocks))
+    assert fixed.lives.budget is None, "its blocks are fixed"
+    context, steps = (64, 16) if name == "cpu" else (1064, 32 if short else 96)
+    for batch in STEP_BATCHES if name == "cuda" else STEP_BATCHES[:1]:
+        pairs = MIN_PAIRS if short else 9
+        series = driver.interleaved(
+            lambda batch=batch: step_seconds(elastic, batch, context, steps),
+            lambda batch=batch: step_seconds(fixed, batch, context, steps),
+            pairs,
+        )
+        pooled, apart = series
+        report.add_ratio(
+            f"elastic.{name}.step.b{batch}", pooled, "ms", apart, "a fixed split", scale=1e3, goal=1.01
+        )
+    for engine in (elastic, fixed):
+        engine.close()
+
+
+def step_room(case: Case, path: Path) -> tuple[int, int]:
+    """Bytes for states and KV of each of the two engines, and the blocks that a fixed split has then. There
+    are states for the largest batch, and twice the KV that an engine wants beside them."""
+    config = read_config(path)
+    block_size = case.config.get("block_size", 128)
+    cache = cache_spec(config, getattr(torch, case.config["dtype"]))
+    blocks_each = -(-2 * TOKENS_BESIDE_STATES // block_size)
+    state_bytes, block_bytes = state_bytes_per_request(cache), block_size * cache_bytes_per_token(cache)
+    blocks = max(STEP_BATCHES) * blocks_each
+    return max(STEP_BATCHES) * state_bytes + blocks * block_bytes, blocks
+
+
+def step_seconds(engine: Engine, batch: int, context: int, steps: int) -> float:
+    """Mean seconds from step to step while `batch` requests decode."""
+    fill(engine, batch, context, 2 * steps + 24)
+    for _ in range(8):
+        engine.loop.step()
+    count, began = 0, time.perf_counter()
+    while count < steps:
+        count += engine.loop.step().seconds > 0
+    seconds = time.perf_counter() - began
+    for live in list(engine.lives):
+        engine.cancel(live)
+    drain(engine)
+    return seconds / steps
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = driver.parser("Elastic memory: what moves between states and KV, and what it costs.")
+    parser.add_argument("--only", choices=("memory", "step"), help="what is measured; default: both")
+    args = parser.parse_args(argv)
+    return measure(args)
+
+
+def measure(args: argparse.Namespace) -> int:
+    case = ON_GPU if args.device == "cuda" else ON_CPU
+    report = report_of("elastic", args, room=case.room)
+    with tempfile.TemporaryDirectory() as directory:
+        if args.device == "cuda":
+            path = write_shape(BAMBA, Path(directory))
+        else:
+            path = Path(directory)
+            (path / "config.json").write_text(json.dumps(TINY))
+            torch.set_num_threads(1)
+        if args.only != "step":
+            measure_memory(case, path, args.device, report, short=args.short)
+        if args.only != "memory":
+            measure_steps(case, path, args.device, report, short=args.short)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""A cluster of `baton` processes without Ray. It restarts every worker, and the router, when the process
+ends.
+
+The command lines are those of a user, and a workers file names the workers, as with any supervisor.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from baton.bench.lab.driver import gpus_or_exit
+from baton.bench.lab.harness import processes
+from baton.bench.lab.harness.workers import Driver, metric
+from baton.bench.lab.shapes import DENSE, write_shape
+from baton.cluster.model import EMBEDDED_NAME
+from baton.cluster.supervision.blueprint import Pool
+from baton.cluster.supervision.calls import set_pool
+from baton.cluster.supervision.role_log import end_of
+from baton.cluster.supervision.runner import write_atomically
+from baton.machine.system import free_port
+from baton.rpc.channel import connect
+
+START_S = 300.0
+STOP_S = 60.0
+SET_POOL_S = 60.0
+WHOLE_S = 25.0  # less than --hold-timeout, which would hide a leak
+_MUST_BE_ZERO = (
+    "requests_running", "requests_waiting", "tokens_waiting", "held_prefills", "reservations",
+    "transfers_open",
+)  # fmt: skip
+
+
+class Worker:
+    """One worker, or the router: its current process and the earlier ones.
+
+    Attributes:
+        lives: the report of each process when it was ready.
+        exits: the exit code of each process that ended.
+        flags: of the next process.
+    """
+
+    def __init__(
+        self,
+        cluster: "LocalCluster",
+        role: str,
+        index: int,
+        flags: Sequence[str],
+        cpus: Collection[int] = (),
+    ) -> None:
+        """`cpus`: that its processes may use; empty: those of this one."""
+        self.role, self.index = role, index
+        self.name = f"{role} {index}"
+        self.log = cluster.directory / f"{role}-{index}.log"
+        self.lives: list[dict[str, Any]] = []
+        self.exits: list[int] = []
+        self.ready = False
+        self._cluster = cluster
+        self.flags = flags
+        self._cpus = cpus
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        # A process dies with the thread that started it, so one thread starts all of them.
+        self._thread = threading.Thread(target=self._supervise, name=self.name, daemon=True)
+        self._thread.start()
+
+    def processes(self) -> dict[str, int]:
+        """Pids by kind: service, engine, transfer."""
+        return processes.tree(self._popen.pid) if self._popen is not None else {}
+
+    def kill(self, kind: str) -> None:
+        processes.kill(self.processes()[kind])
+
+    def hang(self, kind: str) -> None:
+        """SIGSTOP."""
+        processes.kill(self.processes()[kind], signal.SIGSTOP)
+
+    def terminate(self) -> None:
+        """SIGTERM: the worker drains."""
+        assert self._popen is not None
+        self._popen.send_signal(signal.SIGTERM)
+
+    def set_pool(self, pool: Pool) -> None:
+        """Moves the worker to a pool, as `baton flip` does."""
+
+        async def call() -> None:
+            address, secret = self.lives[-1]["address"], self._cluster.secret.encode()
+            async with connect(address, secret) as channel:
+                await set_pool(channel, pool, SET_POOL_S)
+
+        asyncio.run(call())
+
+    def wait_life(self, count: int) -> None:
+        """Waits until `count` processes have been ready, and the last one serves."""
+        self._cluster.wait_for(
+            lambda: len(self.lives) >= count and self.ready, START_S, f"{self.name}, for the {count}th time"
+        )
+
+    def wait_first_life(self) -> None:
+        """Raises RuntimeError if the first process ends before it is ready."""
+        self._cluster.wait_for(lambda: self.lives or self.exits, START_S, f"{self.name} to start")
+        if not self.lives:
+            end = end_of(self.log)
+            raise RuntimeError(f"{self.name} ended with {self.exits[0]} before it was ready.\n{end}")
+
+    def metric(self, name: str, label: str = "") -> float:
+        """Of the current process, as `harness.workers.metric`."""
+        return metric(f"http://{self.lives[-1]['metrics_address']}", name, label)
+
+    def end(self) -> None:
+        self._stopping = True
+        if self._popen is not None and self._popen.poll() is None:
+            for pid in self.processes().values():
+                os.kill(pid, signal.SIGCONT)  # a stopped process cannot end
+            self._popen.send_signal(signal.SIGINT)
+            try:
+                self._popen.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
+        self._thread.join()
+
+    def _supervise(self) -> None:
+        if self._cpus:
+            os.sched_setaffinity(0, self._cpus)  # of this thread; what it starts has the same
+        while not self._stopping:
+            self._live()
+
+    def _live(self) -> None:
+        flags, environment = ("--index", str(self.index), *self.flags), self._cluster.environment
+        with self.log.open("ab") as log:
+            popen, pipe = processes.spawn(self.role, *flags, environment=environment, output=log)
+        self._popen = popen
+        if self._stopping:  # `end` may have looked before, and waits for this thread
+            popen.kill()
+        with pipe:
+            for line in pipe:
+                message = json.loads(line)
+                if "ready" in message:
+                    self.lives.append(message["ready"])
+                    self._cluster.listed(self, ready=True)
+        code = popen.wait()
+        self.exits.append(code)
+        self._cluster.listed(self, ready=False)
+
+
+class LocalCluster:
+    """Use as a context manager:
+
+    entering starts the cluster, leaving ends it. Methods may block, in any thread.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        prefill: int = 2,
+        decode: int = 2,
+        encode: int = 0,
+        router: bool = True,
+        worker_flags: Sequence[str] = (),
+        prefill_flags: Sequence[str] = (),
+        decode_flags: Sequence[str] = (),
+        router_flags: Sequence[str] = (),
+        devices: Sequence[str] = (),
+        cpus: Sequence[Collection[int]] = (),
+        secret: str = "",
+    ) -> None:
+        """Makes no process yet.
+
+        Args:
+            encode: encoders. With some, all workers have --encoder-pool.
+            router: False: the workers alone.
+            devices: of the prefill workers, then of the decode workers; empty: what `--device` says.
+            cpus: that each may use, in the same order; empty: those of this process.
+            secret: of the cluster; empty: a new one.
+        """
+        self.directory = directory
+        self.url = ""
+        self.workers: list[Worker] = []
+        self._counts = {"encode": encode, "prefill": prefill, "decode": decode}
+        pooled = ["--encoder-pool"] if encode else []
+        self._flags = {
+            "encode": [*worker_flags],
+            "prefill": [*worker_flags, *pooled, *prefill_flags],
+            "decode": [*worker_flags, *pooled, *decode_flags],
+        }
+        self._has_router, self._router_flags = router, tuple(router_flags)
+        self._devices, self._cpus = devices, cpus
+        self._routers: list[Worker] = []  # one, or none
+        self._file = directory / "workers"
+        self._news = threading.Condition()
+        self.secret = secret or secrets.token_hex(16)
+        self.environment = {**os.environ, "BATON_CLUSTER_SECRET": self.secret}
+        self._write()
+
+    def of(self, role: str) -> list[Worker]:
+        """All workers of a role, or the router."""
+        return [worker for worker in (*self._routers, *self.workers) if worker.role == role]
+
+    def report(self, role: str) -> dict[str, Any]:
+        """What the first worker of a role, or the router, said when it was ready last: address, pid, …"""
+        return self.of(role)[0].lives[-1]
+
+    def drivers(self) -> tuple[Driver, Driver]:
+        """Of the first prefill and the first decode worker."""
+        prefill, decode = (Driver(self.report(role), self.secret) for role in ("prefill", "decode"))
+        return prefill, decode
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as unless_it_is_up:
+            unless_it_is_up.push(self)
+            named = [(role, i) for role, count in self._counts.items() for i in range(count)]
+            device_flags = [("--device", device) for device in self._devices] or [()] * len(named)
+            cpus = self._cpus or [()] * len(named)
+            for (role, i), device, allowed in zip(named, device_flags, cpus, strict=True):
+                self.workers.append(Worker(self, role, i, (*self._flags[role], *device), allowed))
+            if self._has_router:
+                port = str(free_port())  # the same for all of its lives
+                # With a model name the router can start while all workers are down.
+                flags = ("--model", EMBEDDED_NAME, "--port", port, "--workers-file", str(self._file))
+                self._router_flags = (*flags, *self._router_flags)
+                router = Worker(self, "router", 0, self._router_flags)
+                self._routers.append(router)
+                router.wait_first_life()
+                self.url = router.lives[0]["url"]
+            for worker in self.workers:
+                worker.wait_first_life()
+            if self._has_router:
+                self.wait_serving(len(self.workers))
+            unless_it_is_up.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ends = [threading.Thread(target=worker.end) for worker in (*self._routers, *self.workers)]
+        for end in ends:
+            end.start()
+        for end in ends:
+            end.join()
+
+    def restart_router(self, *flags: str) -> None:
+        """Starts the router again, with these flags besides those of the cluster."""
+        [router] = self.of("router")
+        lives = len(router.lives)
+        router.flags = (*self._router_flags, *flags)
+        router.terminate()
+        router.wait_life(lives + 1)
+        self.wait_serving(len(self.workers))
+
+    # ------------------------------------------------------------ what the router sees
+
+    def _states(self) -> dict[str, str]:
+        """State by address of the router's workers. Empty while the router is away."""
+        try:
+            return {worker["address"]: worker["state"] for worker in status(self.url)["workers"]}
+        except (OSError, http.client.HTTPException):
+            return {}
+
+    def wait_serving(self, workers: int) -> None:
+        """Waits until the router has attached to that many workers."""
+
+        def attached() -> bool:
+            return list(self._states().values()).count("ready") >= workers
+
+        self.wait_for(attached, START_S, f"{workers} workers at the router")
+
+    def wait_attached(self, worker: Worker) -> None:
+        """Waits until the router has attached to the current process of a worker."""
+
+        def attached() -> bool:
+            return worker.ready and self._states().get(worker.lives[-1]["address"]) == "ready"
+
+        self.wait_for(attached, START_S, f"{worker.name} at the router")
+
+    # ------------------------------------------------------------ for workers
+
+    def listed(self, worker: Worker, *, ready: bool) -> None:
+        """A worker became ready, or ended: tells the router and wakes waiting threads."""
+        with self._news:
+            worker.ready = ready
+            self._write()
+            self._news.notify_all()
+
+    def wait_for(self, condition: Any, within: float, event: str) -> None:
+        deadline = time.monotonic() + within
+        with self._news:
+            while not condition():
+                assert time.monotonic() < deadline, f"waited {within:g} s for {event}"
+                self._news.wait(0.1)  # some conditions change without a notification
+
+    def _write(self) -> None:
+        write_atomically(self._file, "".join(f"{w.lives[-1]['address']}\n" for w in self.workers if w.ready))
+
+
+@contextlib.contextmanager
+def two_workers(
+    args: argparse.Namespace, flags: Sequence[str], on_gpus: Sequence[str]
+) -> Iterator[LocalCluster]:
+    """A prefill and a decode worker without a router, for the bench's `--model` and `--device`.
+
+    `on_gpus`: further flags there. Each worker has a GPU, or both have half of the only one.
+    """
+    devices = [args.device] * 2
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        if args.device == "cuda":
+            gpus = gpus_or_exit(1, "this bench")
+            devices = [f"cuda:{number % gpus}" for number in range(2)]
+            model = args.model or str(write_shape(DENSE, directory))
+            flags = [*flags, "--model", model, "--load-format", "dummy", *on_gpus]
+            flags += ["--gpu-memory-utilization", "0.45"] if gpus == 1 else []
+        else:
+            # One thread each: otherwise two engines would compete for the cores of a small machine.
+            flags = [*flags, "--dtype", "float32", "--num-threads", "1"]
+            flags += ["--model", args.model] if args.model else []
+        with LocalCluster(
+            directory, prefill=1, decode=1, router=False, worker_flags=flags, devices=devices
+        ) as cluster:
+            yield cluster
+
+
+def status(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url + "/status", timeout=60) as page:
+        return json.load(page)
+
+
+def leaks(url: str) -> dict[str, int]:
+    """What the pools of all workers miss. Empty if every pool is whole."""
+    counts: dict[str, int] = {}
+    for worker in status(url)["workers"]:
+        status_of, name = worker["status"], f"{worker['role']} {worker['index']}"
+        counts |= {f"{name}: {field}": status_of[field] for field in _MUST_BE_ZERO}
+        for pool in ("blocks", "arena_slots"):
+            counts[f"{name}: {pool} missing"] = status_of[f"{pool}_total"] - status_of[f"{pool}_free"]
+    return {name: count for name, count in counts.items() if count}
+
+
+def leaks_when_idle(url: str, within: float = WHOLE_S) -> dict[str, int]:
+    """As `leaks`, but waits up to `within` seconds, since releases follow the last token."""
+    deadline = time.monotonic() + within
+    while (counts := leaks(url)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return counts

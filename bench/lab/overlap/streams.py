@@ -1,0 +1,163 @@
+"""Submits requests to a prefill and a decode worker, times their tokens, and reads the workers' traces."""
+
+import asyncio
+import itertools
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from baton.bench.lab.harness.workers import Workers, prompt_of, request
+from baton.rpc import worker_pb2 as pb
+
+OUTPUT_TOKENS = 12
+
+
+@dataclass
+class Streamed:
+    """A run A. Times are in seconds."""
+
+    prefill_id: bytes
+    decode_id: bytes
+    ttft: float
+    handover: float
+    step: float
+    whole: float
+    """From the arrival of the request to its last token."""
+
+
+async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOKENS) -> Streamed:
+    work = request(prompt, length)
+    submitted = time.perf_counter()
+    prefill_id = await workers.prefill.prefill(work, handover=True)
+    decode_id = await workers.submit_decode(work, prefill_id)
+    [(first, token)] = await workers.prefill.tokens(prefill_id, 1)
+    output = await workers.decode.tokens(decode_id, length)
+    assert output[0][1].token_id == token.token_id, "decode must repeat the first token"
+    assert [event.output_index for _, event in output] == list(range(length))
+    at = [when for when, _ in output]
+    step = statistics.median(b - a for a, b in itertools.pairwise(at[1:]))
+    handover, total = at[1] - first, at[-1] - submitted
+    return Streamed(prefill_id, decode_id, first - submitted, handover, step, total)
+
+
+async def alone(workers: Workers, prompt: list[int]) -> bytes:
+    """A run B. Returns its decode id."""
+    work = request(prompt, 2)
+    prefill_id = await workers.prefill.prefill(work, handover=True)
+    await workers.prefill.tokens(prefill_id, 1)
+    decode_id = await workers.submit_decode(work, prefill_id)
+    await workers.decode.tokens(decode_id, 2)
+    return decode_id
+
+
+async def prefill_only(workers: Workers, prompt: list[int]) -> float:
+    """A run C. Returns its time to first token."""
+    submitted = time.perf_counter()
+    prefill_id = await workers.prefill.prefill(request(prompt, 1))
+    [(first, _)] = await workers.prefill.tokens(prefill_id, 1)
+    return first - submitted
+
+
+@dataclass
+class Background:
+    """Streams that keep the decode batch at a size while other requests are measured."""
+
+    workers: Workers
+    attempts: list[bytes]
+    length: int
+    """Tokens after which a stream ends. A longer measurement fails."""
+
+    @classmethod
+    async def start(cls, workers: Workers, size: int, context: int, length: int, seed: int) -> Self:
+        attempts: list[bytes] = []
+        for number in range(size):
+            work = request(prompt_of(context, seed + number), length)
+            prefill_id = await workers.prefill.prefill(work, handover=True)
+            attempts.append(await workers.submit_decode(work, prefill_id))
+        for decode_id in attempts:
+            await workers.decode.tokens(decode_id, 2)
+        return cls(workers, attempts, length)
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        """Seconds between tokens of all streams within a time. Raises RuntimeError if one has ended."""
+        times = [self.workers.decode.times(decode_id) for decode_id in self.attempts]
+        if any(len(series) >= self.length for series in times):
+            raise RuntimeError(
+                f"a stream of --batch ended after its {self.length} tokens, before all gaps were measured: "
+                "measure with --short, or shorter --tokens"
+            )
+        inside = [[at for at in series if since <= at <= until] for series in times]
+        return [b - a for series in inside for a, b in itertools.pairwise(series)]
+
+    async def stop(self, count: int | None = None) -> None:
+        """Ends `count` streams; None: all."""
+        ended, self.attempts = self.attempts[:count], self.attempts[len(self.attempts[:count]) :]
+        for decode_id in ended:
+            await self.workers.decode.send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=decode_id)))
+
+
+AT_ONCE = 2
+"""Prompts that are handed over at a time.
+
+With two, a prefill begins before all KV of the last one has come.
+"""
+
+
+async def quiet_gaps(background: Background, context: int, seconds: float, seed: int) -> list[float]:
+    """Gaps of the background streams while no KV comes. `AT_ONCE` more streams keep the batch size equal."""
+    more = await Background.start(background.workers, AT_ONCE, context, background.length, seed)
+    began, gaps = time.perf_counter(), []
+    while not gaps:
+        await asyncio.sleep(seconds)
+        gaps = background.gaps(began, time.perf_counter())
+    await more.stop()
+    return gaps
+
+
+async def injected_gaps(background: Background, tokens: int, seconds: float, seed: int) -> list[float]:
+    """Gaps of the background streams while prompts are handed over all the time."""
+    number = itertools.count(seed)
+    began = time.perf_counter()
+    while True:
+        prompts = [prompt_of(tokens, next(number)) for _ in range(AT_ONCE)]
+        await asyncio.gather(*(streamed(background.workers, prompt, length=3) for prompt in prompts))
+        # Not earlier: collecting gaps takes some milliseconds and would delay timestamps of tokens.
+        if time.perf_counter() >= began + seconds and (gaps := background.gaps(began, time.perf_counter())):
+            return gaps
+
+
+@dataclass(frozen=True)
+class Joined:
+    at: float
+    size: int  # bytes of KV
+    fetch_seconds: float
+
+
+@dataclass
+class Trace:
+    """Times in seconds of CLOCK_MONOTONIC, which all processes of a host share."""
+
+    taken: dict[bytes, float] = field(default_factory=dict)  # by the engine, by prefill id
+    first_token: dict[bytes, float] = field(default_factory=dict)  # by prefill id
+    joined: dict[bytes, Joined] = field(default_factory=dict)  # by decode id
+
+    @classmethod
+    def read(cls, *paths: Path) -> Self:
+        """Of some processes. Complete when they have ended."""
+        trace = cls()
+        for path in paths:
+            for line in path.read_text().splitlines()[1:]:
+                event = json.loads(line.rstrip(","))
+                at, fields = event.get("ts", 0.0) / 1e6, event["args"]
+                match event["name"]:
+                    case "taken":
+                        trace.taken[bytes.fromhex(fields["attempt"])] = at
+                    case "first token":
+                        trace.first_token[bytes.fromhex(fields["prefill"])] = at
+                    case "joined":
+                        joined = Joined(at, fields["bytes"], fields["fetch_us"] / 1e6)
+                        trace.joined[bytes.fromhex(fields["decode"])] = joined
+        return trace

@@ -1,0 +1,434 @@
+"""Many streams, many workers, and a large index, on the router processes of one machine.
+
+streams  keeps thousands of streams open for minutes. A stream that ends is replaced. `lost` are streams that
+         ended early, or with another number of tokens than they asked for.
+workers  lets fake workers join, report, a quarter of them fail and come back, and half of them leave.
+         `loop` is the CPU time of the event loop, less that of this client's looks at the metrics
+         (`loop_looks`). It has what an idle router takes in that time (`loop_idle`).
+memory   fills the index with reports, for one router process and for several. Memory is PSS: what several
+         processes share counts once.
+
+A stall is a late timer of the router's own event loop (`baton:event_loop_lag_seconds`), so a pause of this
+client is none. The client and the fake workers have a lower priority than the router.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import random
+import re
+import secrets
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import SynchronizedArray
+from pathlib import Path
+from typing import cast
+from urllib.parse import urlsplit
+
+import grpc.aio
+import psutil
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+
+import baton.bench.lab.driver as driver
+from baton.bench.lab.driver import report_of
+from baton.bench.lab.harness.cluster import LocalCluster
+from baton.bench.lab.router.ends import END, EVENT, REQUEST_HEAD, cpu_seconds, prompt_of
+from baton.bench.lab.router.stand_in import Lanes, Outputs, StandIn
+from baton.bench.report import Report, Row
+from baton.cluster.model import EMBEDDED_NAME
+from baton.content import HINT_BITS
+from baton.rpc import worker_pb2 as pb
+
+STALL_S = 0.05
+SEATS = 256
+"""Of a fake decode worker, as of a real one."""
+SPARE = 1.25
+"""Seats for each stream."""
+OPENED_PER_S = 400
+START_S = 120.0
+REPORT_S, REPORTS_S = 1.0, 20.0
+"""Between two reports of a worker, and in which reports are measured."""
+PAUSE_S = 0.25
+"""Between two looks at the metrics, which take the router some ten milliseconds. They are counted apart."""
+LOOKS, IDLE_S = 8, 2.0
+"""Looks that measure what one costs, and seconds that measure an idle router."""
+PARTS, FIRST_PORT = 4, 21_000
+HOLDERS, REPORTED = 8, 4096
+"""Workers with chunks, and chunks of one message."""
+_LIVE, _DONE, _LOST, _TOKENS, _OWN_STALL_US = range(5)
+
+# Children share the imports of this process. It has no thread and no gRPC channel when it forks.
+FORK = multiprocessing.get_context("fork")
+reporting = FORK.Value("b", False)
+"""Whether workers report their status."""
+
+
+class Large(StandIn):
+    """A stand-in with seats for hundreds of requests, and with chunks and a status to report."""
+
+    chunks: Sequence[int] = ()
+
+    async def report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            for outputs in self._outputs if reporting.value else ():
+                outputs.put_nowait(pb.WorkerMessage(status=self.status))
+
+    async def Describe(
+        self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerDescription:
+        described = await super().Describe(request, context)
+        described.max_num_seqs, described.num_blocks, described.max_model_len = SEATS, 1 << 20, 1 << 16
+        return described
+
+    def _take(self, message: pb.RouterMessage, outputs: Outputs) -> None:
+        super()._take(message, outputs)
+        for begin in range(0, len(self.chunks), REPORTED) if message.hello.cache else ():
+            added = self.chunks[begin : begin + REPORTED]
+            events = pb.CacheEvents(reset=not begin, added=added)
+            outputs.put_nowait(pb.WorkerMessage(cache=events))
+
+
+@contextlib.contextmanager
+def child(target: Callable[..., None], *args: object) -> Iterator[Connection]:
+    """Yields a pipe to a process that runs `target(*args, pipe)`."""
+    local, remote = FORK.Pipe()
+
+    def run() -> None:
+        gc.disable()
+        os.nice(10)
+        target(*args, remote)
+
+    process = FORK.Process(target=run, daemon=True)
+    process.start()
+    remote.close()  # so that its end is seen here
+    try:
+        yield local
+    finally:
+        process.kill()
+        process.join()
+
+
+@contextlib.contextmanager
+def fakes(
+    secret: str, ports: Sequence[int], prefills: int, *, step: float = 0.0, chunks: int = 0
+) -> Iterator[list[str]]:
+    """Yields the addresses of fake workers. The first ones prefill."""
+
+    async def serve(pipe: Connection) -> None:
+        lanes, rng = Lanes(), random.Random(ports[0])
+        addresses, reporting = [], []
+        for i, port in enumerate(ports):
+            role = pb.POOL_PREFILL if i < prefills else pb.POOL_DECODE
+            worker = Large(role, lanes, list(range(1000, 1400)), secret=secret.encode())
+            worker.status.blocks_free = worker.status.blocks_total = 1 << 20
+            worker.step_seconds = step if role == pb.POOL_DECODE else 0.0
+            worker.chunks = [rng.getrandbits(HINT_BITS) for _ in range(chunks)]
+            reporting.append(asyncio.create_task(worker.report()))
+            addresses.append((await worker.start(port)).address)
+        pipe.send(addresses)
+        await asyncio.Event().wait()
+
+    with child(lambda pipe: uvloop.run(serve(pipe))) as pipe:
+        yield pipe.recv()
+
+
+@contextlib.contextmanager
+def router(secret: str, processes: int, *flags: str) -> Iterator[tuple[LocalCluster, str, int]]:
+    """Yields the cluster, the URL of the metrics, and the pid."""
+    several = ["--router-processes", str(processes)] if processes > 1 else []
+    router_flags = [*flags, *several, "--max-wait", "86400"]
+    with (
+        tempfile.TemporaryDirectory() as name,
+        LocalCluster(Path(name), prefill=0, decode=0, secret=secret, router_flags=router_flags) as cluster,
+    ):
+        report = cluster.report("router")
+        yield cluster, report.get("admin_url") or cluster.url, report["pid"]
+
+
+def to(addresses: Sequence[str]) -> list[str]:
+    return [flag for address in addresses for flag in ("--worker", address)]
+
+
+def processes_of(pid: int) -> list[int]:
+    """The router's processes that serve, and their supervisor. Others are for large bodies."""
+    top = psutil.Process(pid)
+    titles = ((each.pid, " ".join(each.cmdline()).strip()) for each in (top, *top.children(recursive=True)))
+    return [pid for pid, title in titles if re.search(r": router [\d.]+$", title)]
+
+
+def memory(pid: int) -> float:
+    """MiB of the router with all its processes."""
+    every = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    pages = (Path(f"/proc/{each}/smaps_rollup").read_text().splitlines() for each in every)
+    return sum(int(line.split()[1]) for page in pages for line in page if line.startswith("Pss:")) / 1024
+
+
+def loop_seconds(pid: int) -> float:
+    """CPU time of the first threads, which have the event loops."""
+    pages = [Path(f"/proc/{each}/schedstat").read_text() for each in processes_of(pid)]
+    return sum(int(page.split()[0]) for page in pages) / 1e9
+
+
+def until(done: Callable[[], bool], event: str) -> float:
+    """Waits. Returns the seconds."""
+    began = time.perf_counter()
+    while not done():
+        if time.perf_counter() - began > START_S:
+            raise TimeoutError(f"waited {START_S:g} s for {event}")
+        time.sleep(PAUSE_S)
+    return time.perf_counter() - began
+
+
+def samples(url: str, family: str) -> list[tuple[dict[str, str], float]]:
+    page = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
+    families = (each for each in text_string_to_metric_families(page) if each.name == family)
+    return [(sample.labels, sample.value) for each in families for sample in each.samples]
+
+
+def lags(url: str) -> dict[str, Counter[float]]:
+    """How late the timers were, and how late without the wait for a CPU (`own_`)."""
+    series = {kind: samples(url, f"baton:event_loop_{kind}lag_seconds") for kind in ("", "own_")}
+    return {
+        kind: Counter({float(labels["le"]): int(value) for labels, value in lag if "le" in labels})
+        for kind, lag in series.items()
+    }
+
+
+def add_stalls(report: Report, name: str, url: str, before: dict[str, Counter[float]]) -> None:
+    """Adds the stalls over `STALL_S` since then, and what the longest one took at most."""
+    for kind, since in lags(url).items():
+        since.subtract(before[kind])
+        longest = min(le for le, count in since.items() if count == since[math.inf])
+        over = since[math.inf] - since[STALL_S]
+        report.add(Row(f"{name}.{kind}stalls_over_50ms", over, "stalls", goal=0))
+        report.add(Row(f"{name}.longest_{kind}stall_at_most", 1e3 * longest, "ms", goal=1e3 * STALL_S))
+
+
+# ---------------------------------------------------------------- streams
+
+
+class Reader(asyncio.Protocol):
+    """One stream. Counts its tokens."""
+
+    def __init__(self, tokens: int, body: bytes, sums: SynchronizedArray[int], why: Counter[str]) -> None:
+        self._want, self._body, self._sums, self._why = tokens, body, sums, why
+        self._count, self._tail, self._ended = 0, b"", False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(REQUEST_HEAD % len(self._body) + self._body)
+        self._sums[_LIVE] += 1
+
+    def data_received(self, data: bytes) -> None:
+        before, self._tail = self._tail[1 - len(EVENT) :], (self._tail + data)[-300:]
+        count = (before + data).count(EVENT)
+        self._count += count
+        self._sums[_TOKENS] += count
+        if self._tail.endswith(END):
+            self._end(
+                "" if self._count == self._want else f"{self._count} of {self._want} tokens: {self._tail!r}"
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(f"closed after {self._count} tokens ({exc}): {self._tail!r}")
+
+    def _end(self, why: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self._transport.close()
+            self._sums[_LIVE] -= 1
+            self._sums[_LOST if why else _DONE] += 1
+            self._why += Counter([why] if why else ())
+
+
+async def load(url: str, streams: int, tokens: int, sums: SynchronizedArray[int], pipe: Connection) -> None:
+    """Keeps `streams` open until the pipe has something. Then sends why streams were lost."""
+    address, why, numbers = urlsplit(url), Counter[str](), itertools.count()
+    loop = asyncio.get_running_loop()
+    while not pipe.poll():
+        due = loop.time() + 0.01
+        await asyncio.sleep(0.01)
+        sums[_OWN_STALL_US] = max(sums[_OWN_STALL_US], int(1e6 * (loop.time() - due)))
+        for _ in range(min(OPENED_PER_S // 100, streams - sums[_LIVE])):
+            number = next(numbers)
+            want = tokens // 2 + number * 7919 % tokens
+            body = {"max_tokens": want, "ignore_eos": True, "stream": True, "timeout": 3600}
+            sent = json.dumps(body | {"prompt": prompt_of(number)}).encode()
+            reader = Reader(want, sent, sums, why)
+            try:
+                await loop.create_connection(
+                    lambda reader=reader: reader, address.hostname or "", address.port or 0
+                )
+            except OSError as error:
+                sums[_LOST] += 1
+                why[str(error)] += 1
+    pipe.send(why.most_common(5))
+
+
+def measure_streams(args: argparse.Namespace, report: Report) -> None:
+    secret, sums = secrets.token_hex(16), FORK.Array("q", 5, lock=False)
+    name, decodes = f"router.streams{args.streams}", -(-int(SPARE * args.streams) // SEATS)
+    prefills = max(1, args.workers // 2)
+    decodes = max(decodes, args.workers - prefills)
+    reporting.value = bool(args.workers)
+    with (
+        fakes(secret, [0] * (prefills + decodes), prefills, step=args.step) as workers,
+        router(secret, args.processes, *to(workers)) as (cluster, admin, pid),
+    ):
+        base = memory(pid)
+        with child(lambda p: uvloop.run(load(cluster.url, args.streams, args.tokens, sums, p))) as pipe:
+            until(lambda: sums[_LIVE] >= args.streams, "the streams")
+            time.sleep(2 * args.step)
+            sums[_OWN_STALL_US] = 0
+            before, tokens, began, cpu = lags(admin), sums[_TOKENS], time.perf_counter(), cpu_seconds(pid)
+            loop = loop_seconds(pid)
+            time.sleep(args.seconds)
+            passed, tokens, cpu = time.perf_counter() - began, sums[_TOKENS] - tokens, cpu_seconds(pid) - cpu
+            loop = loop_seconds(pid) - loop
+            add_stalls(report, name, admin, before)
+            memory_kib = memory(pid) - base
+            pipe.send(None)
+            report.detail["lost"] = pipe.recv()
+    report.add(Row(f"{name}.lost", sums[_LOST], "streams", goal=0))
+    report.add(Row(f"{name}.done", sums[_DONE], "streams"))
+    report.add(Row(f"{name}.tokens_per_s", tokens / passed, "tokens/s"))
+    report.add(Row(f"{name}.cpu_per_token", 1e6 * cpu / tokens, "µs"))
+    report.add(Row(f"{name}.loop", loop / passed / args.processes, "of a core"))
+    report.add(Row(f"{name}.memory", 1024 * memory_kib / args.streams, "KiB/stream"))
+    report.add(Row(f"{name}.longest_stall_of_client", sums[_OWN_STALL_US] / 1e3, "ms"))
+    for why, count in report.detail["lost"]:
+        print(f"lost {count}: {why}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------- workers
+
+
+def measure_workers(args: argparse.Namespace, report: Report) -> None:
+    """Each of several processes serves a part of the workers."""
+    secret, ports = secrets.token_hex(16), range(FIRST_PORT, FIRST_PORT + args.workers)
+    parts = [ports[begin::PARTS] for begin in range(PARTS)]
+    with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile("w") as file:
+        failing = stack.enter_context(contextlib.ExitStack())
+        for exits, part in zip((failing, *[stack] * (PARTS - 1)), parts, strict=True):
+            exits.enter_context(fakes(secret, part, len(part) // 2))
+        flags = "--workers-file", file.name, "--model", EMBEDDED_NAME
+        _, url, pid = stack.enter_context(router(secret, args.processes, *flags))
+        looked = [0]
+
+        def ready() -> int:
+            looked[0] += 1
+            return int(sum(v for labels, v in samples(url, "baton:workers") if labels["state"] == "ready"))
+
+        def list_workers(listed: Sequence[int]) -> None:
+            Path(file.name).write_text("".join(f"127.0.0.1:{port}\n" for port in listed))
+
+        def phase(name: str, change: Callable[[], object], count: int) -> None:
+            before, cpu, loop, looks = lags(url), cpu_seconds(pid), loop_seconds(pid), looked[0]
+            change()
+            seconds = until(lambda: ready() == count, f"{count} workers: {name}")
+            name = f"router.workers{args.workers}.{name}"
+            loop, looks, cpu = loop_seconds(pid) - loop, looked[0] - looks, cpu_seconds(pid) - cpu
+            add_stalls(report, name, url, before)
+            idle, began = loop_seconds(pid), time.perf_counter()
+            time.sleep(IDLE_S)
+            idle = (loop_seconds(pid) - idle) / (time.perf_counter() - began)
+            of_look, began = loop_seconds(pid), time.perf_counter()
+            for _ in range(LOOKS):
+                ready()
+            of_look = (loop_seconds(pid) - of_look - idle * (time.perf_counter() - began)) / LOOKS
+            busy = loop - looks * of_look
+            report.add(Row(f"{name}.known", seconds, "s"))
+            report.add(Row(f"{name}.cpu", cpu, "s"))
+            report.add(Row(f"{name}.loop", busy / args.processes, "s", goal=0.5))
+            report.add(Row(f"{name}.loop_idle", idle * seconds / args.processes, "s"))
+            report.add(Row(f"{name}.loop_looks", looks * of_look / args.processes, "s"))
+
+        def join() -> None:
+            """Each process joins all workers. For several at once the two cores would be too slow."""
+            for end in range(1, args.processes):
+                joined = ports[: len(ports) * end // args.processes]
+                list_workers(joined)
+                until(lambda part=joined: ready() == len(part), "a part of the workers")
+            list_workers(ports)
+
+        phase("join", join, len(ports))
+        reporting.value = True
+        time.sleep(REPORTS_S / 2)
+        cpu = cpu_seconds(pid)
+        time.sleep(REPORTS_S)
+        reports = (cpu_seconds(pid) - cpu) / REPORTS_S
+        reporting.value = False
+        report.add(Row(f"router.workers{args.workers}.reports", reports, "cores"))
+        phase("fail", failing.close, len(ports) - len(parts[0]))
+        recovered = fakes(secret, parts[0], len(parts[0]) // 2)
+        phase("recover", lambda: failing.enter_context(recovered), len(ports))
+        phase("leave", lambda: list_workers(ports[::2]), len(ports[::2]))
+
+
+# ---------------------------------------------------------------- memory
+
+
+def measure_memory(args: argparse.Namespace, report: Report) -> None:
+    secret, mib = secrets.token_hex(16), []
+    for processes in (1, args.processes):
+        with (
+            fakes(secret, [0] * HOLDERS, 2, chunks=args.chunks // HOLDERS) as workers,
+            router(secret, processes, *to(workers)) as (_, _, pid),
+        ):
+            used = [-1.0]
+
+            def idle(pid: int = pid, used: list[float] = used) -> bool:
+                """Whether the router applies no more reports."""
+                time.sleep(1)
+                used.append(cpu_seconds(pid))
+                return used[-1] - used[-2] < 0.1
+
+            until(idle, "the reports")
+            mib.append(memory(pid))
+    name, ratio = f"router.memory.chunks{args.chunks}.processes", mib[1] / mib[0]
+    report.add(Row(f"{name}1", mib[0], "MiB"))
+    report.add(Row(f"{name}{args.processes}", mib[1], "MiB", ratio=ratio, ratio_to="processes1"))
+
+
+def main() -> int:
+    p = driver.parser(__doc__ or "", devices=("cpu",))
+    measures = {"streams": measure_streams, "workers": measure_workers, "memory": measure_memory}
+    p.add_argument("what", choices=measures)
+    p.add_argument("--streams", type=int, default=10_000, help="open at the same time (default: %(default)s)")
+    p.add_argument("--step", type=float, default=1.0, help="seconds of a token (default: %(default)s)")
+    p.add_argument("--tokens", type=int, default=300, help="of a stream, on average (default: %(default)s)")
+    p.add_argument("--seconds", type=float, default=300.0, help="with all streams (default: %(default)s)")
+    p.add_argument(
+        "--workers",
+        type=int,
+        help="that join, or report beside the streams (default: workers 1,000, streams as few as need be)",
+    )
+    p.add_argument("--chunks", type=int, default=500_000, help="in the index (default: %(default)s)")
+    p.add_argument("--processes", type=int, help="of the router (default: workers 1, streams 2, memory 4)")
+    args = p.parse_args()
+    args.workers = args.workers or (1_000 if args.what == "workers" else 0)
+    args.processes = args.processes or {"workers": 1, "streams": 2, "memory": 4}[args.what]
+    if args.short:
+        args.streams, args.seconds = args.streams // 10, 10.0
+    report = report_of("router.scale", args)
+    measures[args.what](args, report)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

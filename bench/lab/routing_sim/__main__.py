@@ -1,0 +1,257 @@
+"""Compares the router's policies with simpler ones, in simulated clusters.
+
+Prefill: the chats of `bench.routing_sim.traces` on 4, 64 and 1,000 workers behind 4 routers (1 before
+1,000), as fast as an H200, with a load of 0.8 and with caches that live sessions fill to 90 %. One case has
+workers that join and leave. Think times depend on how many sessions a worker has between two turns, which
+keeps runs short.
+
+Placement: five kinds of load on 2, 4 and 64 workers, and one on 1,000. The policy is compared with colocated
+engines that take requests in turn and compute them in steps of 512 tokens, and with a fixed split. `--only
+placement` takes some minutes and prints a table of it.
+
+Swing: 4 workers whose load swings between long prompts and long answers: each fixed split, flips by the
+autoscaler, and the placement policy. A short run leaves this part out, unless --only names it.
+
+Split: prompts of 30,000 and 128,000 tokens that up to four of 4, 64 and 1,000 prefill workers share, one
+after another, at half of the load that the workers can serve, and at 0.8 of it beside no splits.
+
+Agents: 16, 48 and 96 sessions at a time, and a public trace, on 2 workers, with prefix caches (`agents`).
+
+Profiles: what each value of `--optimize` gives on 2 workers, with a load that they can serve and with more.
+"""
+
+import itertools
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import baton.bench.lab.driver as driver
+from baton.bench.lab.driver import report_of
+from baton.bench.lab.routing_sim.agents import TRACE, add_agents
+from baton.bench.lab.routing_sim.baselines import POLICIES, Flips
+from baton.bench.lab.routing_sim.traces import multi_turn, size
+from baton.bench.report import Report, Row
+from baton.cluster.options.optimize import PROFILES
+from baton.machine.quantiles import percentile
+from baton.simulator import placement
+from baton.simulator import split as shared_prompts
+from baton.simulator.placement_outcome import Quantiles
+from baton.simulator.prefill import Outcome, Setting, Simulation
+from baton.simulator.trace import Trace
+
+MAIN = 64
+"""Workers of the rows that have bounds."""
+SCALES = {4: (4, 400, 60), MAIN: (4, 75, 20), 1_000: (1, 15, 8)}
+"""Workers → routers, sessions of the trace per worker, sessions between two turns per worker."""
+SHORT = {4: 0.4, MAIN: 0.3, 1_000: 0.12}
+"""Share of the sessions of a short run."""
+AT_SCALE = ("sticky", "least_loaded")
+"""Policies of a short run with 1,000 workers."""
+SEED = 1
+LOADS = {
+    (2000, 150): (8, 12, 22),
+    (8000, 200): (1, 2, 3, 4),
+    (500, 500): (6, 12, 24),
+    (200, 20): (40, 80),
+    (30_000, 100): (0.5, 0.8),
+}
+"""(prompt, answer) → requests per second for each two workers."""
+PLACED = {2: 1, 4: 1, MAIN: 4, 1_000: 16}
+"""Workers of a placement → routers."""
+PLACED_SHORT = (2, MAIN)
+PLACED_SECONDS = 10.0
+"""Of a placement, at least: workers report once a second."""
+PLACED_REQUESTS, PLACED_REQUESTS_SHORT = 600, 200
+"""Of a placement, at least."""
+LARGEST_LOADS = ((2000, 150, 12),)
+"""Loads of 1,000 workers."""
+KINDS: tuple[placement.Kind, ...] = ("policy", "split", "colocated")
+SPLIT_PROMPTS, SPLIT_SHORT = 600, 40
+"""Prompts of each simulation, and of a short run."""
+SPLIT_GOALS = {"idle": (0.0, 0.34), "half": (0.5, 0.6)}
+"""Share of the time of the workers that is used, and the goal beside one idle engine."""
+SPLIT_BUSY = 0.8
+"""The same share, at which no split may make p99 worse."""
+SWING, SWING_SECONDS = ((2000, 50, 28), (200, 500, 28)), 30.0
+"""Loads of 4 workers that take turns, and for how long each of them comes."""
+SWING_TTFT, SWING_GAP = 0.25, 0.02
+"""Objectives of each request in seconds; the gap is the mean of a request."""
+OPTIMIZED = {(2000, 150): (22, 80), (500, 500): (24, 80)}
+"""As `LOADS`, for profiles. Two workers cannot serve 80 of these requests per second."""
+
+
+def cases(short: bool) -> Iterator[tuple[str, Trace, Setting, list[str]]]:
+    """Name, trace, setting and policies of each comparison."""
+
+    def sized(trace: Trace, workers: int) -> Setting:
+        routers, _, sessions = SCALES[workers]
+        return size(trace, workers=workers, routers=routers, sessions=sessions)
+
+    for workers, (_, sessions, _) in SCALES.items():
+        requests = round(6 * sessions * workers * (SHORT[workers] if short else 1))
+        names = list(AT_SCALE if short and workers == max(SCALES) else POLICIES)
+        trace = multi_turn(requests, SEED)
+        yield f"multi_turn.w{workers}", trace, sized(trace, workers), names
+        if workers == MAIN:
+            changed = replace(sized(trace, workers), changes=[(0.5, -4), (0.7, 4)])
+            yield f"multi_turn.w{workers}.changes", trace, changed, ["sticky"]
+
+
+def add_rows(report: Report, case: str, policy: str, outcome: Outcome) -> None:
+    name = f"routing_sim.{case}.{policy}"
+    report.add(Row(f"{name}.hits", outcome.hit_tokens / outcome.tokens, "of prompt tokens"))
+    report.add_median(f"{name}.ttft", outcome.ttft, "ms", scale=1e3)
+    report.add(Row(f"{name}.imbalance", max(outcome.busy) / statistics.mean(outcome.busy), "max busy / mean"))
+    if outcome.turns:
+        report.add(Row(f"{name}.moved", outcome.moved / outcome.turns, "of later turns"))
+    report.add(Row(f"{name}.decisions", outcome.decisions / outcome.deciding, "/s"))
+
+
+def bound(outcome: Outcome) -> float:
+    return outcome.bound_tokens / outcome.tokens
+
+
+def add_bounds(report: Report, sticky: Outcome, least_loaded: Outcome) -> None:
+    """The rows that have goals."""
+    report.add(Row("routing_sim.hits.bound", bound(sticky), "of prompt tokens"))
+    hits = sticky.hit_tokens / sticky.tokens
+    report.add(Row("routing_sim.hits.sticky", hits, "of prompt tokens", goal=0.45, better="higher"))
+    p99, base = (1e3 * percentile(o.ttft, 0.99) for o in (sticky, least_loaded))
+    name = "routing_sim.ttft_p99.vs_least_loaded"
+    report.add(Row(name, p99, "ms", ratio=p99 / base, ratio_to="least loaded", goal=1.0))
+
+
+def placed_loads(workers: int, short: bool) -> Iterator[placement.Load]:
+    """All rates of each load for 2 workers, the highest for more. Short runs have one load for those."""
+    if workers == max(PLACED) or (short and workers > 2):
+        yield from (placement.Load(*load) for load in LARGEST_LOADS)
+        return
+    for (prompt, answer), rates in LOADS.items():
+        yield from (placement.Load(prompt, answer, rate) for rate in (rates if workers == 2 else rates[-1:]))
+
+
+def add_placement(report: Report, short: bool) -> list[str]:
+    """Returns a table with TTFT p50/p99 · gap p99 in ms."""
+    lines = ["workers, routers | input/output, rate /s | " + " | ".join(KINDS)]
+    for workers in PLACED_SHORT if short else PLACED:
+        for load in placed_loads(workers, short):
+            min_requests = PLACED_REQUESTS_SHORT if short else PLACED_REQUESTS
+            seconds = PLACED_SECONDS / (5 if short else 1)
+            requests = max(min_requests, round(load.rate * workers / 2 * seconds))
+            served = {"requests": requests, "workers": workers, "routers": PLACED[workers], "seed": SEED}
+            by_kind = {kind: placement.simulate(load, kind, **served).quantiles() for kind in KINDS}
+            name = f"routing_sim.placement.{load.prompt}_{load.answer}.{load.rate:g}.w{workers}"
+            add_placed(report, name, by_kind)
+            cells = (
+                f"{1e3 * q.ttft:.0f}/{1e3 * q.ttft_p99:.0f} · {1e3 * q.gap_p99:.1f}" for q in by_kind.values()
+            )
+            setting = f"{workers:,}, {PLACED[workers]} | {load.prompt}/{load.answer}, {load.rate:g}"
+            lines.append(f"{setting} | " + " | ".join(cells))
+    return lines
+
+
+def add_placed(report: Report, name: str, quantiles: dict[placement.Kind, Quantiles]) -> None:
+    policy, colocated = quantiles["policy"], quantiles["colocated"]
+    for metric, goal in (("ttft_p99", 1.1), ("gap_p99", 1.0)):
+        value, other = 1e3 * getattr(policy, metric), 1e3 * getattr(colocated, metric)
+        report.add(Row(f"{name}.{metric}", value, "ms", ratio=value / other, ratio_to="colocated", goal=goal))
+    ratio = policy.ttft_p99 / quantiles["split"].ttft_p99
+    report.add(Row(f"{name}.ttft", 1e3 * policy.ttft, "ms", ratio=ratio, ratio_to="p99 of a fixed split"))
+    report.add(Row(f"{name}.first_gap_p99", 1e3 * policy.first_gap_p99, "ms"))
+
+
+def add_swing(report: Report, _short: bool) -> None:
+    loads = [placement.Load(*load) for load in SWING]
+    requests = round(2 * len(loads) * SWING_SECONDS * 2 * loads[0].rate)
+
+    def goodput(kind: placement.Kind, prefills: int, *, flip: bool = False) -> float:
+        flips = Flips(most=3, ttft=SWING_TTFT, gap=SWING_GAP, seats=placement.SEATS) if flip else None
+        outcome = placement.simulate(
+            lambda now: loads[int(now / SWING_SECONDS) % len(loads)], kind, requests=requests, workers=4,
+            prefills=prefills, flips=flips, seed=SEED, ttft_target=SWING_TTFT,
+        )  # fmt: skip
+        return outcome.goodput(SWING_TTFT, SWING_GAP)
+
+    splits = {prefills: goodput("split", prefills) for prefills in (1, 2, 3)}
+    for prefills, share in splits.items():
+        report.add(Row(f"routing_sim.swing.split.{prefills}p{4 - prefills}d", share, "of requests"))
+    best = max(splits.values())
+    placed: dict[str, tuple[placement.Kind, bool]] = {
+        "flips": ("split", True), "policy": ("policy", False), "policy_flips": ("policy", True)
+    }  # fmt: skip
+    for name, (kind, flip) in placed.items():
+        share = goodput(kind, 2, flip=flip)
+        report.add(
+            Row(
+                f"routing_sim.swing.{name}", share, "of requests", ratio=share / best,
+                ratio_to="best fixed split", goal=1.1, better="higher",
+            )
+        )  # fmt: skip
+
+
+def add_profiles(report: Report, short: bool) -> None:
+    requests = 2 * PLACED_REQUESTS_SHORT if short else 4 * PLACED_REQUESTS
+    for (prompt, answer), rates in OPTIMIZED.items():
+        for rate, (name, profile) in itertools.product(rates, PROFILES.items()):
+            outcome = placement.simulate(
+                placement.Load(prompt, answer, rate), "policy", requests=requests, seed=SEED,
+                seats=profile.max_num_seqs[-1], target_steps=profile.target_steps,
+            )  # fmt: skip
+            case, quantiles = f"routing_sim.optimize.{prompt}_{answer}.{rate}.{name}", outcome.quantiles()
+            report.add(Row(f"{case}.ttft", 1e3 * quantiles.ttft, "ms", p99=1e3 * quantiles.ttft_p99))
+            report.add(Row(f"{case}.gap_p99", 1e3 * quantiles.gap_p99, "ms"))
+            report.add(Row(f"{case}.output", requests * answer / outcome.seconds, "tokens/s"))
+
+
+def add_split(report: Report, short: bool) -> None:
+    for workers, tokens in itertools.product((4, MAIN, 1_000), (30_000, 128_000)):
+        alone = shared_prompts.alone_seconds(tokens)
+        for name, (load, goal) in SPLIT_GOALS.items():
+            prompts = SPLIT_SHORT if short else SPLIT_PROMPTS
+            ttft, _ = shared_prompts.simulate(tokens, load, workers=workers, splits=True, prompts=prompts)
+            report.add_median(
+                f"routing_sim.split.{tokens}.{name}.w{workers}.ttft", ttft, "ms", scale=1e3,
+                ratio=statistics.median(ttft) / alone, ratio_to="one idle engine", goal=goal,
+            )  # fmt: skip
+        busy = {"workers": workers, "prompts": SPLIT_SHORT if short else SPLIT_PROMPTS, "seed": SEED}
+        split, base = (
+            percentile(shared_prompts.simulate(tokens, SPLIT_BUSY, splits=splits, **busy)[0], 0.99)
+            for splits in (True, False)
+        )
+        name = f"routing_sim.split.{tokens}.busy.w{workers}.ttft_p99"
+        report.add(Row(name, 1e3 * split, "ms", ratio=split / base, ratio_to="no prompt is split", goal=1.0))
+
+
+def add_prefill(report: Report, short: bool) -> None:
+    for case, trace, setting, names in cases(short):
+        outcomes = {name: Simulation(trace, POLICIES[name], setting).run() for name in names}
+        report.add(Row(f"routing_sim.{case}.bound", bound(outcomes["sticky"]), "of prompt tokens"))
+        for name, outcome in outcomes.items():
+            add_rows(report, case, name, outcome)
+        if case == f"multi_turn.w{MAIN}":
+            add_bounds(report, outcomes["sticky"], outcomes["least_loaded"])
+
+
+def main() -> int:
+    p = driver.parser(__doc__ or "", devices=("cpu",))
+    adds = {
+        "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "split": add_split,
+        "profiles": add_profiles, "agents": add_agents,
+    }  # fmt: skip
+    p.add_argument("--only", choices=adds, help="simulate this part")
+    p.add_argument("--trace", metavar="PATH", help="for agents: another trace in Mooncake's form")
+    args = p.parse_args()
+    adds["agents"] = partial(add_agents, path=TRACE if args.trace is None else Path(args.trace))
+    report = report_of("routing_sim", args, seed=SEED)
+    parts = [args.only] if args.only else [part for part in adds if part != "swing" or not args.short]
+    tables = [adds[part](report, args.short) for part in parts]
+    report.finish()
+    print("\n".join(line for table in tables for line in table or ()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""A trainer gives its weights to a cluster: `bench.weights --trainer`.
+
+This process is the trainer. It has the weights of a shape as tensors, on its own GPU if there are two. A
+prefill and a decode worker compute in the exact mode. Streams run while weights change:
+
+    by shm             twice; requests are computed again
+    by cuda, or memfd  twice; requests keep their KV. The tensors stay on the trainer's GPU
+
+All prompts are sent again after each change. On GPUs all is done in bfloat16, and with `--quantization fp8`
+(names with `.fp8`) once by each memory. `--kind` chooses one.
+
+    different          tokens of these answers that differ from those of a cluster that starts with them
+    MEMORY.gap         the longest gap of a stream that runs meanwhile. `.first`: of the first of two changes
+    MEMORY.update      seconds of the trainer's call. Parts of it: `.write` by the trainer, `.read` by workers
+                       beside their steps, and the `.pause`
+    memory             of GPUs, taken at most during a change and not before the changes; ÷ weights. What the
+                       first change takes stays for the next ones
+"""
+
+import argparse
+import asyncio
+import gc
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
+from baton.bench.lab.harness.streams import Case, Stream, Verdict, expected, judge, new_session, read, until
+from baton.bench.lab.shapes import DENSE, SHAPES, write_shape
+from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
+from baton.bench.report import Report, Row
+from baton.cluster.gpus import visible_gpus
+from baton.engine.layers.ranks import Shard, unsharded
+from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat
+from baton.engine.loader.families import model_class
+from baton.engine.loader.hf import DummyCheckpoint
+from baton.engine.loader.hf_config import read_config
+from baton.weights import Memory, Spent, Weights
+
+STREAMS, AT_ONCE = 8, 48
+ANSWER = {"cpu": 32, "cuda": 250}
+LONG_ANSWER = {"cpu": 6000, "cuda": 7000}
+"""Tokens, at most, of the streams that run while weights change. Another one follows a stream that ends."""
+BEGUN, GONE_ON = 4, 32
+"""Tokens that each of them has then, and those that it still gets after the change."""
+MEMORY_LOOK_S = 0.005
+KINDS = {"cpu": ("float32",), "cuda": ("bf16", "fp8")}
+"""What workers compute with; the first one is that of the tensors."""
+SMALL = "llama-small"
+SHAPES[SMALL] = SHAPES[DENSE] | {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048,
+}  # fmt: skip
+ADMIN_KEY = "trainer"
+GOALS = {"shm": 3.0, "cuda": 0.5}
+"""Seconds of the longest gap, on an H200."""
+
+
+class _Shapes(DeclaredWeights):
+    """The names and shapes that a model asks for."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint, PlainFormat())
+        self.sizes: dict[str, list[int]] = {}
+
+    def _declare(self, name: str, parts: Sequence[Shard]) -> None:
+        self.sizes[name] = [part.size for part in parts]
+        super()._declare(name, parts)
+
+
+def state_of(model: Path, seed: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of workers with `--load-format dummy` and this seed, on the same kind of device."""
+    config = read_config(model)
+    dummy = DummyCheckpoint(config, str(model), seed, device)
+    shapes = _Shapes(dummy)
+    model_class(config, str(model))(replace(config, max_model_len=1), shapes)
+    return {
+        name: dummy.read(name, [unsharded(size) for size in shape]).to(dtype)
+        for name, shape in shapes.sizes.items()
+    }
+
+
+def cases_for(tokens: int, device: str) -> list[Case]:
+    compose = Composer(Tokenization(WORDS, 1.0, 0, "one token a word")).compose
+    answer, step = ANSWER[device], 7 if device == "cuda" else 1
+    count = -(-tokens // answer)
+    prompts = [compose([Segment((0, i), 60 + step * (i % 200))]) for i in range(count)]
+    return [Case(prompt, answer, 0.8 * (i % 2), seed=i + 1) for i, prompt in enumerate(prompts)]
+
+
+@contextmanager
+def started(directory: Path, model: Path, device: str, *flags: str) -> Iterator[LocalCluster]:
+    directory.mkdir()
+    name, gpus = ("--model", str(model)), len(visible_gpus()) if device == "cuda" else 0
+    common = [*name, "--load-format", "dummy", "--batch-invariant", "--max-model-len", "8192", *flags]
+    if device == "cuda":
+        share = "0.3" if gpus == 1 else "0.55"
+        common += ["--dtype", "bfloat16", "--gpu-memory-utilization", share]
+    else:
+        common += ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "3000"]
+    devices = [f"cuda:{i % gpus}" for i in range(2)] if gpus else []
+    router = (*name, "--admin-key", ADMIN_KEY)
+    with LocalCluster(
+        directory, prefill=1, decode=1, worker_flags=common, router_flags=router, devices=devices
+    ) as cluster:
+        yield cluster
+
+
+class _DeviceMemory:
+    """Looks at how much memory the GPUs have left. CPUs have none."""
+
+    def __init__(self, device: str) -> None:
+        self._gpus = range(torch.cuda.device_count()) if device == "cuda" else range(0)
+        self._before: list[int] | None = None
+        self._lowest = list[int]()
+        self._end = threading.Event()
+
+    @property
+    def beyond(self) -> int:
+        """Bytes of all GPUs, taken at most beyond those that were when it was first looked at."""
+        return sum(before - lowest for before, lowest in zip(self._before or (), self._lowest, strict=True))
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        if self._before is None:
+            self._before = self._lowest = self._free()
+        self._end.clear()
+        thread = threading.Thread(target=self._look, name="device memory", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._end.set()
+            thread.join()
+
+    def _free(self) -> list[int]:
+        return [torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus]
+
+    def _look(self) -> None:
+        while not self._end.wait(MEMORY_LOOK_S):
+            self._lowest = [min(pair) for pair in zip(self._lowest, self._free(), strict=True)]
+
+
+@dataclass(slots=True)
+class Change:
+    streams: list[Stream]
+    """They ran meanwhile."""
+    gap: float
+    """Seconds, the longest of them."""
+    seconds: float
+    """Of the trainer's call."""
+    spent: Spent
+
+
+async def change(
+    cluster: LocalCluster,
+    cases: Sequence[Case],
+    weights: Weights,
+    state: dict[str, Tensor],
+    memory: _DeviceMemory,
+    *,
+    keep_kv: bool,
+) -> Change:
+    device = "cuda" if next(iter(state.values())).is_cuda else "cpu"
+    streams, over = list[Stream](), asyncio.Event()
+    async with new_session() as http:
+
+        async def one_after_another(case: Case) -> None:
+            while not over.is_set() and not any(stream.error or stream.cut for stream in streams):
+                streams.append(stream := Stream(case))
+                await read(http, cluster.url, case, into=stream)
+
+        long = [replace(case, max_tokens=LONG_ANSWER[device]) for case in cases[:STREAMS]]
+        reading = [asyncio.create_task(one_after_another(case)) for case in long]
+
+        def begun() -> bool:
+            assert not any(stream.error or stream.cut for stream in streams), "before the change"
+            return len(streams) >= len(long) and all(len(stream.token_ids) >= BEGUN for stream in streams)
+
+        await until(begun, reading)
+        with memory.looked_at():
+            began = time.monotonic()
+            await asyncio.to_thread(weights.update, state, keep_kv=keep_kv)
+            end = time.monotonic()
+        over.set()
+        running = [(stream, len(stream.token_ids)) for stream in streams if not stream.ended]
+        await until(
+            lambda: all(s.ended or len(s.token_ids) >= count + GONE_ON for s, count in running), reading
+        )
+        for task in reading:
+            task.cancel()
+        for ended in await asyncio.gather(*reading, return_exceptions=True):
+            if isinstance(ended, BaseException) and not isinstance(ended, asyncio.CancelledError):
+                raise ended
+    gaps = (b - a for stream in streams for a, b in pairwise(stream.arrivals) if b > began)
+    return Change(streams, max(gaps, default=0.0), end - began, weights.spent)
+
+
+async def answers(cluster: LocalCluster, cases: Sequence[Case]) -> list[Stream]:
+    gate = asyncio.Semaphore(AT_ONCE)
+    async with new_session() as http:
+
+        async def one(case: Case) -> Stream:
+            async with gate:
+                return await read(http, cluster.url, case)
+
+        return await asyncio.gather(*map(one, cases))
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    with tempfile.TemporaryDirectory(prefix="baton-trainer-") as name:
+        model = write_shape(DENSE if args.device == "cuda" else SMALL, Path(name), tokenizer=True)
+        for kind in [args.kind] if args.kind else KINDS[args.device]:
+            _measure(kind, args, report, model, Path(name))
+
+
+def _measure(kind: str, args: argparse.Namespace, report: Report, model: Path, directory: Path) -> None:
+    device = args.device
+    target = torch.device("cuda", len(visible_gpus()) - 1) if device == "cuda" else torch.device("cpu")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    direct: Memory = "cuda" if device == "cuda" else "memfd"
+    plain = kind == KINDS[device][0]
+    label = f"weights.{device}.trainer" + ("" if plain else f".{kind}")
+    flags = () if kind != "fp8" else ("--quantization", "fp8")
+    # Of two by the same memory the second one has what the first one took, and CUDA IPC.
+    changes: list[tuple[int, Memory]] = [(2, "shm"), (1, "shm"), (2, direct), (1, direct)]
+    changes = changes if plain else [changes[0], changes[-1]]
+    requests, right = cases_for(args.tokens, device), dict[int, dict[Case, list[int]]]()
+    verdicts, results, gpus = list[Verdict](), list[Change](), _DeviceMemory(device)
+    with started(
+        directory / f"{kind}-fresh", model, device, "--seed", "2", "--no-enable-prefix-caching", *flags
+    ) as fresh:
+        right[2] = asyncio.run(expected(fresh.url, requests, AT_ONCE))
+    with started(directory / f"{kind}-changes", model, device, "--seed", "1", *flags) as cluster:
+        right[1] = asyncio.run(expected(cluster.url, requests, AT_ONCE))
+        assert right[1] != right[2], "the weights differ"
+        for number, (seed, memory) in enumerate(changes):
+            state = state_of(model, seed, target, dtype)
+            with Weights(cluster.url, ADMIN_KEY, model, memory=memory, later=None) as weights:
+                keep_kv = memory == direct
+                done = asyncio.run(change(cluster, requests, weights, state, gpus, keep_kv=keep_kv))
+            results.append(done)
+            del state
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            first = plain and number % 2 == 0
+            _tell(report, f"{label}.{memory}" + (".first" if first else ""), done, memory, device)
+            verdicts.append(judge(asyncio.run(answers(cluster, requests)), right[seed]))
+            report.detail[f"{label}.{number}.different"] = verdicts[-1].different
+        leaks = leaks_when_idle(cluster.url)
+    report.detail |= {f"{label}.leaks": leaks, "tokens": len(requests) * ANSWER[device]}
+    ran = [stream for each in results for stream in each.streams]
+    failed = sum(bool(stream.error) or stream.cut for stream in ran)
+    failed += sum(s.finish_reason is not None and len(s.token_ids) < s.case.max_tokens for s in ran)
+    failed += sum(each.failed for each in verdicts)
+    different = sum(each.different + each.lost_or_repeated for each in verdicts)
+    if device == "cuda":
+        nbytes = 2 * max(each.spent.nbytes for each in results)
+        share = gpus.beyond / nbytes
+        report.add(Row(f"{label}.memory", gpus.beyond / 1e9, "GB", ratio=share, ratio_to="weights", goal=0.1))
+    report.add(Row(f"{label}.different", different, "tokens", goal=0))
+    report.add(Row(f"{label}.failed", failed, "answers", goal=0))
+    report.add(Row(f"{label}.leaked", sum(leaks.values()), "blocks, slots, attempts", goal=0))
+
+
+def _tell(report: Report, label: str, done: Change, memory: Memory, device: str) -> None:
+    goal = GOALS.get(memory) if device == "cuda" and not label.endswith(".first") else None
+    report.add(Row(f"{label}.gap", done.gap, "s", goal=goal))
+    report.add(Row(f"{label}.update", done.seconds, "s"))
+    for part in ("write", "read", "pause"):
+        report.add(Row(f"{label}.update.{part}", getattr(done.spent, part), "s"))
