@@ -124,6 +124,10 @@ class FairQueue(Generic[K, T]):
         self._put(key, lane, (rank, order, ticket), tokens, item)
         return ticket
 
+    def pass_by(self, key: K) -> None:
+        """An item of this key goes without waiting. None may be waiting."""
+        self._level = self.served[key] = max(self.served.get(key, 0.0), self._level)
+
     def put_back(
         self, key: K, rank: int, item: T, ticket: Ticket, order: int = 0, *, lane: bool = False
     ) -> None:

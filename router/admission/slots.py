@@ -9,9 +9,9 @@ Wait-for graph: work waits for a slot. What holds a slot waits for no other slot
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from baton.router.admission.fairness import FairQueue
@@ -28,8 +28,9 @@ class _Slot:
     """The slot of one piece of work, which waits for it or holds it."""
 
     key: str
-    granted: asyncio.Future[None]
     is_long: bool
+    granted: asyncio.Future[None] = field(init=False)
+    """Of one that has to wait."""
 
 
 class Slots:
@@ -46,7 +47,7 @@ class Slots:
         self._held = Counter[str]()  # slots by key
         self._slow: set[str] = set()  # keys of which the last piece of work took long
         self._waiting: FairQueue[str, _Slot] = FairQueue()
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
 
     @asynccontextmanager
     async def turn(self, key: str, *, is_long: bool = False) -> AsyncIterator[None]:
@@ -58,33 +59,41 @@ class Slots:
         finally:
             self._release(slot, began)
 
-    async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, T]], *, is_long: bool = False) -> T:
+    async def run(self, key: str, work: Callable[[], Awaitable[T]], *, is_long: bool = False) -> T:
         """Returns what `work` returns, and raises what it raises. When the caller is cancelled, work that has
         begun goes on to its end with its slot."""
         slot = await self._acquire(key, is_long)
         began = time.monotonic()
-        task = asyncio.create_task(work())
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        task.add_done_callback(lambda _: self._release(slot, began))
-        return await asyncio.shield(task)
+
+        def ended(running: asyncio.Future[T]) -> None:
+            self._running.discard(running)
+            self._release(slot, began)
+
+        running = asyncio.ensure_future(work())
+        self._running.add(running)
+        running.add_done_callback(ended)
+        return await asyncio.shield(running)
 
     async def close(self) -> None:
         """Cancels the work of `run`, and waits for its end. No work may follow."""
-        for task in self._running:
-            task.cancel()
+        for running in self._running:
+            running.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _acquire(self, key: str, is_long: bool) -> _Slot:
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        slot = _Slot(key, granted, is_long)
+        slot = _Slot(key, is_long)
+        if not self._waiting and self._may_go(key, slot):
+            self._waiting.pass_by(key)
+            self._take(slot)
+            return slot
+        slot.granted = asyncio.get_running_loop().create_future()
         ticket = self._waiting.push(key, 0, slot, lane=is_long)
         self._dispatch()
         try:
-            await granted
+            await slot.granted
         except asyncio.CancelledError:
             self._waiting.remove(ticket)
-            if not granted.cancelled():  # the slot was granted at the same moment
+            if not slot.granted.cancelled():  # the slot was granted at the same moment
                 self._release(slot, time.monotonic())
             raise
         return slot
@@ -102,20 +111,22 @@ class Slots:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        def may_go(key: str, slot: _Slot) -> bool:
-            held = self._held[key]
-            if held and held + 1 > KEY_SHARE * (self._free - 1):
-                return False
-            return not self._is_long(slot) or self._free_for_long > bool(held)
+        while self._free and (slot := self._waiting.pop(self._may_go)) is not None:
+            if not slot.granted.done():  # its caller was not cancelled
+                self._take(slot)
+                slot.granted.set_result(None)
 
-        while self._free and (slot := self._waiting.pop(may_go)) is not None:
-            if slot.granted.done():
-                continue  # its caller was cancelled
-            self._free -= 1
-            slot.is_long = self._is_long(slot)
-            self._free_for_long -= slot.is_long
-            self._held[slot.key] += 1
-            slot.granted.set_result(None)
+    def _may_go(self, key: str, slot: _Slot) -> bool:
+        held = self._held[key]
+        if not self._free or (held and held + 1 > KEY_SHARE * (self._free - 1)):
+            return False
+        return not self._is_long(slot) or self._free_for_long > bool(held)
+
+    def _take(self, slot: _Slot) -> None:
+        self._free -= 1
+        slot.is_long = self._is_long(slot)
+        self._free_for_long -= slot.is_long
+        self._held[slot.key] += 1
 
     def _is_long(self, slot: _Slot) -> bool:
         return slot.is_long or slot.key in self._slow

@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Callable, Container, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, TypeVar
 
@@ -70,11 +71,8 @@ class Storage:
     async def call(self, owner: str, function: Callable[..., T], *arguments: Any) -> T:
         """Runs a method of this object, or what it is given, in the thread of the directory. Owners take
         turns by the time of their calls. The empty owner is the router."""
-
-        async def work() -> T:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
-
-        return await self._turns.run(owner, work)
+        in_thread = asyncio.get_running_loop().run_in_executor
+        return await self._turns.run(owner, partial(in_thread, self._thread, function, *arguments))
 
     async def in_slices(self, owner: str, work: Generator[None, None, T]) -> T:
         """Runs a generator in the thread. Other calls run at each of its yields. Returns its result."""

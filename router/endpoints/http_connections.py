@@ -191,6 +191,8 @@ class HttpServer:
 
 async def _linger(request: web.BaseRequest) -> None:
     """Reads what is left of a body that was refused."""
+    if request.content.at_eof():
+        return
     with contextlib.suppress(TimeoutError, OSError, web.RequestPayloadError):
         async with asyncio.timeout(LINGER_SECONDS):
             async for _ in request.content.iter_any():

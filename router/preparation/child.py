@@ -86,16 +86,14 @@ class Preparer:
         if len(raw) + len(history) <= SMALL_BYTES and not files:
             tokenizer, salt = self._tokenizer, key.cache_salt
             small = partial(prepare, kind, raw, tokenizer, served, history, salt, in_child=False)
+            in_thread = asyncio.get_running_loop().run_in_executor
             with suppress(NeedsChild):
-                return await self._turns.run(key.name, partial(self._in_thread, small))
+                return await self._turns.run(key.name, partial(in_thread, self._thread, small))
         head = request_head(kind, served, history, key.cache_salt, files)
         too_much = InvalidRequest(f"the preparation of this request takes more than {self._limits}")
         parts = head, *files.values(), raw
         answer, pixels = await self._children.ask(key.name, *parts, too_much=too_much)
         return read_prepared(answer, expect, pixels)
-
-    async def _in_thread(self, small: Callable[[], Prepared | bytes]) -> Prepared | bytes:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, small)
 
     async def close(self) -> None:
         await self._turns.close()

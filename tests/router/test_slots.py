@@ -60,6 +60,19 @@ async def test_keys_take_turns_by_the_time_of_their_work(monkeypatch: pytest.Mon
     await work.close()
 
 
+async def test_work_that_need_not_wait_counts_as_well(monkeypatch: pytest.MonkeyPatch):
+    """A key that has worked alone owes nothing, and a new key gets nothing for the time before it came."""
+    work = Work(monkeypatch, 1)
+    for number in range(3):
+        await work.add("a")
+        await work.end(number, 1.0)
+    await work.add(*"abababab")
+    for number in range(3, 10):
+        await work.end(number, 1.0)
+    assert "".join(work.begun[3:]) == "abababab"
+    await work.close()
+
+
 async def test_a_key_holds_a_share_of_what_it_leaves_free(monkeypatch: pytest.MonkeyPatch):
     """So other keys need not wait for its work, however long that takes."""
     work = Work(monkeypatch, 10)
