@@ -108,4 +108,7 @@ def _write(access: Access, seconds: float) -> None:
     parts.append(f"ended {seconds:.3f} s")
     if ended is not None:
         parts += [" → ".join(ended.route)] if ended.route else []
-    log.info("request %s: %s", access.name, ", ".join(parts), extra=of_request(access.name) | about)
+    about |= {"name": log.name, "levelno": logging.INFO, "levelname": "INFO"}
+    about["msg"] = f"request {access.name}: {', '.join(parts)}"
+    # `log.info` takes twice as long: it looks for its caller, and compares each field with those of records.
+    log.handle(logging.makeLogRecord(about | of_request(access.name)))
