@@ -1,10 +1,14 @@
 """/v1/messages, with the official Anthropic client and without."""
 
 import asyncio
+import base64
+import hmac
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from pydantic import TypeAdapter
 
 from baton.router.admission.keys import api_keys
@@ -103,7 +107,7 @@ async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
         assert [of_block[0]["type"], of_block[-1]["type"]] == [block[0], block[2]]
         deltas = [event["delta"] for event in of_block[1:-1]]
         if name == "thinking":
-            assert deltas.pop() == {"type": "signature_delta", "signature": signature(THOUGHT, KEY)}
+            assert deltas.pop() == {"type": "signature_delta", "signature": signature(THOUGHT, SECRET)}
         assert "".join(delta[name] for delta in deltas) == whole
     assert events[0]["message"]["usage"]["output_tokens"] == 0
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
@@ -132,7 +136,7 @@ async def test_thinking_comes_back_in_the_next_turn(thinking: Cluster):
             await thinking.post(PATH, max_tokens=9, messages=turns, **asked)
             assert f"<think>{THOUGHT}</think>" in thinking.prompt
     other = {"type": "thinking", "thinking": "Elsewhere.", "signature": "EqQBCgIYAhIM"}
-    for block in (other, other | {"signature": sealed("hidden", bytes(32))}, other | {"signature": "?"}):
+    for block in (other, other | {"signature": sealed("hidden", b"another")}, other | {"signature": "?"}):
         turns = [*HELLO, {"role": "assistant", "content": [block, {"type": "text", "text": "x"}]}, *HELLO]
         status, _ = await thinking.post(PATH, max_tokens=9, messages=turns)
         assert status == 200
@@ -140,12 +144,18 @@ async def test_thinking_comes_back_in_the_next_turn(thinking: Cluster):
 
 
 def test_signatures():
-    assert signature("text", KEY) == signature("text", KEY) != signature("text", seal_key(b"another"))
-    hidden = sealed("text", KEY)
-    assert hidden != sealed("text", KEY)
+    digest = signature("text", SECRET)
+    assert digest == signature("text", SECRET) != signature("text", b"another")
+    assert base64.b64decode(digest)[1:] != hmac.digest(KEY, b"text", "sha256"), "children have KEY"
+    hidden = sealed("text", SECRET)
+    assert hidden != sealed("text", SECRET)
     assert unsealed(hidden, KEY) == "text"
     assert unsealed(hidden, seal_key(b"another")) == unsealed(hidden[:-4] + "AAA=", KEY) == ""
-    assert unsealed(signature("text", KEY), KEY) == unsealed("", KEY) == unsealed("\0é", KEY) == ""
+    nonce, encrypted = base64.b64decode(hidden)[1:13], base64.b64decode(hidden)[13:]
+    for purpose in (None, b"other"):
+        with pytest.raises(InvalidTag):
+            AESGCM(KEY).decrypt(nonce, encrypted, purpose)
+    assert unsealed(digest, KEY) == unsealed("", KEY) == unsealed("\0é", KEY) == ""
 
 
 async def test_the_vendors_block_is_not_shown(cluster: Cluster):

@@ -9,7 +9,7 @@ from baton.router.api.anthropic.reply import error_body
 from baton.router.api.messages import parsed_arguments
 from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, written
 from baton.router.errors import ApiError
-from baton.router.text.sealed import seal_key, signature
+from baton.router.text.sealed import signature
 
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -111,4 +111,4 @@ class AnthropicBuilder(BlocksBuilder):
     def _signature(self, block: Block) -> str:
         if self._request.prepared.seals_reasoning:
             return self._sealed(block)
-        return signature(block.text, seal_key(self._request.services.config.secret))
+        return signature(block.text, self._request.services.config.secret)

@@ -12,7 +12,7 @@ from baton.router.api.bodies import ChatOptions
 from baton.router.api.messages import NamedTool
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
-from baton.router.text.sealed import seal_key, sealed
+from baton.router.text.sealed import sealed
 from baton.router.tools.output import TextParser
 from baton.router.tools.parser import Part
 from baton.rpc import worker_pb2 as pb
@@ -222,7 +222,7 @@ class BlocksBuilder:
     def _sealed(self, block: Block) -> str:
         """Returns the text of a block in a form that only the cluster reads, the same each time."""
         if not block.sealed:
-            block.sealed = sealed(block.text, seal_key(self._request.services.config.secret))
+            block.sealed = sealed(block.text, self._request.services.config.secret)
         return block.sealed
 
     def _end_block(self, *, cut: bool) -> Iterator[Event]:
