@@ -248,42 +248,44 @@ Text = Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)]
 """A string or text parts. Other members of a part, such as `cache_control`, have no effect."""
 
 
-def without_types(value: Any, beginnings: tuple[str, ...]) -> Any:
-    """Leaves the objects out of a list whose type begins so. What is no list stays for its validation."""
-    if not isinstance(value, list):
-        return value
-    kinds = (each.get("type") if isinstance(each, dict) else None for each in value)
-    return [each for each, kind in zip(value, kinds, strict=True) if not str(kind).startswith(beginnings)]
+class Hosted(Part):
+    """What a vendor runs or defines itself, and clients send to each provider: it has no effect. It stays in
+    its list, so that errors name the others by the places that they have for the client."""
+
+    type: str
 
 
 @dataclass(frozen=True)
 class ByType:
-    """Annotates a union of models, where the member `type` of a value says which one it is."""
+    """Annotates a model, or a union of models where the member `type` of a value says which one it is."""
 
     default: str | None = None
     """The type of a value that has none."""
     what: str = "parts"
     """What such values are, for the error of an unknown type."""
+    hosted: tuple[str, ...] = ()
+    """How the types of values begin that become `Hosted`."""
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         # The brackets tell a type from the name of a field in the location of an error.
         choices = {
             f"<{kind}>": handler.generate_schema(model)
-            for model in get_args(union)
+            for model in get_args(union) or (union,)
             for kind in get_args(model.model_fields["type"].annotation)
         }
 
         def tag(value: Any) -> str:
             return f"<{value.get('type') or self.default}>"
 
-        def check(value: Any) -> Any:
+        def check(value: Any, validate: core_schema.ValidatorFunctionWrapHandler) -> Any:
             if not isinstance(value, dict):
                 raise invalid("must be an object")
+            kind = str(value.get("type") or self.default)
+            if self.hosted and kind.startswith(self.hosted):
+                return Hosted(type=kind)
             if tag(value) not in choices:
-                raise unsupported(
-                    f"{self.what} of type {value.get('type') or self.default!r} are not supported"
-                )
-            return value
+                raise unsupported(f"{self.what} of type {kind!r} are not supported")
+            return validate(value)
 
         tagged = core_schema.tagged_union_schema(choices, tag)
-        return core_schema.no_info_before_validator_function(check, tagged)
+        return core_schema.no_info_wrap_validator_function(check, tagged)

@@ -163,6 +163,15 @@ SPACED = {"x-guidance": {"whitespace_pattern": r"[ \n\r\t]{1,32}"}}
 """What a schema says of the space between the parts of JSON. Workers allow the same in other JSON."""
 
 
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise invalid("must be the schema of an object")
+    return in_usual_form(schema)
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
+
+
 class Function(Part):
     """A function that the model may call.
 
@@ -173,17 +182,11 @@ class Function(Part):
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, AfterValidator(in_usual_form)] = None
+    parameters: Parameters | None = None
     """JSON schema of an object. None: the function takes no arguments."""
     strict: bool | None = None
     defer_loading: bool | None = None
     """The prompt does not describe the function. Behind it the result of a search does."""
-
-    @model_validator(mode="after")
-    def _arguments_are_an_object(self) -> Self:
-        if (self.parameters or {}).get("type", "object") != "object":
-            raise invalid("parameters must be the schema of an object")
-        return self
 
 
 class Tool(Part):

@@ -16,7 +16,7 @@ them to each provider, and each of their requests would fail. Known and not list
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -152,14 +152,10 @@ def refuse(data: Any, fields: dict[str, tuple[Any, ...]], *, nested: bool = Fals
     return {name: value for name, value in data.items() if name not in fields}
 
 
-def refusing(fields: dict[str, tuple[Any, ...]], *, nested: bool = False, tools: Sequence[Any] = ()) -> Any:
-    """Makes a validator that passes a body, or a part of it, through `refuse`. `tools`: of a tool, the values
-    that its `type` may have."""
+def refusing(fields: dict[str, tuple[Any, ...]], *, nested: bool = False) -> Any:
+    """Makes a validator that passes a body, or a part of it, through `refuse`."""
 
     def check(cls: type, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if tools and kind not in tools:
-            raise unsupported(f"tools of type {kind!r} are not supported")
         return refuse(data, fields, nested=nested)
 
     return model_validator(mode="before")(classmethod(check))
@@ -248,7 +244,7 @@ def _cut(text: str) -> str:
 
 
 _ANTHROPIC = {
-    r"messages\[\d+\].*|continue_final_message": "messages",
+    r"messages\[\d+\](?!.*\.tool\.definition\.).*|continue_final_message": "messages",
     r"tools\[(\d+)\]\.function(\.parameters)?": r"tools[\1].input_schema",
     r"response_format(\.json_schema\.schema)?": "output_config.format",
     r"reasoning_effort": "output_config.effort",

@@ -247,7 +247,10 @@ class Frontend:
             name=name,
             model=self._services.config.model_name if adapter is None else adapter.name,
             deadline=deadline,
-            unenforced=tuple(pointer_in(kind, field) + pointer for field, pointer in unenforced),
+            unenforced=(
+                *(pointer_in(kind, field) for field in prepared.unenforced),
+                *(pointer_in(kind, field) + pointer for field, pointer in unenforced),
+            ),
             traceparent=valid_traceparent(headers.get("traceparent")),
         )
 

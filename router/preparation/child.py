@@ -135,9 +135,8 @@ def read_prepared(
         return answer
     if isinstance(answer, dict):
         raise NeedsFiles(answer["urls"])
-    is_chat, options, *ids, echoes, starts, beginning, repeated, called, seals, marks, question, images = (
-        answer
-    )
+    is_chat, options, *ids, texts, of_tools, flags, question, images = answer
+    (echoes, starts, beginning, repeated), (called, unenforced), (seals, marks) = texts, of_tools, flags
     expect(sum(map(len, ids[0])) // 4)
     kind = ChatOptions if is_chat else CompletionOptions
     prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
@@ -153,8 +152,9 @@ def read_prepared(
     calls = {name: Called(*call) for name, call in called.items()}
     asked = None if question is None else Question(*question)
     return Prepared(
-        chosen, prompts, echoes, starts, beginning, repeated, calls, seals, marks, placed, bad_words, asked
-    )
+        chosen, prompts, echoes, starts, beginning, repeated, calls, unenforced, seals, marks, placed,
+        bad_words, asked,
+    )  # fmt: skip
 
 
 def main(title: str, memory_bytes: str, control: str) -> None:
@@ -225,9 +225,10 @@ def _sent(prepared: Prepared | bytes) -> list[Any] | bytes:
         [array("I", each).tobytes() for each in listed] for listed in (prepared.prompts, prepared.bad_words)
     )
     is_chat = isinstance(chosen, ChatOptions)
-    columns = [prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated]
+    texts = prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated
+    of_tools = prepared.called, prepared.unenforced
     flags = prepared.seals_reasoning, prepared.marks_cache
-    return [is_chat, options, *ids, *columns, prepared.called, *flags, prepared.question, prepared.images]
+    return [is_chat, options, *ids, texts, of_tools, flags, prepared.question, prepared.images]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ compiles it (`preparation.grammar_child`).
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from pydantic import TypeAdapter
@@ -20,6 +21,7 @@ from baton.router.tools import harmony
 from baton.router.tools.formats import FORMATS
 from baton.router.tools.grammar import OF_WHOLE
 
+NO_PLACES: Mapping[str, str] = MappingProxyType({})
 _MAX_ENFORCED = 200
 """Tools, with their schemas. Those of further tools that are not strict would take too long to compile, and
 are left to the model. So are those for which a grammar has no room."""
@@ -154,8 +156,18 @@ def read(text: bytes) -> Demand:
     return _ADAPTER.validate_json(text)
 
 
-def demand_of(body: ChatOptions | CompletionOptions, tokenizer: ModelTokenizer) -> Demand | None:
-    """Returns what a body demands; None: nothing. Raises InvalidRequest and Unsupported."""
+def question_of(
+    body: ChatOptions | CompletionOptions, tokenizer: ModelTokenizer, places: Mapping[str, str] = NO_PLACES
+) -> Question | None:
+    """Returns what a body demands; None: nothing. `places`: for the name of each tool the field with its
+    schema, if the client sent another form of a chat. Raises InvalidRequest and Unsupported."""
+    demand = _demand_of(body, tokenizer, places)
+    return None if demand is None else demand.question
+
+
+def _demand_of(
+    body: ChatOptions | CompletionOptions, tokenizer: ModelTokenizer, places: Mapping[str, str]
+) -> Demand | None:
     structure, vocab_size = body.structure, tokenizer.vocab_size
     if structure is not None:
         most = MAX_GIVEN if structure.kind == "json_schema" else MAX_LENGTH
@@ -180,10 +192,11 @@ def demand_of(body: ChatOptions | CompletionOptions, tokenizer: ModelTokenizer) 
     if free and (body.ignore_eos or not any(tool.function.strict for tool in body.offered_tools)):
         return None
     callable_ = {tool.function.name for tool in body.callable_tools}
+    place = "tools[{}].function.parameters" if body.functions is None else "functions[{}].parameters"
     offered = tuple(
         OfferedTool(
             tool,
-            f"tools[{i}].function.parameters",
+            places.get(tool.function.name) or place.format(i),
             enforced=not free or bool(tool.function.strict),
         )
         for i, tool in enumerate(body.tools or ())

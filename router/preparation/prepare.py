@@ -27,7 +27,7 @@ from baton.router.api.openai_responses.tools import Called
 from baton.router.api.sampling import Body
 from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
-from baton.router.preparation.demand import Question, demand_of
+from baton.router.preparation.demand import NO_PLACES, Question, question_of
 from baton.router.preparation.images import Decoded, PlacedImage, decode_images, is_remote, place
 from baton.router.preparation.input_items import Query, input_items
 from baton.router.text.sealed import unsealed
@@ -90,6 +90,8 @@ class Prepared:
     """The fields of /v1/responses that the response repeats, as a JSON object."""
     called: dict[str, Called] = field(default_factory=dict)
     """What calls of functions are to a client of /v1/responses, by the functions' names."""
+    unenforced: list[str] = field(default_factory=list)
+    """Fields of the request that have no effect on what workers enforce."""
     seals_reasoning: bool = False
     """The client gets the reasoning in a form that only the cluster reads."""
     marks_cache: bool = False
@@ -235,11 +237,9 @@ def prepare(
     preparation = _Preparation(tokenizer, served, salt, files, in_child, marks_cache)
     with named_as_in(kind):
         prepared = preparation.of_body(body, kind, history)
-        if not isinstance(prepared, Prepared):
-            return prepared
-        demand = demand_of(prepared.options, tokenizer)
-    bad_words = preparation.bad_words(prepared.options.bad_words) if prepared.options.bad_words else []
-    return replace(prepared, bad_words=bad_words, question=None if demand is None else demand.question)
+    if not isinstance(prepared, Prepared) or not prepared.options.bad_words:
+        return prepared
+    return replace(prepared, bad_words=preparation.bad_words(prepared.options.bad_words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +269,17 @@ class _Preparation:
                 prepared = self._count_tokens(chat, {"object": "response.input_tokens"})
             case ResponsesBody():
                 chat, called = body.chat(history, self._unsealed)
-                seals = body.seals_reasoning
+                may_call = (called[tool.function.name] for tool in chat.callable_tools)
                 prepared = replace(
-                    self._chat(chat), repeated=body.repeated, called=called, seals_reasoning=seals
+                    self._chat(chat, {name: call.field for name, call in called.items()}),
+                    repeated=body.repeated,
+                    called=called,
+                    unenforced=[call.field for call in may_call if not call.enforced],
+                    seals_reasoning=body.seals_reasoning,
                 )
             case MessagesBody():
                 prepared = replace(
-                    self._chat(body.chat(self._unsealed)),
+                    self._chat(*body.chat_with_places(self._unsealed)),
                     seals_reasoning=body.seals_reasoning,
                     marks_cache=self.marks_cache,
                 )
@@ -291,7 +295,8 @@ class _Preparation:
                 raise AssertionError(body)
         return prepared
 
-    def _chat(self, body: ChatBody) -> Prepared:
+    def _chat(self, body: ChatBody, places: Mapping[str, str] = NO_PLACES) -> Prepared:
+        """`places`: as of `question_of`."""
         field = body.prompt_field
         if len(body.messages) > self.context:
             count = len(body.messages)
@@ -316,7 +321,14 @@ class _Preparation:
                 beginning = way.beginning_after(text)
             elif isinstance(last := body.messages[-1].content, str) and way.continues_reasoning(last):
                 beginning = "reasoning"
-        return Prepared(body, [prompt], [], beginning=beginning, images=[placed] if placed else [])
+        return Prepared(
+            body,
+            [prompt],
+            [],
+            beginning=beginning,
+            images=[placed] if placed else [],
+            question=question_of(body, self.tokenizer, places),
+        )
 
     def _readable(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Returns messages in which a text stands for each image that is the result of a call, if the model
@@ -361,8 +373,9 @@ class _Preparation:
             else:
                 encode = partial(self.tokenizer.encode, add_special_tokens=body.add_special_tokens)
                 prompts.append(self._encoded(prompt, body, encode))
+        question = question_of(body, self.tokenizer)
         if not body.echo:
-            return Prepared(body, prompts, [])
+            return Prepared(body, prompts, [], question=question)
         echoes: list[str] = []
         starts: list[list[int]] = []
         cut = body.truncate_prompt_tokens is not None and body.truncation_side != "right"
@@ -375,7 +388,7 @@ class _Preparation:
                 starts.append(
                     self.tokenizer.starts(prompt, echo, add_special_tokens=special, from_end=is_text and cut)
                 )
-        return Prepared(body, prompts, echoes, starts)
+        return Prepared(body, prompts, echoes, starts, question=question)
 
     def bad_words(self, words: Sequence[str]) -> list[list[int]]:
         encode = partial(self.tokenizer.encode, add_special_tokens=False)

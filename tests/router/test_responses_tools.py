@@ -194,6 +194,43 @@ def test_a_grammar_becomes_a_regular_expression(grammar: str, texts: list[str], 
     assert not any(re.fullmatch(regex, text) for text in others)
 
 
+BALANCED = 'start: pair*\npair: "(" start ")"'
+"""No regular expression has the same texts."""
+
+
+def custom(name: str, grammar: str) -> dict[str, Any]:
+    form = {"type": "grammar", "syntax": "lark", "definition": grammar}
+    return {"type": "custom", "name": name, "format": form}
+
+
+@pytest.mark.parametrize(
+    ("choice", "named"),
+    [
+        ("auto", "/tools/2/format,/tools/3/tools/0/format"),
+        ("none", None),
+        ({"type": "custom", "name": "a"}, None),
+        ({"type": "custom", "name": "b"}, "/tools/2/format"),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "g__b"}]},
+            "/tools/3/tools/0/format",
+        ),
+    ],
+)
+async def test_the_header_names_grammars_of_custom_tools_without_a_regular_expression(
+    calling: Cluster, choice: Any, named: str | None
+):
+    tools = [
+        {"type": "web_search"},
+        custom("a", 'start: "a"+'),
+        custom("b", BALANCED),
+        {"type": "namespace", "name": "g", "tools": [custom("b", BALANCED)]},
+    ]
+    body = {"input": "x", "tools": tools, "tool_choice": choice}
+    async with calling.http.post(calling.url + PATH, json=body) as response:
+        assert response.status == 200, await response.text()
+        assert response.headers.get("x-baton-unenforced") == named
+
+
 def test_a_grammar_without_a_regular_expression_has_none():
     assert regex_of('start: "(" start ")" | ""') is None
     assert regex_of("start: x\n%declare x") is None

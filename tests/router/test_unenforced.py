@@ -82,6 +82,90 @@ CHATS = "/v1/chat/completions"
             },
             "/tools/0/input_schema",
         ),
+        (
+            CHATS,
+            {
+                "messages": CHAT,
+                "functions": [{"name": "f", "parameters": SCHEMA}],
+                "function_call": {"name": "f"},
+            },
+            "/functions/0/parameters",
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": "x",
+                "tools": [
+                    {"type": "web_search"},
+                    {
+                        "type": "namespace",
+                        "name": "n",
+                        "tools": [{"type": "mcp"}, {"type": "function", "name": "f", "parameters": SCHEMA}],
+                    },
+                ],
+                "tool_choice": "required",
+            },
+            "/tools/1/tools/1/parameters",
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {"type": "web_search_call", "id": "w"},
+                    {
+                        "type": "additional_tools",
+                        "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+                    },
+                ],
+                "tool_choice": "required",
+            },
+            "/input/1/tools/0/parameters",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [
+                    *CHAT,
+                    {
+                        "role": "system",
+                        "content": [
+                            {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "f"}}
+                        ],
+                    },
+                ],
+                "max_tokens": 9,
+                "tools": [
+                    {"type": "web_search_20250305", "name": "web_search"},
+                    {"name": "g", "input_schema": {"type": "object"}},
+                    {"name": "f", "input_schema": SCHEMA, "defer_loading": True},
+                ],
+                "tool_choice": {"type": "any"},
+            },
+            "/tools/2/input_schema",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [
+                    *CHAT,
+                    {
+                        "role": "system",
+                        "content": [
+                            {
+                                "type": "tool_addition",
+                                "tool": {
+                                    "type": "tool_definition",
+                                    "definition": {"name": "f", "input_schema": SCHEMA},
+                                },
+                            }
+                        ],
+                    },
+                ],
+                "max_tokens": 9,
+                "tool_choice": {"type": "any"},
+            },
+            "/messages/1/content/0/tool/definition/input_schema",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -175,6 +259,56 @@ async def test_a_tool_that_cannot_be_called_is_not_compiled(cluster: Cluster):
     assert status == 200, result
     status, result = await cluster.post(CHATS, **body, tool_choice="required")
     assert (status, result["error"]["param"]) == (400, "tools[1].function.parameters")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/v1/responses",
+            {
+                "input": "x",
+                "tools": [
+                    {"type": "web_search"},
+                    {"type": "function", "name": "f", "parameters": {"type": "array"}},
+                ],
+            },
+            "tools[1].parameters",
+        ),
+        ("/v1/responses", {"input": [{"type": "web_search_call"}, {"type": "x"}]}, "input[1]"),
+        (
+            "/v1/messages",
+            {
+                "messages": CHAT,
+                "max_tokens": 9,
+                "tools": [
+                    {"type": "web_search_20250305", "name": "w"},
+                    {"name": "f", "input_schema": {"type": "array"}},
+                ],
+            },
+            "tools[1].input_schema",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": CHAT,
+                "max_tokens": 9,
+                "tools": [
+                    {"type": "web_search_20250305"},
+                    {"name": "f", "input_schema": SCHEMA, "strict": True},
+                ],
+                "tool_choice": {"type": "any"},
+            },
+            "tools[1].input_schema",
+        ),
+    ],
+)
+async def test_errors_count_the_entries_that_have_no_effect(
+    cluster: Cluster, path: str, body: dict[str, Any], param: str
+):
+    status, result = await cluster.post(path, **body)
+    assert (status, result["error"].get("param", param)) == (400, param)
+    assert result["error"]["message"].startswith(f"{param}: ")
 
 
 async def test_a_gRPC_client_finds_it_in_the_trailing_metadata(cluster: Cluster):

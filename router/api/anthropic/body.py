@@ -12,6 +12,7 @@ from baton.router.api.bodies import ChatBody
 from baton.router.api.fields import (
     MAX_STOPS,
     ByType,
+    Hosted,
     Items,
     Nullable,
     Part,
@@ -21,9 +22,8 @@ from baton.router.api.fields import (
     TemplateSettings,
     Text,
     invalid,
-    without_types,
 )
-from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS, Arguments, Tool
+from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS, Arguments, Parameters, Tool
 from baton.router.api.sampling import Body, SamplingBody
 from baton.router.api.sessions import claude_session
 from baton.router.api.structured import JsonSchema, ResponseFormat
@@ -228,18 +228,24 @@ class InputMessage(Part):
 class Conversation:
     """Makes the messages of a chat from those of Anthropic's API."""
 
-    tools: "dict[str, AnthropicTool]"
-    """Those of the request that the prompt does not describe, by name: their loading is deferred."""
+    tools: "dict[str, tuple[str, AnthropicTool]]"
+    """Those of the request that the prompt does not describe, by name, with their places: their loading is
+    deferred."""
     unsealed: Callable[[str], str]
     """Reads reasoning that the cluster has encrypted."""
-    loaded: "dict[str, AnthropicTool]" = field(default_factory=dict)
-    """Tools that messages have described."""
+    loaded: "dict[str, tuple[str, AnthropicTool]]" = field(default_factory=dict)
+    """Tools that messages have described, with their places."""
 
     def chat(self, system: str, messages: Iterable[InputMessage]) -> list[dict[str, Any]]:
         """Returns the messages of the chat. Consecutive messages of a role become one, as at Anthropic."""
         chat: list[dict[str, Any]] = [{"role": "system", "content": [system]}] if system else []
-        for message in messages:
-            for block in message.content:
+        for number, message in enumerate(messages):
+            for i, block in enumerate(message.content):
+                if isinstance(block, ToolAdditionBlock) and isinstance(added := block.tool, DefinedTool):
+                    self.tools[added.name] = (
+                        f"messages[{number}].content[{i}].tool.definition",
+                        added.definition,
+                    )
                 new = self._message(message.role, block)
                 last = chat[-1] if chat else None
                 if last is not None and last["role"] == new["role"] and "tool_call_id" not in new:
@@ -283,8 +289,6 @@ class Conversation:
             case ToolReferenceBlock():
                 return self._shown(block.text) or block.text
             case ToolAdditionBlock(tool=added):
-                if isinstance(added, DefinedTool):
-                    self.tools[added.name] = added.definition
                 shown = self._shown(added.name)
                 return "More tools:\n" + shown if shown else ""
             case ToolRemovalBlock():
@@ -297,9 +301,9 @@ class Conversation:
 
     def _shown(self, name: str) -> str:
         """Returns the description of a tool whose loading was deferred. Nothing: there is none."""
-        if (tool := self.tools.get(name)) is None:
+        if name not in self.tools:
             return ""
-        self.loaded[name] = tool
+        _, tool = self.loaded[name] = self.tools[name]
         return json.dumps(Tool.model_validate(tool.for_chat()).for_template(), ensure_ascii=False)
 
 
@@ -319,17 +323,18 @@ def _joined(pieces: Iterable[str | ShownImage]) -> str | list[ShownText | ShownI
 class AnthropicTool(Part):
     """`cache_control` and `eager_input_streaming` have no effect."""
 
+    type: Nullable[Literal["custom"]] = "custom"
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
-    input_schema: dict[str, Any]
+    input_schema: Parameters
     description: str | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
 
-    _refuse_unsupported = refusing(_TOOL_FIELDS, nested=True, tools=(None, "custom"))
+    _refuse_unsupported = refusing(_TOOL_FIELDS, nested=True)
 
     def for_chat(self, *, described: bool = False) -> dict[str, Any]:
         """`described`: a message describes it, so the beginning of the prompt does not."""
-        fields = self.model_dump(exclude={"input_schema"})
+        fields = self.model_dump(exclude={"type", "input_schema"})
         function = {**fields, "parameters": self.input_schema, "defer_loading": described}
         return {"type": "function", "function": function}
 
@@ -381,14 +386,6 @@ def _without_vendor(value: Any) -> Any:
     return [part for part, each in zip(value, texts, strict=True) if not str(each).startswith(_OF_VENDOR)]
 
 
-def _without_hosted(value: Any) -> Any:
-    own = without_types(value, _HOSTED)
-    if isinstance(value, list) and len(without_types(value, ("tool_search_tool",))) < len(value):
-        # Anthropic would search among the deferred tools. Here the model sees all of them.
-        own = [{**tool, "defer_loading": None} if isinstance(tool, dict) else tool for tool in own]
-    return own
-
-
 class PromptBody(Body):
     """The fields that make the prompt."""
 
@@ -399,7 +396,8 @@ class PromptBody(Body):
     system: Annotated[Text, BeforeValidator(_without_vendor)] = ""
     tools: Annotated[
         Annotated[
-            list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(_without_hosted)
+            list[Annotated[AnthropicTool, ByType(default="custom", what="tools", hosted=_HOSTED)]],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
         ]
         | None,
         Field(description="only the client's own; those that Anthropic runs have no effect"),
@@ -430,14 +428,23 @@ class PromptBody(Body):
     def seals_reasoning(self) -> bool:
         return self.thinking is not None and self.thinking.display == "omitted"
 
-    def chat_fields(self, unsealed: Callable[[str], str]) -> dict[str, Any]:
-        """Returns these fields as those of a chat completion. `unsealed`: reads encrypted reasoning."""
-        tools = {tool.name: tool.for_chat() for tool in self.tools or () if not tool.defer_loading}
-        conversation = Conversation(
-            {tool.name: tool for tool in self.tools or () if tool.defer_loading}, unsealed
+    def chat_fields(self, unsealed: Callable[[str], str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns these fields as those of a chat completion, and for each tool by name the field with its
+        schema. `unsealed`: reads encrypted reasoning."""
+        placed = [(f"tools[{i}]", tool) for i, tool in enumerate(self.tools or ())]
+        # Anthropic would search among the deferred tools. Here the model sees all of them.
+        searched = any(
+            isinstance(tool, Hosted) and tool.type.startswith("tool_search_tool") for _, tool in placed
         )
+        by_name = {tool.name: (place, tool) for place, tool in placed if isinstance(tool, AnthropicTool)}
+        deferred = {name: each for name, each in by_name.items() if each[1].defer_loading and not searched}
+        conversation = Conversation(deferred, unsealed)
         messages = conversation.chat(self.system, self.messages)
-        loaded = {name: tool.for_chat(described=True) for name, tool in conversation.loaded.items()}
+        loaded = {name: tool.for_chat(described=True) for name, (_, tool) in conversation.loaded.items()}
+        tools = {name: tool.for_chat() for name, (_, tool) in by_name.items() if name not in deferred}
+        places = {
+            name: f"{place}.input_schema" for name, (place, _) in (conversation.loaded | by_name).items()
+        }
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         settings: dict[str, Any] = {}
         fields: dict[str, Any] = {
@@ -458,7 +465,7 @@ class PromptBody(Body):
             if self.thinking.type != "adaptive":
                 settings["enable_thinking"] = self.thinking.type == "enabled"
         fields["chat_template_kwargs"] = settings | (self.chat_template_kwargs or {})
-        return fields
+        return fields, places
 
 
 class CountTokensBody(PromptBody):
@@ -468,7 +475,8 @@ class CountTokensBody(PromptBody):
 
     def chat(self, unsealed: Callable[[str], str]) -> ChatBody:
         """Raises InvalidRequest, which names fields of a chat completion."""
-        return validate(ChatBody, self.chat_fields(unsealed) | {"model": self.model})
+        fields, _ = self.chat_fields(unsealed)
+        return validate(ChatBody, fields | {"model": self.model})
 
 
 class MessagesBody(PromptBody, SamplingBody):
@@ -483,13 +491,15 @@ class MessagesBody(PromptBody, SamplingBody):
 
     _refuse_unsupported = refusing(MESSAGES)
 
-    def chat(self, unsealed: Callable[[str], str]) -> ChatBody:
-        """Raises InvalidRequest, which names fields of a chat completion."""
+    def chat_with_places(self, unsealed: Callable[[str], str]) -> tuple[ChatBody, dict[str, str]]:
+        """Returns the chat, and the fields as `chat_fields`. Raises InvalidRequest, which names fields of a
+        chat completion."""
+        of_prompt, places = self.chat_fields(unsealed)
         fields = {
             **self.given(SamplingBody),
-            **self.chat_fields(unsealed),
+            **of_prompt,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or [],
             "user": claude_session(self.metadata.user_id),
         }
-        return validate(ChatBody, fields)
+        return validate(ChatBody, fields), places

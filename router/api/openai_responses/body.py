@@ -19,6 +19,7 @@ from baton.router.api.bodies import MAX_LOGPROBS, ChatBody
 from baton.router.api.fields import (
     ByType,
     Content,
+    Hosted,
     Items,
     Nullable,
     Part,
@@ -29,12 +30,13 @@ from baton.router.api.fields import (
 )
 from baton.router.api.messages import MAX_TOOLS, Arguments, Tool, choice_of
 from baton.router.api.openai_responses.tools import (
+    HOSTED,
     INPUT,
     AnyTool,
     Called,
     flat_name,
     functions,
-    without_hosted,
+    own,
 )
 from baton.router.api.sampling import OpenAIBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
@@ -149,12 +151,12 @@ class CallOutputItem(Part):
 class ToolsItem(Part):
     """Tools that the model may call from here on. The request does not name them among its tools."""
 
-    tools: Annotated[Items[AnyTool], BeforeValidator(without_hosted)]
+    tools: Items[AnyTool]
 
     @property
     def shown(self) -> str:
         """The tools as a text for the model."""
-        found, _ = functions(self.tools, ())
+        found, _ = functions(own(self.tools, ""), ())
         tools = [Tool.model_validate(each).for_template() for each in found]
         return json.dumps(tools, ensure_ascii=False)
 
@@ -188,7 +190,7 @@ AnyItem = Annotated[
     | CallOutputItem
     | ToolSearchOutputItem
     | AdditionalToolsItem,
-    ByType(default="message", what="items"),
+    ByType(default="message", what="items", hosted=HOSTED),
 ]
 """Members that only responses have, such as `id` and `status`, have no effect."""
 
@@ -196,7 +198,7 @@ AnyItem = Annotated[
 def _items(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise invalid("must be a string or a list of items")
-    return [{"role": "user", "content": value}] if isinstance(value, str) else without_hosted(value)
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 Input = Annotated[Items[AnyItem], BeforeValidator(_items, json_schema_input_type=str | Items[AnyItem])]
@@ -332,8 +334,7 @@ class ResponsesBody(OpenAIBody):
     reasoning: Annotated[Nullable[Reasoning], Field(description="`summary` has no effect")] = Reasoning()
     text: Nullable[TextConfig] = TextConfig()
     tools: Annotated[
-        Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(without_hosted)]
-        | None,
+        Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None,
         Field(description="tools that OpenAI runs itself have no effect"),
     ] = None
     tool_choice: Annotated[Choice, choice_of(NamedFunctionTool, AllowedFunctionTools, unsupported)] = None
@@ -382,11 +383,16 @@ class ResponsesBody(OpenAIBody):
 
         Raises InvalidRequest, which names fields of a chat completion.
         """
-        earlier = _earlier(history) if history else []
-        items = [item for items in [*earlier, self.input] for item in items]
+        earlier = [item for items in (_earlier(history) if history else []) for item in items]
+        places = [
+            *(("previous_response_id", item) for item in earlier),
+            *((f"input[{i}]", item) for i, item in enumerate(self.input)),
+        ]
+        items = [item for _, item in places if not isinstance(item, Hosted)]
         _check_outputs(items)
-        loaded = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
-        tools, called = functions(self.tools or (), loaded)
+        described = ((place, item) for place, item in places if isinstance(item, ToolsItem))
+        loaded = [tool for place, item in described for tool in own(item.tools, f"{place}.tools")]
+        tools, called = functions(own(self.tools or (), "tools"), loaded)
         fields = {
             **self.given(OpenAIBody),
             "messages": chat_messages(self.instructions, items, unsealed),
@@ -417,6 +423,8 @@ class ResponsesBody(OpenAIBody):
             mode="json", include=_REPEATED, by_alias=True, exclude_none=True, warnings=False
         )
         fields["text"] = {"format": {"type": "text"}} | fields["text"]
+        if self.tools:
+            fields["tools"] = [tool for tool in fields["tools"] if not tool["type"].startswith(HOSTED)]
         return json.dumps(_DEFAULTS | fields).encode()
 
 

@@ -16,13 +16,13 @@ Tools that OpenAI runs itself have no effect. Form: https://platform.openai.com/
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from baton.router.api.fields import ByType, Items, Part, invalid, without_types
+from baton.router.api.fields import ByType, Hosted, Items, Part, invalid
 from baton.router.api.messages import FUNCTION_NAME, Function
 from baton.router.api.openai_responses.lark import regex_of
 from baton.router.api.validation import refusing
@@ -51,10 +51,10 @@ class Called(NamedTuple):
     kind: CallKind
     name: str
     namespace: str | None = None
-
-
-def without_hosted(tools: Any) -> Any:
-    return without_types(tools, HOSTED)
+    field: str = ""
+    """Of the request: what says of its arguments."""
+    enforced: bool = True
+    """False: workers cannot hold its arguments to it."""
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -67,10 +67,10 @@ class FunctionTool(Function):
 
     _refuse_other_tools = refusing({"allowed_callers": (["direct"],)}, nested=True)
 
-    def functions(self, namespace: str | None = None) -> Iterator[tuple[dict[str, Any], Called]]:
+    def functions(self, field: str, namespace: str | None = None) -> Iterator[tuple[dict[str, Any], Called]]:
         fields = self.model_dump(exclude={"type"}, exclude_unset=True)
         fields["name"] = flat_name(self.name, namespace)
-        yield fields, Called("function", self.name, namespace)
+        yield fields, Called("function", self.name, namespace, f"{field}.parameters")
 
 
 class TextInput(Part):
@@ -78,7 +78,8 @@ class TextInput(Part):
 
 
 class GrammarInput(Part):
-    """The input of a custom tool is a text of this grammar. One that refers to itself has no effect."""
+    """The input of a custom tool is a text of this grammar. One that refers to itself has no effect, and the
+    response header `x-baton-unenforced` names it."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -105,7 +106,7 @@ class CustomTool(Part):
     format: Annotated[TextInput | GrammarInput, ByType(what="formats")] | None = None
     defer_loading: bool | None = None
 
-    def functions(self, namespace: str | None = None) -> Iterator[tuple[dict[str, Any], Called]]:
+    def functions(self, field: str, namespace: str | None = None) -> Iterator[tuple[dict[str, Any], Called]]:
         regex = self.format.regex if isinstance(self.format, GrammarInput) else None
         text = {"type": "string"} if regex is None else {"type": "string", "pattern": f"^(?:{regex})$"}
         function = {
@@ -115,24 +116,25 @@ class CustomTool(Part):
             "strict": regex is not None,
             "defer_loading": self.defer_loading,
         }
-        yield function, Called("custom", self.name, namespace)
+        enforced = regex is not None or not isinstance(self.format, GrammarInput)
+        yield function, Called("custom", self.name, namespace, f"{field}.format", enforced)
 
 
 class NamespaceTool(Part):
     type: Literal["namespace"]
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     description: str | None = None
-    tools: Items[Annotated[FunctionTool | CustomTool, ByType(what="tools")]]
+    tools: Items[Annotated[FunctionTool | CustomTool, ByType(what="tools", hosted=HOSTED)]]
 
-    def functions(self) -> Iterator[tuple[dict[str, Any], Called]]:
-        for tool in self.tools:
-            yield from tool.functions(self.name)
+    def functions(self, field: str) -> Iterator[tuple[dict[str, Any], Called]]:
+        for place, tool in own(self.tools, f"{field}.tools"):
+            yield from tool.functions(place, self.name)
 
 
 class LocalShellTool(Part):
     type: Literal["local_shell"]
 
-    def functions(self) -> Iterator[tuple[dict[str, Any], Called]]:
+    def functions(self, field: str) -> Iterator[tuple[dict[str, Any], Called]]:
         text = {"type": "string"}
         parameters = {
             "command": {"type": "array", "items": text},
@@ -148,7 +150,7 @@ class LocalShellTool(Part):
             "parameters": _object(parameters, ["command"]),
             "strict": True,
         }
-        yield function, Called("local_shell", self.type)
+        yield function, Called("local_shell", self.type, None, field)
 
 
 class ToolSearchTool(Part):
@@ -159,35 +161,47 @@ class ToolSearchTool(Part):
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
-    def functions(self) -> Iterator[tuple[dict[str, Any], Called]]:
+    def functions(self, field: str) -> Iterator[tuple[dict[str, Any], Called]]:
         if self.execution == "client":
             parameters = self.parameters or _object({"query": {"type": "string"}}, ["query"])
             description = self.description or "Finds more tools."
             function = {"name": self.type, "description": description, "parameters": parameters}
-            yield function, Called("tool_search", self.type)
+            yield function, Called("tool_search", self.type, None, f"{field}.parameters")
 
 
 AnyTool = Annotated[
-    FunctionTool | NamespaceTool | CustomTool | LocalShellTool | ToolSearchTool, ByType(what="tools")
+    FunctionTool | NamespaceTool | CustomTool | LocalShellTool | ToolSearchTool,
+    ByType(what="tools", hosted=HOSTED),
 ]
 
 
-def functions(tools: Iterable[Any], loaded: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[str, Called]]:
+Placed = Sequence[tuple[str, Any]]
+"""Tools that are not hosted, with their places in the request."""
+
+
+def own(tools: Iterable[Any], field: str) -> Placed:
+    return [(f"{field}[{i}]", tool) for i, tool in enumerate(tools) if not isinstance(tool, Hosted)]
+
+
+def functions(tools: Placed, loaded: Placed) -> tuple[list[dict[str, Any]], dict[str, Called]]:
     """Returns the functions that the model may call, and what their calls are, by the names of the functions.
 
     Args:
         tools: those of the request.
         loaded: those that items of the conversation describe. The prompt does not describe them again.
     """
-    searched = any(isinstance(tool, ToolSearchTool) and tool.execution == "client" for tool in tools)
+    searched = any(isinstance(tool, ToolSearchTool) and tool.execution == "client" for _, tool in tools)
     found: dict[str, dict[str, Any]] = {}
     called: dict[str, Called] = {}
-    for tool in (*tools, *loaded):
-        for function, call in tool.functions():
-            name = function["name"]
-            if name not in found:
-                found[name], called[name] = function, call
-    deferred = {each["name"] for tool in loaded for each, _ in tool.functions()}
+    deferred = set[str]()
+    for described in (tools, loaded):
+        for place, tool in described:
+            for function, call in tool.functions(place):
+                name = function["name"]
+                if described is loaded:
+                    deferred.add(name)
+                if name not in found:
+                    found[name], called[name] = function, call
     offered = [
         function | {"defer_loading": name in deferred}
         for name, function in found.items()
