@@ -145,6 +145,8 @@ class StepMetadata:
     """Those of them that a router waits for."""
     chunks: list[Chunk] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
+    declined: list[Fetch] = field(default_factory=list)
+    """Of requests that need no KV of their prefills any more. They have no blocks."""
     begun: list[Begun] = field(default_factory=list)
     """If blocks that vLLM does not fill must be cleared."""
     stateless: list[Blocks] = field(default_factory=list)
@@ -294,7 +296,9 @@ class ConnectorScheduler:
         if not isinstance(fetch := self._requests.get(request_id), Fetch):
             return
         del self._requests[request_id]
-        if to_fetch:
+        if not to_fetch:
+            self._metadata.declined.append(fetch)
+        else:
             start = fetch.stop - to_fetch
             self._metadata.fetches.append(replace(fetch, blocks=blocks, start=start))
             if self._clears:
@@ -355,6 +359,8 @@ class ConnectorScheduler:
         self._image_tokens.pop(request_id, None)
         self._unseen.pop(request_id, None)
         prompt = self._requests.pop(request_id, None)
+        if isinstance(prompt, Fetch):
+            self._metadata.declined.append(prompt)
         if not isinstance(prompt, _Prompt):
             return False, None
         if not prompt.prefill_id:

@@ -102,6 +102,18 @@ class Attendant:
     def cancel(self, decode_id: bytes) -> None:
         self.order(lambda receiver: receiver.cancel(decode_id))
 
+    def decline(self, fetch: Fetch) -> None:
+        """Fetches nothing of a prefill, whose server then frees its blocks, as after any fetch. In a worker,
+        routers end prefills."""
+        source = fetch.source
+        if self._worker is None:
+            self.order(
+                lambda receiver: receiver.fetch(
+                    os.urandom(16), prefill_id=source.prefill_id, kv_address=source.kv_address,
+                    incarnation=source.incarnation, attempt=fetch.attempt, block_ids=(), num_tokens=0,
+                )
+            )  # fmt: skip
+
     def tell(self, messages: Sequence[Started | Computed | Costs | Encoded | OnDevice | Blind]) -> None:
         """Sends messages to the engine process."""
         worker = self._worker
@@ -248,6 +260,8 @@ class Transfers:
         for fetch in metadata.fetches:
             fetching = self._fetches[fetch.decode_id] = Fetching(fetch, time.monotonic() + self._timeout)
             self._attendant.fetch(fetching)
+        for fetch in metadata.declined:
+            self._attendant.decline(fetch)
 
     def _has_blocks(self, prefill_id: bytes) -> None:
         """The connector has the blocks of a prefill, unless it never began."""
@@ -281,6 +295,7 @@ class Transfers:
             fetching = self._fetches.pop(event.decode_id)
             fetch = fetching.fetch
             received.add(fetch.request_id)
+            self._attendant.decline(fetch)
             if fetching.deadline is not None:
                 reason = event.reason if isinstance(event, FetchFailed) else f"in {self._timeout:g} s"
                 log.warning("%s: its KV did not come (%s)", fetch.request_id, reason)
@@ -353,6 +368,8 @@ class Transfers:
                 prefill.released = True
                 if prefill.has_blocks:  # else vLLM has them, also if it has preempted the request
                     self._sent.add(prefill.request_id)
+            elif event.decode_id not in self._fetches:
+                continue  # of a fetch that only released its prefill
             elif isinstance(event, Injected):
                 fetch = self._fetches.pop(event.decode_id).fetch
                 self._first_tokens[fetch.request_id] = event.first_token.token_id

@@ -57,6 +57,7 @@ class OutgoingTransfer:
     frames: int = 0  # pending and handed over
     bytes: int = 0
     seq: int = 0
+    goes_on: bool = True  # the peer computes after these positions, and needs states
 
 
 class Slicing:
@@ -97,6 +98,8 @@ class Slicing:
 
     def add(self, transfer: OutgoingTransfer, ready: ReadyLayer) -> None:
         """Adds the slices of all arrays of the layer to the transfer."""
+        if not (transfer.ranges or transfer.goes_on):
+            return
         layout, pieces = self._layout, []
         for number in layout.numbers[ready.layer]:
             # An array of the request goes in full, whatever positions the peer asks for.

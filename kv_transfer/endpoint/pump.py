@@ -297,6 +297,7 @@ class Pump:
         slot_bytes = self._exported_slot_bytes if large else m.slot_bytes
         reads = self._slicing.reads(m.ranges, m.next_positions)
         transfer = OutgoingTransfer(m.transfer_id, prefill, account, slot_bytes, large, m.ranges, reads)
+        transfer.goes_on = bool(m.next_positions)
         prefill.transfer = transfer
         self.fetched.add(prefill.id)
         self._turns.add(transfer)

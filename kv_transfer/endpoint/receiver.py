@@ -76,6 +76,7 @@ class Receiver:
         """Fetches positions [start, num_tokens) into `block_ids`, which no enqueued step may touch. If the
         layout has states, those that cover [0, num_tokens) come, too, into `state_slot`. Of an array with a
         window, only the positions come that the token at `num_tokens` reads, here and in `fetch_content`.
+        With `num_tokens` 0 nothing comes but the first token, and the ACK releases the prefill.
 
         It replaces a fetch of this decode id that is live, or whose end is not reported yet. `attempt`
         numbers the decode attempts of a request: a fetch of a newer attempt replaces those of older ones.
@@ -85,10 +86,10 @@ class Receiver:
         self._take_back(decode_id)
         replaced = self._drop(decode_id) or self._unreported(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
+        ends = (num_tokens,) if num_tokens else ()
         request = local.FetchIn(
-            os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, (num_tokens,),
-            next_positions=(num_tokens,),
-        )  # fmt: skip
+            os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, ends, next_positions=ends
+        )
         fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot, owner)
         if replaced is not None:  # scatters of the replaced fetch may still write to these blocks
             fetch.last_scatter = replaced.last_scatter

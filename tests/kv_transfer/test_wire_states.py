@@ -39,19 +39,21 @@ def next_frame(lane: wire.Lane) -> tuple[int, dict[str, int], bytes]:
 
 
 def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
-    """The peer has all KV, then it lacks all of it."""
+    """The peer needs nothing, has all KV, and lacks all of it."""
     prefill = make_prefill(layout=LAYOUT)
     prefill_id = prefill.hold(10, state_slot=2)
     blocks, states = prefill.held[prefill_id], state_bytes(prefill, 2)
     lane = wire.connect(prefill.port, layout=FINGERPRINT)
     lane.say(wire.CREDIT, [9, False])
-    for ranges, sizes in (([], SIZES[:2]), ([[0, 10]], SIZES)):
+    for ranges, next_positions, sizes in (([], [], ()), ([], [10], SIZES[:2]), ([[0, 10]], [], SIZES)):
         transfer = os.urandom(16)
-        lane.say(wire.FETCH, [prefill_id, 0, ranges], transfer)
+        lane.say(wire.FETCH, [prefill_id, 0, ranges, next_positions], transfer)
         found: list[tuple[int, dict[str, int], bytes]] = []
-        while len(found) < len(sizes):
+        committed = False
+        while len(found) < len(sizes) or not committed:
             kind, head, payload = next_frame(lane)
             if kind == wire.COMMIT:
+                committed = True
                 assert wire.unpack(payload) == [[7, None, [], []], len(sizes), sum(sizes)]
             elif kind == wire.KV:
                 found.append((kind, head, payload))

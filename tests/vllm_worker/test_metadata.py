@@ -147,6 +147,8 @@ def test_a_prompt_with_wrong_parameters_is_computed_here(
 def test_a_prompt_that_is_cached_whole_is_not_fetched(scheduler: ConnectorScheduler) -> None:
     scheduler.expect("b", params_of(scheduler), 100)
     assert scheduler.to_fetch("b", 100) == 0
+    scheduler.allocated("b", [[1]], 0)
+    assert [fetch.request_id for fetch in scheduler.take().declined] == ["b"]
 
 
 class TestIdsOfARouter:

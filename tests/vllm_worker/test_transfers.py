@@ -49,6 +49,9 @@ SECRET = b"a secret of these two servers"
 class Server:
     """The connector's half in the process with the model, and a cache with random KV."""
 
+    alone = False
+    """Behind a proxy, without a worker."""
+
     def __init__(self, name: str, seed: int, model: str = "model", timeout: float = 60) -> None:
         generator = torch.Generator().manual_seed(seed)
         shape = BLOCKS, HEADS, BLOCK, 2 * DIM
@@ -70,7 +73,7 @@ class Server:
             link.heartbeat,
             timeout=timeout,
             vocabulary=VOCABULARY,
-            worker=worker,
+            worker=None if self.alone else worker,
         )
         self.sent: set[str] = set()
         self.received: set[str] = set()
@@ -281,6 +284,49 @@ def test_a_request_that_ends_while_it_is_fetched_gets_its_blocks_back(servers: t
     until(lambda: decode.received == {"b"}, decode)
     prefill.step(StepMetadata(aborted={prefill_id: "cancelled"}), {"a"})
     until(lambda: prefill.sent == {"a"}, prefill)
+
+
+@pytest.mark.parametrize("kind", [Server, lambda name, _: States(name), lambda name, n: Groups(name, n)])
+@pytest.mark.parametrize("when", ["queued", "cached", "fetched", "late"])
+def test_a_client_that_leaves_a_proxy_frees_the_prefill(
+    monkeypatch: pytest.MonkeyPatch, kind: Callable[[str, int], Server], when: str
+) -> None:
+    """Before its decode server asks for the KV, or while the KV comes (vLLM #50425). And if the KV comes too
+    late, or is cached."""
+    settings = partial(TransferConfig, deadlines=TransferDeadlines(hold=1000, progress=1000))
+    monkeypatch.setattr("baton.vllm_worker.transfer_process.TransferConfig", settings)
+    monkeypatch.setattr(Server, "alone", True)
+    prefill, decode = kind("prefill", 0), kind("decode", 1)
+    there, here = ConnectorScheduler(), ConnectorScheduler()
+    there.address = prefill.process.address
+    blocks = [[7, 3, 30]] * (3 if isinstance(prefill, Groups) else 1)
+    there.expect("a", {"do_remote_decode": True}, 40)
+    there.scheduled("a", [list(each) for each in blocks], 0, 20, anew=True)
+    prefill.step(there.take())
+    there.scheduled("a", [[] for _ in blocks], 20, 20, anew=False)
+    committed = there.take()
+    _, params = there.finished("a", 42)
+    committed.committed = there.take().committed
+    if when in ("queued", "cached"):
+        prefill.step(committed, {"a"})
+    here.expect("b", params, 40)
+    if when == "cached":
+        here.allocated("b", blocks, 0)
+    elif when != "queued":
+        here.allocated("b", blocks, here.to_fetch("b", 0))
+        decode.step(here.take())
+    if when == "late":
+        [fetching] = decode.transfers._fetches.values()
+        fetching.deadline = time.monotonic()
+    elif when != "cached":
+        here.finished("b", None)
+    decode.step(here.take(), set() if when in ("cached", "late") else {"b"})
+    if when in ("fetched", "late"):
+        until(lambda: decode.received == {"b"}, decode)
+        prefill.step(committed, {"a"})
+    until(lambda: prefill.sent == {"a"}, prefill, decode)
+    for server in (prefill, decode):
+        server.close()
 
 
 def test_nothing_of_a_preempted_prompt_is_used(servers: tuple[Server, Server]) -> None:
