@@ -151,7 +151,7 @@ wheel: $(SERVE)  ## a wheel in dist
 screenshots: venv $(NODE_MODULES)  ## pictures of the pages
 	SCREENSHOTS=docs/images $(BIN)/python -m pytest -q -m 'long or not long' tests/*/test_dashboard.py tests/bench/test_report.py
 
-# The plots of README.md and docs/lab, from the results in docs/figures.
+# The plots of README.md and docs/lab, from the results in docs/figures, and the pages of docs/lab.
 figures: venv  ## figures of docs, after a change of docs/figures/*.json or docs/lab/runs
 	$(BIN)/python -m docs.figures.generate
 	$(BIN)/python -m docs.lab.generate

@@ -6,6 +6,7 @@ Tests that share costly fixtures stay together, so a module is never divided, bu
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import time
 from collections import Counter, defaultdict
@@ -102,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """What each unit took, and the row of this run in docs/lab/tests.md."""
+    """What each unit took, and the file of this run for docs/lab/runs."""
     if not config.option.shard or config.option.collectonly:
         return
     took: dict[str, float] = defaultdict(float)
@@ -119,12 +120,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     count = {name: len(reports) for name, reports in terminalreporter.stats.items()}
     failed = count.get("failed", 0) + count.get("error", 0)
     number, of = config.option.shard
-    row = (
-        f"{number}/{of}",
-        date.today(),
-        git.stdout.strip(),
-        count.get("passed", 0),
-        failed,
-        round((time.monotonic() - _STARTED) / 60),
-    )
-    terminalreporter.write_line(f"| {' | '.join(map(str, row))} |")
+    minutes = round((time.monotonic() - _STARTED) / 60)
+    rows = [
+        ("passed", count.get("passed", 0), "tests"),
+        ("failed", failed, "tests"),
+        ("minutes", minutes, "minutes"),
+    ]
+    run = {
+        "bench": "tests",
+        "section": "tests#long-tests",
+        "started": str(date.today()),
+        "card": None,
+        "commit": git.stdout.strip(),
+        "command": f"make test-long SHARD={number}/{of}",
+        "note": None,
+        "results": [dict(zip(("name", "value", "unit"), row, strict=True)) for row in rows],
+    }
+    terminalreporter.write_line(json.dumps(run))

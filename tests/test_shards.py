@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,14 @@ def test_shards_run_what_the_other_options_choose(
     ran = []
     for number in (1, 2, 3):
         done = pytester.runpytest_inprocess("-m", "long", "-v", "-p", "tests.shards", f"--shard={number}/3")
+        before = len(ran)
         ran += [line.split()[0] for line in done.outlines if " PASSED" in line]
-        done.stdout.fnmatch_lines([f"| {number}/3 | *"])
+        (run,) = (json.loads(line) for line in done.outlines if line.startswith("{"))
+        assert run["command"] == f"make test-long SHARD={number}/3"
+        assert run["results"][:2] == [
+            {"name": "passed", "value": len(ran) - before, "unit": "tests"},
+            {"name": "failed", "value": 0, "unit": "tests"},
+        ]
     assert sorted(ran) == sorted(f"test_{name}.py::test_a[{i}]" for name in "wxyz" for i in range(4))
 
 
