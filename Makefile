@@ -43,7 +43,7 @@ UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBr
 UPLOT := uplot@1.6.32
 PAGES := router/endpoints/pages
 
-.PHONY: help wheel vendor screenshots prometheus venv venv-vllm install prepare serve test test-long lint bench proto reference figures manifests shape pins clean
+.PHONY: help wheel vendor screenshots prometheus venv venv-vllm install prepare serve test test-all test-long lint bench proto reference figures manifests shape pins clean
 venv: $(ALL)  ## all that tests, linters and benches need, in .venv
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
@@ -110,10 +110,13 @@ lint: venv  ## ruff, types and import contracts
 	$(BIN)/lint-imports
 
 # All that tests need. `make --jobs 2` installs one beside another.
-prepare: venv venv-vllm $(NODE_MODULES) prometheus  ## all that make test needs
+prepare: venv venv-vllm $(NODE_MODULES) prometheus  ## all that make test-all needs
 
-test: prepare  ## the tests of CI, some minutes
-	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 5 $(ARGS)
+test: venv  ## the tests of most changes, from unit to a cluster: three minutes on two cores, with pip alone
+	$(BIN)/python -m pytest -m 'not all and not long and not gpu' --numprocesses 3 $(ARGS)
+
+test-all: test prepare  ## make test, then all tests that take no minutes each: ten minutes; also needs npm
+	$(BIN)/python -m pytest -m 'all and not long and not gpu' --numprocesses 5 $(ARGS)
 
 # SHARD=1/6: the first of six parts, of at most 25 minutes each on two cores.
 test-long: venv venv-vllm $(NODE_MODULES)  ## the tests that take minutes; SHARD=1/6 for a part

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 BROWSERS = [shutil.which("chromium"), shutil.which("google-chrome"), Path(sys.executable).parent / "chromium"]
-"""In the order of preference. `make test` installs the last one."""
+"""In the order of preference. `make prepare` installs the last one."""
 
 
 class Page:

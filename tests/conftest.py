@@ -1,8 +1,8 @@
-"""Fixtures for all packages, and which tests run at the same time.
+"""Fixtures for all packages, which tests `make test` leaves to `make test-all`, and which run side by side.
 
-`make test` has five processes. One runs the tests of clusters (`tests/system`), one after the other: this
-takes longest, so it starts first. The others run the rest meanwhile, and at the end all share it. A process
-waits for a third of its time, so with fewer of them two cores would be idle for a part of the time.
+One process runs the tests of clusters (`tests/system`), one after the other: this takes longest, so it
+starts first. The others run the rest meanwhile, and at the end all share it. A process waits for a third of
+its time, so with two of them two cores would be idle for a part of the time.
 """
 
 import gc
@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -110,7 +111,16 @@ FORKS = ("tests/bench/test_smoke.py", "tests/decode_worker", "tests/router/test_
 start."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    for item in items:
+        few = item.get_closest_marker("cases")
+        if few and not item.get_closest_marker("long") and not item.get_closest_marker("gpu"):
+            function = item.nodeid.partition("[")[0]
+            cases[function] += 1
+            if cases[function] > few.args[0]:
+                item.add_marker("all")
     first = {scope: order for order, scope in enumerate(SCOPES)}
     items.sort(key=lambda item: first.get(_scope(item.nodeid), len(SCOPES)))
 

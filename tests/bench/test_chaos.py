@@ -30,6 +30,7 @@ def started(tmp_path: Path, patch: pytest.MonkeyPatch, gpus: int, *flags: str) -
     return given
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("flags", "shape", "expected"),
     [

@@ -28,6 +28,8 @@ from tests.bench.test_report import report as report_of_a_run
 from tests.forked import FreshPopen, forking
 from tests.pages import ROOT, blocks
 
+pytestmark = pytest.mark.all
+
 MEASURED = (0, 3)  # 3: on a busy machine the client may not keep up
 FOREVER = "3600"
 QUICK = ("--input-len", "20", "--output-len", "4", "--processes", "1", "--warmup", "0")

@@ -226,6 +226,7 @@ async def test_what_a_refused_turn_asked_comes_with_the_next(monkeypatch: pytest
     assert sum(seconds > 0.5 for seconds in slept) == 2, "as long as the server wants"
 
 
+@pytest.mark.all
 async def test_the_drain_time_begins_with_the_last_turn() -> None:
     """The only session has started long before."""
     session = Session(short_prompts(1, turns=3, think_seconds=0.4).session(0).turns)
@@ -269,6 +270,7 @@ FAULTS: dict[Fault, str] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("api", ["completions", "chat"])
 async def test_every_failure_is_named_and_counted(api: Api) -> None:
     async with MockServer(Behavior(ttft=0, faults=tuple(FAULTS))) as server:
@@ -337,6 +339,7 @@ async def test_a_server_that_ends_in_the_middle_of_a_stream() -> None:
     assert set(classes) <= {"", "refused", "half_streamed", "disconnected", "interrupted"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("load", "count"),
     [

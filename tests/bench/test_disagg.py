@@ -27,6 +27,8 @@ from tests.forked import forking
 from tests.pages import ROOT
 from tests.within import WITHIN
 
+pytestmark = pytest.mark.all
+
 OPEN, CLOSED, AGENTS, SWING = LOADS[0], *LOADS[-3:]
 
 

@@ -12,6 +12,8 @@ from baton.bench.load.target.request import Api
 from tests.bench.mock_server import BOS, TEMPLATE, Behavior, MockServer
 from tests.bench.support import run_client
 
+pytestmark = pytest.mark.all
+
 
 async def _setup(server: MockServer, **more: Any) -> Setup:
     asked: dict[str, Any] = {"input_len": "77", "output_len": "3", "requests": 3} | more

@@ -9,6 +9,8 @@ import torch
 from baton.bench.lab.kernels import cases as bench
 from baton.bench.lab.kernels.cases import Cases, DenseCases, Shape
 
+pytestmark = pytest.mark.all
+
 TINY = Shape(
     heads=4, kv_heads=2, head_dim=16, inner=64, vocabulary=300, block_size=16, dtype=torch.float16,
     batches=(1, 2), context=3, prompts=(17, 70),

@@ -27,6 +27,8 @@ from baton.bench.report import Report, Row
 from tests.bench.support import EXACT, record, short_prompts
 from tests.browser import browser
 
+pytestmark = pytest.mark.all
+
 HOSTILE = "<script>alert('x')</script>\x1b[31m"
 
 

@@ -57,6 +57,8 @@ from tests.forked import forking
 from tests.mooncake import libraries
 from tests.stand_in import stand_in
 
+pytestmark = pytest.mark.all
+
 ROOT = Path(__file__).parents[2]
 LAB = ROOT / "bench" / "lab"
 TINY = "one-small-layer"

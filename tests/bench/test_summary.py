@@ -188,6 +188,7 @@ def test_quantiles_are_by_nearest_rank_and_need_a_sample_above(count: int, value
         assert found["p50"].high is not None
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("size", [1, 20])
 def test_the_interval_covers_the_true_value(size: int) -> None:
     """95 of 100 times, also where the samples of a cluster are all alike."""
@@ -202,6 +203,7 @@ def test_the_interval_covers_the_true_value(size: int) -> None:
     assert 0.9 <= covered / 80 < 1
 
 
+@pytest.mark.all
 def test_the_interval_of_requests_in_one_queue_covers_the_true_value() -> None:
     """Each request is like the one before. Of single requests, 4 of 10 intervals would hold the median."""
     rng, covered, walks = np.random.default_rng(3), 0, np.zeros((60, 1000))

@@ -8,6 +8,8 @@ from tests.clients.__main__ import tried
 from tests.clients.catalog import CLIENTS
 from tests.clients.installed import node_path
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -286,6 +286,7 @@ async def test_what_a_worker_did_before_its_first_answer_is_no_load(pools: Pools
     await later._forget_all_but(set())
 
 
+@pytest.mark.all
 async def test_prefill_grows_with_the_queue_in_the_routers(pools: Pools) -> None:
     await eventually(lambda: bool(pools.supervisor.pools))
     pools.router.held = 9000
@@ -301,6 +302,7 @@ async def test_prefill_grows_with_the_queue_in_the_routers(pools: Pools) -> None
     await eventually(lambda: "prefill 1" not in pools.names())
 
 
+@pytest.mark.all
 async def test_in_a_pause_pools_keep_their_size(pools: Pools) -> None:
     await eventually(lambda: bool(pools.supervisor.pools))
     pools.load("decode", blocks_free=10)

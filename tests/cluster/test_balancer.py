@@ -34,6 +34,7 @@ def served(
     return simulate(load, "split", requests=requests, workers=4, prefills=prefills, flips=flips)
 
 
+@pytest.mark.all
 def test_flips_serve_a_load_that_swings_better_than_fixed_splits() -> None:
     def swings(now: float) -> Load:
         return PROMPTS if now < PHASE else ANSWERS
@@ -45,6 +46,7 @@ def test_flips_serve_a_load_that_swings_better_than_fixed_splits() -> None:
     assert flipped.flips == 2, "one to each pool"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("load", "flips"), [(PROMPTS, 1), (ANSWERS, 0), (Load(1000, 200, 25), 0)], ids=str)
 def test_a_steady_load_is_not_flipped_back(load: Load, flips: int) -> None:
     noise = random.Random(1)

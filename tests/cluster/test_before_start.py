@@ -55,6 +55,7 @@ def test_an_address_of_another_machine_is_refused(front: FrontOptions, said: str
         check_ports(front)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("listens", [False, True])
 @pytest.mark.parametrize("command", ["stop", "restart"])
 def test_an_address_without_ray_is_told_within_seconds(
@@ -92,6 +93,7 @@ def test_vllm_and_its_options(flags: list[str], error: str, tmp_path: Path) -> N
 EXPERTS = ("--prefill", "0", "--enable-expert-parallel", "--tensor-parallel-size")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -134,6 +136,7 @@ def test_a_log_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         make_directory("--log-dir", tmp_path / "file" / "logs")
 
 
+@pytest.mark.all
 def test_an_unusable_model_is_refused_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +154,7 @@ def test_an_unusable_model_is_refused_before_the_start(
     assert "has no tokenizer.json" in found[1].found
 
 
+@pytest.mark.all
 def test_a_group_that_does_not_fit_the_model_is_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

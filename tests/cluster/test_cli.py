@@ -72,6 +72,7 @@ def test_every_command_has_help_and_an_example(command: str) -> None:
     assert f" {command} " in run_baton("--help").output
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("columns", [60, 80])
 def test_help_cuts_no_flag_and_begins_with_examples(columns: int) -> None:
     width = {"COLUMNS": str(columns)}
@@ -722,6 +723,7 @@ except SystemExit as end:
     return set(modules)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "args", [("--help",), ("serve", "--help"), ("status", "--url", "http://127.0.0.1:9")]
 )

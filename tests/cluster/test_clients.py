@@ -155,6 +155,7 @@ def test_a_failed_turn_does_not_end_the_chat_and_is_forgotten(url: str) -> None:
     assert "GOOD" in result.stdout
 
 
+@pytest.mark.all
 def test_ctrl_c_interrupts_the_answer_and_keeps_its_received_part(url: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "baton.cluster.cli", "chat", "--url", url],

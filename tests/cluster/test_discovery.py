@@ -182,6 +182,7 @@ async def source(
             yield Kubernetes(server)
 
 
+@pytest.mark.all
 async def test_workers_come_and_go(source: Source) -> None:
     async with Follower(source.discovery) as router:
         await source.join(A)

@@ -40,6 +40,7 @@ def test_without_a_terminal_a_stage_is_one_line() -> None:
     ]
 
 
+@pytest.mark.all
 def test_more_roles_than_the_terminal_has_lines_get_lines() -> None:
     """Rows of 1,000 roles would be drawn again with each of their changes."""
     display, out = shown(terminal=True)

@@ -110,6 +110,7 @@ async def test_a_router_is_silent_once_it_hangs(tmp_path: Path, interval_passes:
         writer.close()
 
 
+@pytest.mark.all
 async def test_a_pause_of_the_supervisor_is_no_silence_of_a_role(tmp_path: Path) -> None:
     """It was stopped, or its machine was, while a role had to answer. The role answers in this event loop, so
     on a slow machine no more intervals pass meanwhile."""

@@ -232,6 +232,7 @@ async def test_without_the_client_library_the_remedy_is_named(monkeypatch: pytes
         KubernetesDiscovery(SERVICES, "grpc")
 
 
+@pytest.mark.all
 async def test_a_router_process_uses_the_workers_of_the_services(
     server: FakeKubernetes, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None
     return lambda url: monkeypatch.setattr(constants, "ENDPOINT", url)
 
 
+@pytest.mark.all
 def test_a_hub_that_is_silent_or_not_there_is_told_at_once(
     hub: Callable[[str], None], tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ def test_children_import_from_the_same_places_and_this_source_first(
     assert python_path() == {"PYTHONPATH": expected, "PYTHONSAFEPATH": "1"}
 
 
+@pytest.mark.all
 def test_a_package_of_the_user_hides_none_of_baton(tmp_path: Path) -> None:
     for name in ("bench", "cluster", "engine", "router", "rpc", "worker"):
         (tmp_path / name).mkdir()
@@ -39,6 +40,7 @@ def test_a_package_of_the_user_hides_none_of_baton(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("start", ["transfer", "check", "grammar", "janitor"])
 def test_no_process_runs_modules_of_the_working_directory(
     start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

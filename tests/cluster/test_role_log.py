@@ -89,6 +89,7 @@ async def test_a_report_that_does_not_fit_holds_no_list_of_workers_back(
     assert (tmp_path / "router-0.workers").read_text() == "127.0.0.1:1\n"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("output", ["a full disk", "a pipe without a reader"])
 def test_output_that_cannot_be_written_ends_nothing(output: str) -> None:
     script = """

@@ -83,6 +83,7 @@ async def test_a_role_that_crashed_waits_before_its_next_start(start: Start, clo
     await until(process, lambda s: s.phase == "starting")
 
 
+@pytest.mark.all
 async def test_a_crash_loop_is_told(start: Start) -> None:
     process = start(MISBEHAVIOUR="crash")
     state = await until(process, lambda s: s.crash_loop)

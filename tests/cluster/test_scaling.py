@@ -125,6 +125,7 @@ def capacity(workers: float) -> float:
     return workers * SPEED / PROMPT
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_steady_load_with_noise_never_flaps(seed: int) -> None:
     rng = random.Random(seed)
@@ -135,6 +136,7 @@ def test_a_steady_load_with_noise_never_flaps(seed: int) -> None:
     assert run.p99(300, 1200) < TTFT
 
 
+@pytest.mark.all
 def test_a_ramp_is_followed_up_and_down() -> None:
     run = prefill_pool(lambda now: capacity(4) * max(0.0, 1 - abs(now - 600) / 600), 1320)
     assert run.turns == 1, "up, then down"
@@ -153,6 +155,7 @@ def test_a_spike_is_answered_at_once_and_forgotten_late() -> None:
     assert grown >= 260 + 50, "the peak is kept for the length of the window"
 
 
+@pytest.mark.all
 def test_days_are_followed_without_flapping() -> None:
     day = 1800
     run = prefill_pool(lambda now: capacity(2.2 - 2 * math.cos(2 * math.pi * now / day)), 3 * day)

@@ -138,6 +138,7 @@ def test_kv_in_fp8_is_read_in_half_the_time() -> None:
     assert reading[1] == pytest.approx(reading[0] * (128 + 4) / (2 * 128))
 
 
+@pytest.mark.all
 def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
     found = answered()
     served = found.served
@@ -154,6 +155,7 @@ def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
     assert 0 < found.kv_bytes < found.kv_room
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("changes", "less", "more"),
     [
@@ -173,6 +175,7 @@ def test_more_load_or_stricter_targets_never_need_fewer_workers(
     assert workers(less) <= workers(more)
 
 
+@pytest.mark.all
 def test_agents_run_in_a_closed_loop() -> None:
     load = replace(LOAD, agents=2)
     one, two = (predicted(SPEEDS, SPEEDS, load, Pools(1, decodes)).served for decodes in (1, 2))
@@ -182,6 +185,7 @@ def test_agents_run_in_a_closed_loop() -> None:
     assert two.tokens_per_s < 1.5 * one.tokens_per_s, "they wait for their answers, and think"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -199,6 +203,7 @@ def test_impossible_targets_are_refused(changes: dict[str, Any], said: str) -> N
         answered(**changes)
 
 
+@pytest.mark.all
 def test_no_pool_is_sized_for_agents_that_begin_at_once() -> None:
     """Their first turns are a twentieth of all, so the p99 would be one of them."""
     few = answered(agents=16, ttft=0.5, ttit=0.05)
@@ -207,6 +212,7 @@ def test_no_pool_is_sized_for_agents_that_begin_at_once() -> None:
     assert predicted(SPEEDS, SPEEDS, replace(LOAD, agents=16), few.pools).served.ttft.p99 > 1.0
 
 
+@pytest.mark.all
 def test_pools_that_cannot_keep_up_are_said_to() -> None:
     slow, fast = (predicted(SPEEDS, SPEEDS, replace(LOAD, rate=rate), Pools(1, 1)) for rate in (200, 10))
     assert slow.overloaded
@@ -223,6 +229,7 @@ def test_a_search_ends_if_more_workers_bring_nothing() -> None:
         search.smallest(Pools(1, 1))
 
 
+@pytest.mark.all
 def test_kv_memory_or_max_num_seqs_can_limit_the_pool() -> None:
     def why(memory: int, **changes: Any) -> Answer:
         speeds = Speeds(replace(H200, memory=memory), REFERENCE)

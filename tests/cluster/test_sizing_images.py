@@ -34,6 +34,7 @@ def model(seeing: Path) -> ModelConfig:
     return shape(str(seeing))
 
 
+@pytest.mark.all
 def test_tokens_and_time_of_an_image(model: ModelConfig) -> None:
     speeds = Speeds(H200, model)
     found = images_of(LOAD, model, speeds)
@@ -90,6 +91,7 @@ def test_a_pool_does_not_pay_with_few_images() -> None:
     )
 
 
+@pytest.mark.all
 def test_a_pool_pays_where_workers_cannot_encode_in_time() -> None:
     found = chosen(Images(20, 30, 0.3, measured=True))
     assert found.encoders >= 20, "each image of a request has one"
@@ -105,6 +107,7 @@ def test_a_pool_pays_where_images_take_long() -> None:
     assert " with workers that encode" in found.why
 
 
+@pytest.mark.all
 def test_the_command(seeing: Path) -> None:
     flags = ["plan", "--model", str(seeing), "--rate", "2", "--images", "1", "--input", "200"]
     printed = CliRunner().invoke(app, flags)

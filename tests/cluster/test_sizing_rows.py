@@ -277,6 +277,7 @@ def queue_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FairQueue, "push", pushed)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("queue_in_order_of_arrival")
 @pytest.mark.parametrize("name", NAMES)
 def test_plan_predicts_what_was_measured(name: str) -> None:

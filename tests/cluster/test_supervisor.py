@@ -136,6 +136,7 @@ async def test_a_role_on_ray_reads_the_secret_where_it_runs(
     assert (await until_ready(runner_)).said["environment"]["BATON_CLUSTER_SECRET"] == "x" * 32
 
 
+@pytest.mark.all
 async def test_a_crash_loop_is_told_with_its_reason_while_the_others_serve(
     tmp_path: Path, running: Cluster
 ) -> None:
@@ -153,6 +154,7 @@ async def test_a_crash_loop_is_told_with_its_reason_while_the_others_serve(
     assert running.listed() == before, "a worker that does not serve goes first"
 
 
+@pytest.mark.all
 async def test_a_pool_grows_and_shrinks(running: Cluster) -> None:
     running.supervisor.resize("decode", 4)
     await eventually(lambda: len(running.listed()) == 5)
@@ -233,6 +235,7 @@ class Unplaced(AnyRole):
         self.ended.set()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("end", ["shrink", "stop"])
 async def test_a_worker_that_ray_has_not_placed_can_be_stopped(
     tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch

@@ -247,6 +247,7 @@ async def test_a_real_router_and_its_workers(tokenizer: ModelTokenizer, tmp_path
     assert "TTFT – · TTIT – · handover –" in printed.output, "nothing happened meanwhile"
 
 
+@pytest.mark.all
 async def test_in_a_pipe_it_prints_frame_after_frame_until_ctrl_c(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from .conftest import BLOCKS, ENDLESS, Workers, passed_on, paused, prompt, retar
 CONTEXT = 4096
 
 
+@pytest.mark.all
 async def test_a_request_of_one_token_needs_no_decode_worker(pair: Pair) -> None:
     prefill_id = await pair.prefill.submit_prefill(
         request(prompt(100), sampling(max_tokens=1)), handover=False
@@ -157,6 +158,7 @@ async def test_cancel_while_decoding(workers: Workers, pair: Pair) -> None:
     assert metrics(workers[1])[generated] - before < 1900, "the request asked for 2000"
 
 
+@pytest.mark.all
 async def test_after_a_storm_of_cancels_as_many_requests_decode_in_one_step(
     workers: Workers, pair: Pair
 ) -> None:
@@ -192,6 +194,7 @@ async def test_cancel_of_an_unknown_attempt_is_ignored(pair: Pair) -> None:
     await pair.generate(prompt(10), sampling(max_tokens=2, ignore_eos=True))
 
 
+@pytest.mark.all
 async def test_a_router_cannot_cancel_an_attempt_of_another_router(workers: Workers) -> None:
     async with paired(*workers) as pair, paired(*workers) as other:
         _, decode_id = await pair.reserve(request(prompt(10), sampling(max_tokens=60, ignore_eos=True)))
@@ -290,6 +293,7 @@ async def test_a_dead_prefill_worker_fails_the_kv(pair: Pair) -> None:
     await pair.decode.cancel(decode_id)
 
 
+@pytest.mark.all
 async def test_the_youngest_request_is_handed_back_when_another_needs_its_blocks(
     workers: Workers, pair: Pair
 ) -> None:
@@ -310,6 +314,7 @@ async def test_the_youngest_request_is_handed_back_when_another_needs_its_blocks
     assert all(isinstance(message, pb.TokenEvent) for message in received[:-1])
 
 
+@pytest.mark.all
 async def test_an_unfetched_prefill_is_dropped_when_a_fetched_one_needs_its_blocks(pair: Pair) -> None:
     forgotten = await pair.prefill.submit_prefill(request(prompt(3000), sampling()), handover=True)
     await pair.prefill.token(forgotten)

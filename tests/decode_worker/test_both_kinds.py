@@ -78,6 +78,7 @@ async def persistent(pair: Pair, token_ids: list[int], turns: Turns) -> list[int
         await turns.refused()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", ["back", "here", "there"])
 async def test_each_way_gives_the_same_tokens(pairs: Directions, way: str) -> None:
     """`here` and `there`: a held prefill goes on where it is, and no KV moves."""
@@ -115,6 +116,7 @@ async def test_a_cancel_before_a_decode_takes_its_prefill(
         assert (await here.decode.failure(decode_id)).code == pb.FAILURE_CODE_HANDED_BACK
 
 
+@pytest.mark.all
 async def test_blocks_of_two_workers_run_out_in_both_directions_at_once(pairs: Directions) -> None:
     """Each worker holds prefills and reservations for the other. All requests end with the right tokens."""
     prompts = [prompt(840 + i) for i in range(3)]
@@ -126,6 +128,7 @@ async def test_blocks_of_two_workers_run_out_in_both_directions_at_once(pairs: D
     assert answers == [expected[i] for _, i in asked]
 
 
+@pytest.mark.all
 async def test_a_prompt_takes_the_blocks_of_reservations_whose_kv_has_not_begun(pairs: Directions) -> None:
     """Else two workers full of reservations for each other's prompts would wait for each other."""
     forth, back = pairs["forth"], pairs["back"]

@@ -18,6 +18,7 @@ async def right_answer(pair: Pair) -> list[int]:
     return (await pair.generate(PROMPT, PARAMS)).tokens
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("fault", "kind"), [("corrupt", "payload"), ("header", "header")])
 async def test_corrupt_bytes_are_detected_and_fetched_again(
     workers_and_network: WorkersAndNetwork, fault: str, kind: str
@@ -36,6 +37,7 @@ async def test_corrupt_bytes_are_detected_and_fetched_again(
         assert metrics(decode)[counter] == before + 1
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("fault", "kind", "tier"), [("corrupt", "payload", pb.TIER_HOST), ("header", "header", pb.TIER_DISK)]
 )
@@ -62,6 +64,7 @@ async def test_corrupt_bytes_of_a_prefix_are_never_cached(
         assert metrics(asker)[counter] == before + 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("first", "named"),
     [([(1 << 32) - 1, None, [], []], (1 << 32) - 1), ([5, -1.0, [5, 512], [-1.0, -2.0]], 512)],

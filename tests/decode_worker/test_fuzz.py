@@ -190,6 +190,7 @@ class Routers:
             await self.close(*key)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("count", [400, pytest.param(100_000, marks=pytest.mark.long)])
 async def test_no_signed_message_stops_a_worker(workers: Workers, count: int) -> None:
     seed = random.randrange(1 << 32)

@@ -27,6 +27,7 @@ def pair(caching_pair: Pair) -> Pair:
     return caching_pair
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("length", [1, 16, 33, 500])
 async def test_a_local_prefill_gives_the_tokens_of_a_handover(
@@ -42,6 +43,7 @@ async def test_a_local_prefill_gives_the_tokens_of_a_handover(
         assert [t.logprobs.logprob for t in tokens] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.all
 async def test_a_local_prefill_beside_a_running_request_changes_no_tokens(pair: Pair) -> None:
     params = sampling(max_tokens=120, ignore_eos=True)
     right = (await pair.generate(prompt(40), params)).tokens
@@ -100,6 +102,7 @@ async def test_a_retarget_of_a_local_prefill_changes_nothing(pair: Pair) -> None
     assert [token.token_id for token, _ in await pair.decode.tokens(decode_id)] == right
 
 
+@pytest.mark.all
 async def test_a_local_prefill_without_room_is_refused_and_the_youngest_is_preempted(
     caching_workers: Workers,
 ) -> None:

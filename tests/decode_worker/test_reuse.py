@@ -134,6 +134,7 @@ async def by_source(worker: WorkerProcess, stream: WorkerStream) -> dict[str, fl
     return {source: found[f'{name}{{source="{source}"}}'] for source in sources}
 
 
+@pytest.mark.all
 async def test_the_kv_of_an_answer_comes_back_for_the_next_turn(caching_workers: Workers, pair: Pair) -> None:
     _, decode = caching_workers
     first = text(200, 7)
@@ -154,6 +155,7 @@ async def test_the_kv_of_an_answer_comes_back_for_the_next_turn(caching_workers:
     assert [token] == await answered(pair.decode, longer, sampling(max_tokens=1))
 
 
+@pytest.mark.all
 async def test_turns_that_change_workers_compute_little_of_what_is_known(
     caching_workers: Workers, pair: Pair
 ) -> None:
@@ -195,6 +197,7 @@ async def test_a_request_that_ends_before_its_prefix_has_come_is_not_computed(
         assert (await status(decode)).prefix_cache_queries == before.prefix_cache_queries
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wrong", ["nothing cached", "another incarnation", "no listener", "itself"])
 async def test_a_stale_hint_costs_time_alone(caching_workers: Workers, pair: Pair, wrong: str) -> None:
     prefill, decode = caching_workers
@@ -238,6 +241,7 @@ async def test_prompts_with_the_same_beginning_wait_for_one_fetch(
     assert metrics(caching_workers[0])[FETCHED] - before == 640
 
 
+@pytest.mark.all
 async def test_two_workers_that_fetch_from_each_other_all_go_on(caching_workers: Workers, pair: Pair) -> None:
     """More prompts than a worker serves at a time. Some are computed, since the other worker is busy."""
     streams = (pair.prefill, pair.decode)
@@ -256,6 +260,7 @@ async def test_two_workers_that_fetch_from_each_other_all_go_on(caching_workers:
     assert sum(cached > 0 for _, cached in tokens) >= 4
 
 
+@pytest.mark.all
 async def test_what_was_handed_over_or_fetched_is_evicted_first_while_others_have_it(
     caching_workers: Workers, pair: Pair
 ) -> None:

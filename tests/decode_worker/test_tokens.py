@@ -40,6 +40,7 @@ def alone(engine: Engine, requests: list[pb.Request]) -> list[list[int]]:
     return list(tokens.values())
 
 
+@pytest.mark.all
 async def test_concurrent_mixed_requests_yield_the_tokens_of_one_engine(
     caching_workers: Workers, engine: Engine
 ) -> None:

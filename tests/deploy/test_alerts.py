@@ -17,6 +17,8 @@ from tests.prometheus import find
 from .conftest import Object
 from .test_monitoring import groups
 
+pytestmark = pytest.mark.all
+
 A, B = (f'model_name="m",role="router",job="baton",instance="{name}"' for name in "ab")
 STARTED = "baton:router_start_time_seconds{%s}"
 READY = 'baton:workers{%s,pool="decode",state="ready"}'

@@ -19,6 +19,8 @@ from tests.within import WITHIN
 
 from .conftest import Object, PodTemplate, of_kind, pod_templates, settings_of
 
+pytestmark = pytest.mark.all
+
 # What an image sets as its entry point; a container's `args` follow it.
 ENTRYPOINT = ["baton"]
 

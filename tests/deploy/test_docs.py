@@ -15,6 +15,8 @@ from .conftest import K8S, ROOT, Object, build, of_kind, pod_templates, settings
 from .test_helm import rendered
 from .test_schemas import VERSIONS, validate
 
+pytestmark = pytest.mark.all
+
 TEXT = (ROOT / "docs" / "kubernetes.md").read_text()
 EXAMPLES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.S)]
 [VALUES] = (yaml.safe_load(block) for block in re.findall(r"```yaml values\n(.*?)```", TEXT, re.S))

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 
+import pytest
+
 from baton.worker.service_process.metrics import REFUSED
 from tests.grafana import GRAFANA, RULES, dashboards, expressions, rules
 from tests.prometheus import find
+
+pytestmark = pytest.mark.all
 
 ROOT = GRAFANA.parents[1]
 DOCS = ROOT / "docs"

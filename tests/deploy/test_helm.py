@@ -19,6 +19,8 @@ from deploy.k8s import generate
 from .conftest import ROOT, Object, parsed
 from .test_schemas import VERSIONS, validate
 
+pytestmark = pytest.mark.all
+
 HELM = ROOT / "deploy" / "helm"
 CHART = HELM / "baton"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())

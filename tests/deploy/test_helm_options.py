@@ -10,6 +10,8 @@ import pytest
 
 from .test_helm import CHART, VALUES, rendered
 
+pytestmark = pytest.mark.all
+
 GATEWAY = {"gateway": {"enabled": True}}
 RAY = {"workload": "RayCluster"}
 

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from .conftest import ROOT, Object, pod_templates
+
+pytestmark = pytest.mark.all
 
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 IMAGES = {"cpu", "cuda", "vllm"}

@@ -8,6 +8,8 @@ import pytest
 
 from tests.pages import ROOT, Step, typed
 
+pytestmark = pytest.mark.all
+
 
 def steps_of(command: str, venv: Path | None) -> list[str]:
     """In the environment `venv`. None: in that which the command has."""

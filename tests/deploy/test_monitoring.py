@@ -17,6 +17,8 @@ from baton.worker.service_process.metrics import Metrics
 
 from .conftest import ROOT, Object, of_kind
 
+pytestmark = pytest.mark.all
+
 GRAFANA = ROOT / "deploy" / "grafana"
 DOCUMENTED = ROOT / "docs" / "reference" / "metrics.md"
 ADAPTER = ROOT / "deploy" / "helm" / "prometheus-adapter.yaml"

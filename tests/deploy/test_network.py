@@ -6,6 +6,8 @@ import pytest
 
 from .conftest import Object, of_kind, pod_templates
 
+pytestmark = pytest.mark.all
+
 CLIENT, MONITORING = "a client", "monitoring"
 ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
 API_SERVER = "the API server"

@@ -12,6 +12,8 @@ from packaging.utils import canonicalize_name
 
 from .conftest import ROOT
 
+pytestmark = pytest.mark.all
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 _EXTRAS = dict(PROJECT["project"]["optional-dependencies"])
 [VLLM] = _EXTRAS.pop("vllm")  # it has pins of its own

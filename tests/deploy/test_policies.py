@@ -9,6 +9,8 @@ import pytest
 
 from .conftest import Object, PodTemplate, of_kind, pod_templates, settings_of
 
+pytestmark = pytest.mark.all
+
 DRAIN_SECONDS = 600
 """As long as a request may take."""
 

@@ -12,6 +12,8 @@ from .conftest import Object, of_kind, pod_templates
 from .test_helm import rendered
 from .test_schemas import VERSIONS, validate
 
+pytestmark = pytest.mark.all
+
 HOST = "chat.example.com"
 GPU_NODES: dict[str, Any] = {
     "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H200"},

@@ -15,6 +15,8 @@ from kubernetes_validate import utils
 
 from .conftest import Object, of_kind, pod_templates
 
+pytestmark = pytest.mark.all
+
 VERSIONS = ("1.32", "1.37")
 """The oldest and the newest that docs/kubernetes.md names."""
 CUSTOM = {path.stem: json.loads(path.read_text()) for path in Path(__file__).with_name("schemas").iterdir()}
@@ -66,7 +68,7 @@ def test_every_object_is_valid_in_every_version(overlay: list[Object], version: 
         validate(each, version)
 
 
-# The published schema of a kind, as a function: `validate` of `make test`'s npm package of them all.
+# The published schema of a kind, as a function: `validate` of the npm package of them all.
 _PUBLISHED = """
 import { readFileSync } from "node:fs";
 for (const object of JSON.parse(readFileSync(0))) {

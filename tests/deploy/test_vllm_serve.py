@@ -18,6 +18,8 @@ from baton.vllm_worker.transfer_process import Settings
 from .conftest import K8S, ROOT, Object, build, of_kind, pod_templates
 from .test_schemas import VERSIONS
 
+pytestmark = pytest.mark.all
+
 MINE: Object = {
     "apiVersion": "apps/v1",
     "kind": "Deployment",

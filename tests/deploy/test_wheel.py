@@ -15,6 +15,8 @@ import pytest
 from baton.machine.system import free_port
 from tests.within import WITHIN
 
+pytestmark = pytest.mark.all
+
 ROOT = Path(__file__).parents[2]
 USE = """
 from pathlib import Path

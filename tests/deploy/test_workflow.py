@@ -8,11 +8,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.pages import ROOT
 
 from .test_makefile import steps_of
+
+pytestmark = pytest.mark.all
 
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
 JOBS: dict[str, dict[str, Any]] = WORKFLOW["jobs"]
@@ -43,7 +46,7 @@ def test_each_job_is_bounded_and_pinned_and_may_only_read() -> None:
 
 def test_lint_and_tests_are_those_that_ci_runs() -> None:
     ran = [line.split() for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make ")]
-    checks = [f"make {target}" for _, *targets in ran for target in targets if target in ("lint", "test")]
+    checks = [f"make {target}" for _, *targets in ran for target in targets if target in ("lint", "test-all")]
     assert commands(JOBS["lint"]) == checks[:1]
     assert [line.partition(" PYTHON=")[0] for line in {*commands(JOBS["test"])}] == checks[1:] * 3
 

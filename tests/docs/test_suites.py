@@ -6,6 +6,8 @@ import pytest
 
 from tests.suites import __main__ as suites
 
+pytestmark = pytest.mark.all
+
 DIES = "#!/bin/sh\nexit 3\n"
 SERVES = """#!/usr/bin/env python3
 import http.server, sys

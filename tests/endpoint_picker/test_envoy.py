@@ -21,6 +21,8 @@ from baton.router.text.tokenizer import load_tokenizer
 from tests.router.conftest import TEXT, Cluster, make_cluster
 from tests.within import WITHIN
 
+pytestmark = pytest.mark.all
+
 EXAMPLE = Path(__file__).parents[2] / "examples/envoy.yaml"
 
 

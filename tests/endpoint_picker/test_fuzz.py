@@ -102,6 +102,7 @@ def exchanged(sent: list[pb.ProcessingRequest]) -> None:
             assert len(exchange._body) < MAX_BODY_BYTES
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
 def test_any_messages_are_answered(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_module, "MAX_BODY_BYTES", MAX_BODY_BYTES)

@@ -19,6 +19,7 @@ HEADS, KV_HEADS, DIM = 6, 2, 8
 VOCABULARY = 1000
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("span", "with_sinks"),
     [

@@ -17,6 +17,8 @@ from tests.device import DEVICE
 from tests.engine.attention_step import RAGGED, Step
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
 
+pytestmark = pytest.mark.all
+
 BLOCK_SIZES = [*(2**i for i in range(7)), *range(128, 1025, 64)]
 """That a user can choose: divisors and multiples of 64."""
 

@@ -1,8 +1,11 @@
 """Sums over the KV of blocks. The kernel gets addresses of rows, not tensors of which it may read all."""
 
+import pytest
 import torch
 
 from tests.device import DEVICE
+
+pytestmark = pytest.mark.all
 
 
 def test_sums_of_blocks_change_with_each_word_and_its_place(kernel_device: str) -> None:

@@ -129,6 +129,7 @@ def alone(tiny_engine: MakeEngine, spelled_path: Path, requests: list[EngineRequ
     return run(tiny_engine(model=str(spelled_path), num_blocks=1024), requests)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "config",
     [

@@ -108,6 +108,7 @@ def copy_kv(
                 parts(target_kv)[0].flatten(1, 2)[:, here] = parts(source_kv)[0].flatten(1, 2)[:, there]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("prefill_blocks", [16, 40], ids=["evictions on prefill", "all fits"])
 @pytest.mark.parametrize("decode_blocks", [24, 99], ids=["evictions on decode", "all fits"])
 def test_chats_of_several_turns_copy_only_what_decode_lacks(
@@ -137,6 +138,7 @@ def test_chats_of_several_turns_copy_only_what_decode_lacks(
         assert missing < pair.copied < sum(len(prompt) * 3 for prompt in history.values())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "sampling", [{"ignore_eos": True}, {"structured_output": StructuredOutput("regex", "[a-c]{40}")}]
 )
@@ -246,6 +248,7 @@ LIST = StructuredOutput(
 )
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("blocks", [30, 300], ids=["decode hands back", "room"])
 def test_structured_output(tiny_engine: MakeEngine, spelled_path: Path, blocks: int) -> None:
     """The grammar of the decode engine starts after the given output and the token of the prefill engine."""

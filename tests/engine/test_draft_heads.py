@@ -105,6 +105,7 @@ PREEMPTION = {**PREEMPTING, "num_blocks": 24}
 PREFIXES: dict[str, Any] = {"block_size": 2, "enable_prefix_caching": True, "num_blocks": 512}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("random_head", "config", "overlap"),
     [
@@ -140,6 +141,7 @@ def test_drafts_change_no_stream(
     assert bool(stats.preemptions) == (engine.num_blocks == 24)
 
 
+@pytest.mark.all
 @ON_CPU
 def test_an_engine_on_the_kernels_of_a_gpu(
     triton_kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +171,7 @@ def test_an_engine_on_the_kernels_of_a_gpu(
     assert replayed(engine)
 
 
+@pytest.mark.all
 def test_guesses_are_those_of_the_reference(
     tiny_engine: MakeEngine,
     random_head: Checkpoint,
@@ -224,6 +227,7 @@ def test_guesses_are_those_of_the_reference(
         assert replayed(engine) > (0 if engine.lives.states else 20)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("method", "wrong", "mode", "count"),
     [
@@ -271,6 +275,7 @@ def test_a_head_that_knows_the_model_is_always_right(
     assert sum(output.rejected_drafts for output in outputs) == stats.drafts - stats.accepted
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("method", "ranks"),
     [

@@ -390,6 +390,7 @@ def fitting(budget: Budget, blocks: int) -> int:
     return int(whole / each)
 
 
+@pytest.mark.all
 def test_short_requests_then_long_ones_then_short_ones(path: Path, tiny_engine: MakeEngine) -> None:
     """At least 0.9 of the requests that a split for them alone has room for run at the same time. All have
     the tokens of an engine with memory for all, and no tensor moves."""
@@ -416,6 +417,7 @@ def test_short_requests_then_long_ones_then_short_ones(path: Path, tiny_engine: 
     assert addresses == [x.data_ptr() for x in of_slots(engine)]
 
 
+@pytest.mark.all
 @pytest.mark.skipif(DEVICE != "cpu", reason="a page of 2 MiB has the windows of all requests")
 @pytest.mark.parametrize("kind", ["Gemma3Text", "GptOss"])
 def test_windows_get_what_requests_need(
@@ -472,6 +474,7 @@ def test_the_memory_of_an_engine_goes_with_its_last_tensor(path: Path, tiny_engi
     assert used() < before + ROOM // 2
 
 
+@pytest.mark.all
 def test_all_ranks_move_the_same_memory(
     tiny_of: TinyOf, ranks: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

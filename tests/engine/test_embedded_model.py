@@ -25,6 +25,7 @@ def engine(embedded_model_path: Path) -> Engine:
     return build_engine(config)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("which", "count"), [(slice(2, None, 8), 12), pytest.param(slice(None), 32, marks=pytest.mark.long)]
 )
@@ -39,6 +40,7 @@ def test_greedy_tokens_equal_transformers(engine: Engine, which: slice, count: i
         assert results[request.id].tokens == golden["output_ids"][:count], golden.get("prompt", "")[:60]
 
 
+@pytest.mark.all
 def test_greedy_tokens_equal_transformers_alone(engine: Engine) -> None:
     golden = GOLDENS[8]
     request = request_of(1, golden["prompt_ids"], max_tokens=16)

@@ -148,6 +148,7 @@ def alone(tiny_engine: MakeEngine) -> dict[bytes, list[int]]:
 PREEMPTING: dict[str, Any] = {"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 9}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("config", "overlap"),
     [
@@ -432,6 +433,7 @@ def test_sampling_defaults_are_openais() -> None:
     )
 
 
+@pytest.mark.all
 def test_a_started_request_gets_the_same_tokens_and_changes_no_others(
     tiny_engine: MakeEngine, expected: Any
 ) -> None:

@@ -53,6 +53,8 @@ from tests.engine.test_groups import random_groups
 from tests.engine.test_latents import FAMILIES
 from tests.engine.test_mamba2 import HEADS, DeltaStep, KimiStep, Step, layer_of
 
+pytestmark = pytest.mark.all
+
 ON_GPU = DEVICE == "cuda"
 HALVES = [BF16, F16] if ON_GPU else [F32]
 

@@ -12,6 +12,8 @@ from baton.engine.model_config import ClampedSwiGLU, Scoring
 from tests.device import DEVICE
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
 
+pytestmark = pytest.mark.all
+
 LEANINGS = {
     "even": torch.zeros(6),
     "one-takes-all": torch.tensor([0.0, 0.0, 20.0, 0.0, 0.0, 0.0]),

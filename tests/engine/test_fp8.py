@@ -171,6 +171,7 @@ def assert_greedy(reference: Any, prompts: list[list[int]], found: list[list[int
 engine_of = partial(load, num_blocks=64, block_size=4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_dequantized_model(
     kind: str, tmp_path: Path, prompts: list[list[int]]
@@ -183,6 +184,7 @@ def test_tokens_are_those_of_the_dequantized_model(
     assert_greedy(reference, prompts, found)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("model", "kind"),
     [("DeepseekV3", "blocks"), ("DeepseekV3", "compressed-channel"), ("DeepseekV32", "blocks")],
@@ -209,6 +211,7 @@ def test_tokens_of_models_with_latents_are_those_of_the_dequantized_one(
     torch.testing.assert_close(heads.values, exact[:, nope:])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
@@ -252,6 +255,7 @@ def test_quantizing_on_load(tmp_path: Path, prompts: list[list[int]]) -> None:
     assert engine.model_fingerprint != plain.model_fingerprint
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["static", "blocks", "compressed-channel", "on-load", "latents"])
 def test_two_ranks_compute_the_tokens_of_one(
     kind: str, tmp_path: Path, ranks: Callable[..., Engine], prompts: list[list[int]]

@@ -19,7 +19,7 @@ from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, normal
 from tests.engine.random_checkpoints import save_random
 from tests.engine.test_fp8 import LATENT, SIZES, quantize
 
-pytestmark = pytest.mark.usefixtures("exact_casts")
+pytestmark = [pytest.mark.all, pytest.mark.usefixtures("exact_casts")]
 
 CLOSE = {F32: 2e-5, F16: 4e-3, BF16: 8e-3}
 """Largest error of a product, relative to its size, if both sides multiply the same FP8 numbers."""

@@ -16,7 +16,7 @@ from tests.engine.conftest import MakeEngine, request_of, tokens_of
 from tests.engine.kernel_checks import BF16, F16, F32, close
 from tests.engine.random_checkpoints import save_random
 
-pytestmark = pytest.mark.usefixtures("exact_casts")
+pytestmark = [pytest.mark.all, pytest.mark.usefixtures("exact_casts")]
 
 
 def quantized(kv: Tensor, device: str = "cpu") -> Fp8KV:

@@ -82,6 +82,7 @@ def expected_of(reference: Any, ids: list[int], pictures: Sequence[np.ndarray], 
     return output[0, len(ids) :].tolist()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_equal_transformers(seeing: Callable[[str], tuple[Path, Any]], kind: str) -> None:
     """With chunks that text and images would fill and cut."""
@@ -125,6 +126,7 @@ def test_a_chunk_has_whole_images() -> None:
     assert one.seen_whole.tolist() == [[0, 5, 21]]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["gemma3-windows-below-an-image", "gemma4"])
 def test_a_prefix_ends_behind_an_image_or_inside_it(
     seeing: Callable[[str], tuple[Path, Any]], kind: str
@@ -152,6 +154,7 @@ def test_a_prefix_ends_behind_an_image_or_inside_it(
     engine.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "config", [{"num_blocks": 15}, {"overlap": True}, {"batch_invariant": True}], ids=str
 )
@@ -176,6 +179,7 @@ def test_tokens_do_not_depend_on_the_way_to_them(
     engine.close()
 
 
+@pytest.mark.all
 def test_a_decode_engine_needs_no_pixels(
     seeing: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +196,7 @@ def test_a_decode_engine_needs_no_pixels(
     prefill.close(), decode.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
 def test_ranks_see_whole_images(
     seeing: Callable[[str], tuple[Path, Any]], ranks: Callable[..., Engine], kind: str

@@ -178,6 +178,7 @@ def test_a_gguf_tensor_of_an_unsupported_type_is_named(tiny_gguf: bytes, tmp_pat
     refused(offset, struct.pack("<Q", 1 << 63), "is incomplete")
 
 
+@pytest.mark.all
 def test_a_damaged_gguf_header_is_accepted_or_refused_by_name(tiny_gguf: bytes, tmp_path: Path) -> None:
     """Every fourth byte of it, in two ways: never another exception, never memory for what is not there."""
     path = tmp_path / "model.gguf"

@@ -68,6 +68,7 @@ def text_of(spelled_path: Path) -> Callable[[list[int]], str]:
     return lambda tokens: tokenizer.decode(tokens)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("chunk", [64, 256])
 def test_json_is_valid_in_a_mixed_batch(spelled_engine: Any, text_of: Any, chunk: int) -> None:
     engine = spelled_engine(max_num_batched_tokens=chunk)
@@ -134,6 +135,7 @@ def test_regex_and_grammar(spelled_engine: Any, text_of: Any) -> None:
         assert re.fullmatch((regex, r"[1-9][0-9]?(\+[1-9][0-9]?){1,4}")[i % 2], text)
 
 
+@pytest.mark.all
 def test_eos_is_allowed_only_where_the_grammar_may_end(spelled_engine: Any, text_of: Any) -> None:
     """A bias makes EOS the most likely token everywhere."""
     wanted = StructuredOutput("regex", "ab{4,9}c?")
@@ -142,6 +144,7 @@ def test_eos_is_allowed_only_where_the_grammar_may_end(spelled_engine: Any, text
     assert (text_of(result.tokens[:-1]), result.finish_reason) == ("abbbb", "stop")
 
 
+@pytest.mark.all
 def test_the_grammar_ends_before_min_tokens(spelled_engine: Any, text_of: Any) -> None:
     wanted = StructuredOutput("regex", "a{2,4}")
     for temperature in (0.0, 1.0):
@@ -152,6 +155,7 @@ def test_the_grammar_ends_before_min_tokens(spelled_engine: Any, text_of: Any) -
         assert (text_of(result.tokens[:-1]), result.finish_reason) == ("aaaa", "stop")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("wanted", "reason"),
     [
@@ -180,6 +184,7 @@ def test_a_failed_grammar_fails_only_its_request(
     engine.assert_whole()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("given", [0, 150])
 def test_a_grammar_that_takes_too_long_fails_its_request_only(
     spelled_engine: Any, spelled_path: Path, given: int
@@ -206,6 +211,7 @@ CHAIN = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1} | r{i + 1}' for i in rang
 """Overflows the stack of the compiler."""
 
 
+@pytest.mark.all
 def test_a_grammar_that_would_end_the_engine_fails_its_request_only(spelled_engine: Any) -> None:
     engine = spelled_engine()
     requests = [
@@ -218,6 +224,7 @@ def test_a_grammar_that_would_end_the_engine_fails_its_request_only(spelled_engi
     engine.assert_whole()
 
 
+@pytest.mark.all
 def test_requests_with_one_text_share_a_grammar(spelled_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is given back when no request uses it, and if it is large, not kept for others."""
     compiled: list[Shared] = []
@@ -318,6 +325,7 @@ def test_given_output_that_violates_the_grammar_is_refused(spelled_engine: Any) 
     engine.assert_whole()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("grammar", ["start: B", 'start: "a" B', 'start: start "a"'])
 def test_a_dead_end_of_a_grammar_says_so(spelled_engine: Any, grammar: str) -> None:
     engine = spelled_engine()
@@ -348,6 +356,7 @@ def may_compile(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("length", [1, 70])
 @pytest.mark.parametrize("caching", [False, True])
 def test_requests_that_wait_for_their_grammars_delay_no_other(
@@ -432,6 +441,7 @@ def test_cancelling_a_request_cancels_its_grammar(
     engine.assert_whole()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("structure", [StructuredOutput("regex", "ab{2,4}c"), None])
 @pytest.mark.parametrize("start", [None, 30])
 @pytest.mark.parametrize("budget", [0, 6])
@@ -492,6 +502,7 @@ def test_a_step_waits_for_no_token_after_the_reasoning(
     assert max(late) <= 5, "a step waits for the token before it only while the request reasons"
 
 
+@pytest.mark.all
 def test_allowed_tokens_and_bad_words(spelled_engine: Any) -> None:
     """Also when an earlier worker generated a part of the output."""
     shape = {

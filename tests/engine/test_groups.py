@@ -197,6 +197,7 @@ def test_the_fingerprint_of_a_packed_matrix_is_that_of_its_parts(name: str, shal
     assert packed == digest(lambda weights: weights.stack([name], [(rows, columns)]))
 
 
+@pytest.mark.all
 @needs_packing
 def test_a_disaggregated_run_gives_the_tokens_of_a_single_engine(shallow_model_path: Path) -> None:
     """Alone and in a batch, in whole prompts and in chunks: a token's bits do not depend on its step."""

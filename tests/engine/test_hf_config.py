@@ -145,6 +145,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "change", "message"), REFUSED)
 def test_what_does_not_fit_is_refused(
     tiny_of: TinyOf, tmp_path: Path, kind: str, change: dict[str, Any], message: str

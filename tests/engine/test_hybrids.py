@@ -43,6 +43,7 @@ def path(request: pytest.FixtureRequest, tiny_of: TinyOf) -> Path:
     return tiny_of(request.param)
 
 
+@pytest.mark.all
 def test_a_prompt_may_be_cut_anywhere(path: Path, tiny_engine: MakeEngine) -> None:
     request = request_of(0, PROMPTS[4], max_tokens=4, ignore_eos=True)
     expected = tokens_of(tiny_engine(model=str(path)), [request])
@@ -67,6 +68,7 @@ def alone(path: Path, tiny_engine: MakeEngine, requests: list[Any]) -> list[list
     return [*(tokens[: request.sampling.max_tokens] for tokens, request in shorter), *longer]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("config", "overlap"),
     [
@@ -114,6 +116,7 @@ def test_graphs_change_no_tokens(path: Path, tiny_engine: MakeEngine) -> None:
             assert tokens_of(engine, requests) == expected
 
 
+@pytest.mark.all
 def test_no_step_changes_the_states_of_a_held_request(path: Path, late_engine: MakeEngine) -> None:
     """They stay those after the prompt, while steps run ahead and other requests come and go."""
     engine = late_engine(model=str(path))
@@ -193,6 +196,7 @@ def chats_without_a_cache(path: Path, tiny_engine: MakeEngine) -> list[Any]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("num_copies", "config", "overlap"),
     [
@@ -231,6 +235,7 @@ def answered(path: Path, tiny_engine: MakeEngine) -> list[Any]:
     return answers(tiny_engine(model=str(path), num_blocks=200), TURNS[:12])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_states_live_on_below_the_device(
     path: Path,
@@ -268,6 +273,7 @@ def test_states_live_on_below_the_device(
     assert breaks or stats.loaded_tokens
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("pays", [True, False])
 def test_blocks_on_the_device_stay_while_their_states_are_loaded(
     path: Path,
@@ -295,6 +301,7 @@ def test_blocks_on_the_device_stay_while_their_states_are_loaded(
     assert any(given_back) != pays
 
 
+@pytest.mark.all
 def test_each_rank_copies_its_states(
     path: Path,
     tiny_engine: MakeEngine,
@@ -325,6 +332,7 @@ def test_a_hit_needs_blocks_and_a_copy_at_their_end(
     engine.assert_whole()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_next_turn_begins_where_the_answer_ended(
     path: Path,
@@ -370,6 +378,7 @@ def test_a_prefix_that_prompts_share_gets_states(
     engine.assert_whole()
 
 
+@pytest.mark.all
 def test_a_prompt_goes_on_from_copies_that_a_scan_made(
     path: Path,
     tiny_engine: MakeEngine,

@@ -105,6 +105,7 @@ def expected_of(
     return output[0, len(ids) :].tolist()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("budget", [5, 64])
 def test_tokens_equal_transformers(seeing: tuple[Path, Any], budget: int) -> None:
     """With small chunks, most of which end inside an image, and with one chunk."""
@@ -179,6 +180,7 @@ def test_an_image_with_the_name_of_another_one_fails_its_request() -> None:
     assert images.failure == "images[0]: another image of this name has 4 tokens"
 
 
+@pytest.mark.all
 def test_an_encoder_beside_decodes_gets_what_a_step_leaves(
     seeing: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +211,7 @@ def test_an_encoder_beside_decodes_gets_what_a_step_leaves(
     engine.close(), fresh.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("published", [False, True])
 def test_experts_as_transformers_writes_them_and_as_published(published: bool, tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "Qwen3VLMoe")
@@ -222,6 +225,7 @@ def test_experts_as_transformers_writes_them_and_as_published(published: bool, t
     engine.close()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
 def test_models_with_states_see(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks that end inside an image, and behind states that the prefix cache has of one."""
@@ -253,6 +257,7 @@ def faults_of_an_encoder(path: Path, *, images: bool = True) -> list[check_model
     return [fault for fault in faults if fault.what == "weights"]
 
 
+@pytest.mark.all
 def test_a_checkpoint_without_its_encoder_still_reads_text(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Qwen3_5")
     text = request_of(9, [5, 6, 7, 8], max_tokens=10, ignore_eos=True)
@@ -276,6 +281,7 @@ def test_a_checkpoint_without_its_encoder_still_reads_text(tmp_path: Path) -> No
     assert tokens_of(engine, [text]) == expected
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_a_model_that_could_see_may_read_text_only(
     seeing: tuple[Path, Any], tmp_path: Path, load_format: str
@@ -311,6 +317,7 @@ def test_what_is_checked_before_the_start_is_what_is_served(seeing: tuple[Path, 
     assert fault.message.startswith("--language-model-only: the model takes no images")
 
 
+@pytest.mark.all
 def test_new_weights_of_the_encoder(seeing: tuple[Path, Any], tmp_path: Path) -> None:
     path, _ = seeing
     after = shutil.copytree(path, tmp_path / "after")
@@ -330,6 +337,7 @@ def test_new_weights_of_the_encoder(seeing: tuple[Path, Any], tmp_path: Path) ->
     engine.close(), fresh.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -518,6 +526,7 @@ def test_graphs_replay_the_encoder(seeing: tuple[Path, Any]) -> None:
     engine.close()
 
 
+@pytest.mark.all
 @pytest.mark.skipif(DEVICE == "cuda", reason="captures on a CPU; other tests replay real graphs there")
 def test_graphs_replay_steps_with_images(seeing: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with images and text, beside decodes, and chunks that end inside an image."""

@@ -140,6 +140,7 @@ def check_tokens(ours: Engine, exact: Engine) -> None:
     assert ours.model_fingerprint != exact.model_fingerprint
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_values(kind: str, tmp_path: Path) -> None:
     """In float32. Embedding, norms, biases and the output projection stay as they are."""

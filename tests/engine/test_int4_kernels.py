@@ -11,6 +11,8 @@ from tests.device import DEVICE
 from tests.engine.kernel_checks import close, normal
 from tests.engine.test_groups import random_groups
 
+pytestmark = pytest.mark.all
+
 F16 = torch.float16
 DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 

@@ -187,6 +187,7 @@ def test_what_was_evicted_or_never_published_is_not_found(tiny_engine: MakeEngin
     assert answer(second)[0] == tokens
 
 
+@pytest.mark.all
 def test_an_engine_of_another_layout_forgets_what_was_kept(
     tiny_engine: MakeEngine, memory: KeptFiles
 ) -> None:
@@ -206,6 +207,7 @@ def test_an_engine_of_another_layout_forgets_what_was_kept(
         assert answer(tiny_engine(kept_files=[memory], **settings)) == (tokens, 40 - block_size), settings
 
 
+@pytest.mark.all
 def test_a_standby_of_another_layout_ends_before_its_turn(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
     settings = SETTINGS | {"num_blocks": 2048}  # so larger blocks need more pages of a GPU, of 2 MiB
     first = tiny_engine(kept_files=[memory], **settings)
@@ -298,6 +300,7 @@ def assert_kept(going: Sequence[tuple[EngineRequest, int]]) -> None:
         assert len(request.prompt_ids) + len(request.output_ids) - cached <= SETTINGS["block_size"] + 1
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("drafts", [False, True])
 def test_streams_of_every_kind_go_on(
     tiny_engine: MakeEngine, spelled_path: Path, memory: KeptFiles, drafts: bool
@@ -340,6 +343,7 @@ def asked_of(max_tokens: int) -> list[EngineRequest]:
     ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "num_blocks"), KEPT)
 def test_models_of_every_kind_go_on(
     tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, kind: str, num_blocks: int
@@ -350,6 +354,7 @@ def test_models_of_every_kind_go_on(
     assert_kept(streams_that_go_on(lambda: tiny_engine(kept_files=[memory], **settings), asked, right))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", WITH_STATES)
 def test_models_with_states_go_on_from_the_last_copy(
     tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, kind: str
@@ -387,6 +392,7 @@ def test_damaged_states_are_computed_again(
     assert answer(third, prompt=turn) == (right, 0), "it has the blocks, and no states"
 
 
+@pytest.mark.all
 def test_memory_that_is_kept_does_not_move_by_default(
     tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles
 ) -> None:
@@ -416,6 +422,7 @@ def test_a_damaged_window_block_leaves_a_block_that_is_thin(
     assert answer(second) == (tokens, 32)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("kind", "num_blocks"), [("Bamba", 128), ("GptOss", 220)])
 def test_a_cache_that_forgets_leaves_what_it_has(
     tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, kind: str, num_blocks: int
@@ -455,6 +462,7 @@ def test_a_cache_that_forgets_leaves_what_it_has(
         assert not any(place in kept.windows for place in places)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("kind", "num_blocks"), [("Qwen3Moe", 64), ("Bamba", 64), ("GptOss", 220)])
 @pytest.mark.parametrize("reader", ["request", "other worker"])
 def test_what_came_back_from_a_tier_is_kept(
@@ -535,6 +543,7 @@ def test_prompts_with_images_go_on(tiny_engine: MakeEngine, tiny_of: TinyOf, mem
     assert run(third, [other])[other.id].outputs[0].cached_tokens <= 8, "the text before the image"
 
 
+@pytest.mark.all
 def test_ranks_keep_their_parts(ranks: Any, tiny_path: Path, memory: KeptFiles) -> None:
     """Rank 0 verifies those of all."""
     of_rank_1 = KeptFiles.create()

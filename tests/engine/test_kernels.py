@@ -25,6 +25,8 @@ from tests.device import DEVICE
 from tests.engine.kernel_checks import BF16, DTYPES, close, normal
 from tests.engine.random_checkpoints import save_random
 
+pytestmark = pytest.mark.all
+
 # Pointwise
 
 

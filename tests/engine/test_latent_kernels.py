@@ -14,6 +14,8 @@ from tests.engine.kernel_checks import BF16, F16, F32, close
 from tests.engine.latent_step import LatentStep
 from tests.engine.test_fp8_kv import exact, quantized
 
+pytestmark = pytest.mark.all
+
 
 @pytest.mark.parametrize(
     ("heads", "block_size", "dtype"),

@@ -39,6 +39,7 @@ from tests.engine.test_unequal_groups import ON_CPU, Pair, Side
 FAMILIES = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "DeepseekV32", "GlmMoeDsa")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "block_size"), [*zip(FAMILIES, (16, 64, 16, 64, 16), strict=True), ("DeepseekV3", 16)]
 )
@@ -68,6 +69,7 @@ def layout_of(kind: str, dtype: str, index: str = "float32") -> KVLayout:
     return KVLayout.of([(latent,) if layer in plain else (latent, key) for layer in range(3)])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "dtype", "prefill_ranks", "decode_ranks", "exports"),
     [
@@ -107,6 +109,7 @@ def test_a_pair_gives_the_tokens_of_one_rank(
         assert ("shared_memory" in transports) == exports
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "prefill", "decode"),
     [("DeepseekV3", "auto", "fp8"), ("DeepseekV3", "fp8", "auto"), ("DeepseekV32", "fp8", "auto")],
@@ -166,6 +169,7 @@ def test_quality_of_latents_in_fp8(tmp_path: Path) -> None:
     assert (best - chosen) / 256 <= 0.02, "in nats, a perplexity of 1.02 times the least"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", [pytest.param("DeepseekV3", marks=pytest.mark.long), "GlmMoeDsa"])
 def test_tokens_are_the_same_with_a_tier_and_preemptions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -228,6 +232,7 @@ def test_chunks_are_expanded_from_the_length_that_pays(nope: int, rank: int, val
     assert (least - 1) * saved <= rank * (nope + value) < least * saved
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

@@ -73,6 +73,7 @@ def test_a_lost_array_changes_the_tokens(path: Path, lost: str) -> None:
     assert found[1:] != expected[1:]
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("copies_every_8")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_evicted_and_found_again(
@@ -135,6 +136,7 @@ def test_a_prefix_is_brought_for_another_worker(
     engine.assert_whole()
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("copies_every_8")
 def test_preempted_in_a_small_pool(path: Path, tiny_engine: MakeEngine) -> None:
     requests = [request_of(i, [*range(5 + i, 12 + 3 * i)], max_tokens=20, ignore_eos=True) for i in range(6)]
@@ -158,6 +160,7 @@ def test_what_has_no_name_is_not_shared(
     assert not engine.stats().prefix_cache_queries
 
 
+@pytest.mark.all
 def test_drafts_are_taken_back(path: Path, tiny_engine: MakeEngine) -> None:
     requests = [request_of(i, [7, 8, 9] * 8 + [i], max_tokens=24, ignore_eos=True) for i in range(3)]
     expected = [tokens_of(tiny_engine(model=str(path)), [request])[0] for request in requests]
@@ -165,6 +168,7 @@ def test_drafts_are_taken_back(path: Path, tiny_engine: MakeEngine) -> None:
     assert tokens_of(engine, requests) == expected
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("copies_every_8")
 @pytest.mark.parametrize("drafts", [None, SpeculativeConfig("ngram", 3)], ids=["", "drafts"])
 def test_a_copy_has_the_ledger_of_its_position(
@@ -211,6 +215,7 @@ def test_a_copy_has_the_ledger_of_its_position(
     assert answers > 10
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("copies_every_8")
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 4)])
 def test_handed_over_between_groups(path: Path, prefill_ranks: int, decode_ranks: int) -> None:

@@ -61,6 +61,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "changes", "settings"), KINDS)
 def test_new_weights_take_the_place_of_all_that_derives_from_them(
     kind: str,
@@ -231,6 +232,7 @@ def test_another_model_is_refused_by_what_differs(tmp_path: Path) -> None:
         engine.stage_weights("nowhere")
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3_5Text"])
 def test_a_request_that_decodes_keeps_its_kv_and_no_other_one_gets_it(
     kind: str, tmp_path: Path, one_form: None
@@ -294,6 +296,7 @@ def test_pieces_are_small_and_whole_parts_of_memory(
     assert other.equal(values)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("memory", ["shm", "memfd"])
 def test_weights_of_a_trainer_come_through_memory_whole_or_in_shards(
     memory: Memory, tmp_path: Path, one_form: None, monkeypatch: pytest.MonkeyPatch
@@ -331,6 +334,7 @@ def test_weights_of_a_trainer_come_through_memory_whole_or_in_shards(
         assert answers(engine) == answers(fresh)
 
 
+@pytest.mark.all
 @pytest.mark.skipif(DEVICE != "cpu", reason="ranks are threads here")
 @pytest.mark.parametrize("kind", ["Llama", pytest.param("Qwen3Moe", marks=pytest.mark.long)])
 def test_each_rank_takes_its_part_or_none_does(

@@ -28,6 +28,8 @@ from baton.engine.kernels import (
 from tests.device import DEVICE
 from tests.engine.kernel_checks import CLOSE, DTYPES, F32, close, normal
 
+pytestmark = pytest.mark.all
+
 HEADS, HEAD_DIM, SIZE, WIDTH = 4, 16, 32, 4
 INF = float("inf")
 COPIED = 64

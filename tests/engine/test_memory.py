@@ -307,6 +307,7 @@ def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: MakeEngine) ->
     warm_up(engine._runner, rehearsal, lambda *_: None)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("seats", "budget", "context"), [(8, 64, 256), (1, 1, 40), (4, 2048, 24)])
 def test_timed_steps_stay_within_all_limits(
     tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, seats: int, budget: int, context: int
@@ -437,6 +438,7 @@ def test_the_error_of_a_full_gpu_lists_the_memory_that_each_part_needs(embedded_
     start(num_blocks=64)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_numbers_of_rows_take_no_more_memory(dtype: torch.dtype) -> None:
     """On a CPU oneDNN keeps code for each number of rows that it has seen: 0.6 MiB."""

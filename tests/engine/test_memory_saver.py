@@ -40,6 +40,7 @@ def answer(engine: Engine, number: int) -> tuple[Any, int]:
     return (result.tokens, [output.logprobs for output in outputs]), outputs[0].cached_tokens or 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "changes", "settings"),
     [
@@ -110,6 +111,7 @@ class Short(HostMemory):
     full = False
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("of", ["saver", "elastic"])
 def test_what_cannot_be_had_again_stays_released_until_it_can(
     of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_form: None

@@ -165,6 +165,7 @@ def known_to_transformers(kind: str) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_greedy_tokens_equal_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, kind, **known_to_transformers(kind), **changes)
@@ -229,6 +230,7 @@ def test_kimi_k2_as_it_is_published(tmp_path: Path) -> None:
     assert_tokens_of(reference, tmp_path)
 
 
+@pytest.mark.all
 def test_qwen3_5_as_it_is_published(tmp_path: Path) -> None:
     """One tensor has all experts of a layer, and a layer predicts further tokens."""
     reference = save_tiny(tmp_path, "Qwen3_5Moe")

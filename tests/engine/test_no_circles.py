@@ -256,6 +256,7 @@ class TwoWorkers:
         return self.workers[worker is self.workers[0]]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("num_blocks", "seats"), [(4, 4), (9, 1), (9, 3)])
 def test_every_request_ends(num_blocks: int, seats: int) -> None:
     seen = Counter[str]()
@@ -267,6 +268,7 @@ def test_every_request_ends(num_blocks: int, seats: int) -> None:
     assert {event for event, count in seen.items() if count} == events, seen
 
 
+@pytest.mark.all
 def test_every_request_ends_with_prefixes_on_their_way() -> None:
     """Prompts begin alike, so that each worker has what the other one lacks. Pins take a bounded share."""
     seen = Counter[str]()
@@ -277,6 +279,7 @@ def test_every_request_ends_with_prefixes_on_their_way() -> None:
     assert {"imported", "not pinned", "joined", "started", "HELD dropped"} <= seen.keys(), seen
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("num_blocks", "seats"), [(9, 2), (24, 4)])
 def test_every_request_ends_with_shared_prompts(num_blocks: int, seats: int) -> None:
     """Both workers compute ranges of a prompt, beside requests of all other kinds. Steps wait for KV, but

@@ -64,6 +64,7 @@ def engine(tiny_engine: MakeEngine, spelled_path: Path) -> Engine:
     return tiny_engine(model=str(spelled_path))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_it_changes_what_batons_engine_answers(name: str, engine: Engine) -> None:
     def answer(parameters: dict[str, Any]) -> list[Any]:

@@ -251,6 +251,7 @@ def test_an_import_needs_room_beside_the_queue() -> None:
     assert asker.start_import(prompt) is not None
 
 
+@pytest.mark.all
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(SIZES),

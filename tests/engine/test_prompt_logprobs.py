@@ -78,6 +78,7 @@ def check(pieces: Sequence[PromptLogprobs], prompt: list[int], top: int, expecte
     assert position == len(prompt)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_prompts_in_chunks_and_in_a_batch(size: int, tiny_path: Path, ranks: Any, reference: Any) -> None:
     """Of one rank and of several. A cached prefix is computed again, and serves others as before."""
@@ -104,6 +105,7 @@ def test_steps_that_overlap_and_a_handover(late_engine: Any, reference: Any) -> 
     engine.assert_whole()
 
 
+@pytest.mark.all
 def test_a_preempted_request_gives_each_position_once(tiny_engine: Any, reference: Any) -> None:
     """The first of these requests grows until the second one must be computed again: in the middle of its
     prompt, and while it decodes."""

@@ -21,6 +21,8 @@ from baton.engine.loader.int4_on_load import Int4OnLoad
 from tests.device import DEVICE
 from tests.engine.quality import TEXT, logits, quality
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def engine_of(embedded_model_path: Path) -> Callable[..., Engine]:
@@ -32,7 +34,7 @@ def engine_of(embedded_model_path: Path) -> Callable[..., Engine]:
 
 
 SHORT = 240
-"""Positions of the text in tests that `make test` runs. Their perplexity is 5.14 in float32."""
+"""Positions of the text in tests that are not long. Their perplexity is 5.14 in float32."""
 
 
 @pytest.fixture(scope="module")

@@ -291,6 +291,7 @@ def expected_of(tiny_engine: MakeEngine) -> Callable[[Path], dict[bytes, Result]
     )
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "config",
     [

@@ -18,6 +18,8 @@ from torch import Tensor
 from baton.engine.execution.cuda_ranks import CudaRanks
 from tests.device import DEVICE
 
+pytestmark = pytest.mark.all
+
 SIZE = 96
 ROWS = (3, 1, 40, 2, 5, 3, 90)
 """Rows of each call. `SumNorm` cannot hold 90 at once."""

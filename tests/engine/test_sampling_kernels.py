@@ -15,6 +15,8 @@ from baton.engine.kernels import Kernels
 from baton.engine.kernels.sampling import drafts
 from baton.engine.kernels.sampling.reference import exponentials
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture
 def device(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> str:

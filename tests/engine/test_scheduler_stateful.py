@@ -447,6 +447,7 @@ class Operations:
         self.scheduler.lives.assert_whole()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("scale", [1, 8])
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "changes", "form"), FORMS)
 def test_the_next_engine_has_the_memory_of_the_one_before(
     tiny_engine: MakeEngine,
@@ -183,6 +184,7 @@ def test_other_weights_are_not_taken_for_those_that_serve(
     assert [answer(first), answer(standby)] == right
 
 
+@pytest.mark.all
 def test_an_engine_that_is_alone_makes_its_pages(
     tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, shared: list[SharedWeights]
 ) -> None:
@@ -225,6 +227,7 @@ LARGE = 512 if DEVICE == "cpu" else 2048
 LARGER_TOWER = {"depth": 4, "hidden_size": LARGE, "intermediate_size": 4 * LARGE, "num_heads": LARGE // 64}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3VL"])
 def test_a_standby_takes_less_than_the_weights(
     tiny_engine: MakeEngine,
@@ -253,6 +256,7 @@ def test_a_standby_takes_less_than_the_weights(
     assert taken < shared[0].nbytes / 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "load_format"), [("Qwen3VL", "auto"), ("Qwen3VL", "dummy"), ("Gemma4", "auto")]
 )
@@ -327,6 +331,7 @@ def test_a_standby_does_not_take_over_weights_that_are_half_written(
     assert answer(tiny_engine(kept_files=[memory], **SETTINGS)) == answer(first)
 
 
+@pytest.mark.all
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compares sums")
 def test_nothing_writes_to_shared_weights_outside_of_a_change() -> None:
     """A process that does ends, so a standby may take over without a look at the bytes."""

@@ -170,6 +170,7 @@ def test_what_an_index_writes(
         assert torch.equal(found[: len(others)][others], left[: len(others)][others])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize(
     ("heads", "block_size", "dims", "dtype", "most"),
@@ -206,6 +207,7 @@ def test_decodes_and_chunks(
     close(out, step.expected_of(kv, q, choices))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("largest", [1 << 15, 128], ids=["one choice", "of pieces, then of these"])
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_equal_scores_and_long_contexts(

@@ -90,6 +90,7 @@ FEW_BLOCKS: dict[str, Any] = {**PREEMPTING, "num_blocks": 24, "speculative_confi
 FEW_SEATS: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "speculative_config": SEVEN}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("config", "wrong", "overlap"),
     [
@@ -133,6 +134,7 @@ def test_ranks_follow_drafts(ranks: Any, spelled_path: Path, expected: dict[byte
     engine.assert_whole()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV3", "DeepseekV32", "Gemma3", "GptOss"])
 def test_other_models(tiny_of: TinyOf, tiny_engine: MakeEngine, late_engine: MakeEngine, kind: str) -> None:
     """Experts, latents and sliding windows take several tokens of a request."""
@@ -164,6 +166,7 @@ def plain_of(tiny_of: TinyOf, tiny_engine: MakeEngine) -> Callable[[str], tuple[
     return make
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "config", "wrong", "overlap"),
     [
@@ -337,6 +340,7 @@ def test_drafts_behind_a_wrong_one_say_nothing_of_the_drafter() -> None:
     assert speculation.stats == SpeculationStats(2, 6, 4)
 
 
+@pytest.mark.all
 def test_a_drafter_that_was_always_wrong_is_asked_rarely_and_again_when_it_is_right(
     tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

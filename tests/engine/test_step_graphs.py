@@ -171,6 +171,7 @@ class LayersSeen:
                 self.kv[request_id, layer, position] = value
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("budget", [1024, 48])
 def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
     tiny_engine: MakeEngine, budget: int, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +224,7 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
         torch.testing.assert_close(replayed.kv[key], value, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.all
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU all engine tests have graphs")
 @pytest.mark.parametrize("kind", ["Llama", "GptOss", "DeepseekV3", "GlmMoeDsa", "Bamba", "Gemma4Text"])
 def test_graphs_with_chunks_read_what_the_step_says(

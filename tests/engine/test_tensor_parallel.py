@@ -75,6 +75,7 @@ FAMILIES = [
 tokens."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "changes", "sizes"), FAMILIES)
 def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
     kind: str, changes: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path, ranks: Callable[..., Engine]
@@ -97,6 +98,7 @@ def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
         assert tokens(size) == expected, size
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "changes", "config", "sizes"),
     [
@@ -145,6 +147,7 @@ def test_whole_experts_on_each_rank_give_the_same_tokens(
         assert outcome(size) == expected, size
 
 
+@pytest.mark.all
 def test_every_kind_of_request_gets_the_tokens_of_one_rank(
     spelled_path: Path, ranks: Callable[..., Engine]
 ) -> None:

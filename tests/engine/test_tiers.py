@@ -20,6 +20,8 @@ from baton.worker.engine_process.offload import offload_pumps
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_offload import text
 
+pytestmark = pytest.mark.all
+
 
 def answers(
     engine: Engine,

@@ -336,6 +336,7 @@ def test_the_cases_cover_all_pairs() -> None:
     assert all(len(set(zip(a, b, strict=True))) == 16 for a, b in itertools.combinations(columns, 2))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "prefill_blocks", "decode_blocks", "chunk"), CASES)
 def test_the_tokens_are_those_of_one_rank(
     models: Callable[[int], tuple[Path, list[list[int]]]],
@@ -375,6 +376,7 @@ def test_the_tokens_are_those_of_one_rank(
     assert tokens == expected
 
 
+@pytest.mark.all
 @ON_CPU
 @pytest.mark.parametrize(
     ("prefill_dtype", "decode_dtype", "prefill_ranks", "decode_ranks"),
@@ -432,6 +434,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.all
 @ON_CPU
 @pytest.mark.parametrize(
     ("kind", "prefill_ranks", "decode_ranks"),

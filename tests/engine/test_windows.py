@@ -105,6 +105,7 @@ def needed(layout: KVLayout, start: int, stop: int) -> int:
     )
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("kind", "prefill_ranks", "decode_ranks", "sizes"),
     [
@@ -153,6 +154,7 @@ def test_a_handover_brings_what_windows_read(
         decode.engine.assert_whole()
 
 
+@pytest.mark.all
 def test_a_prefix_brings_what_windows_read(path_of: Callable[[str], Path]) -> None:
     path, asked = path_of("Gemma3Text"), request(400, 30)
     layout = kv_layout(load(path))
@@ -208,6 +210,7 @@ def test_what_only_this_worker_has_in_full_is_no_copy(path_of: Callable[[str], P
     assert (engine.stats().blocks_free, engine.stats().blocks_spare) == (40, 40 - 256 // 16)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("step", [2048, 64], ids=["", "few-windows"])
 def test_a_tier_keeps_what_came(
     path_of: Callable[[str], Path], step: int, monkeypatch: pytest.MonkeyPatch
@@ -289,6 +292,7 @@ def test_the_bytes_of_a_handover_of_8000_tokens(
     assert sent <= share * 8000 * layout.bytes_per_token
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", ["Gemma3Text", "GptOss"])
 def test_drafts_of_steps_that_overlap(
     path_of: Callable[[str], Path], late_engine: Callable[..., Engine], kind: str
@@ -351,6 +355,7 @@ def test_seats_for_requests_of_8000_tokens(name: str, before: int, after: int) -
     assert min(blocks // each, owner.free // owner.need(each)) == after
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["Gemma3Text", "Gemma4Text", "GptOss", "Llama4Text"])
 def test_blocks_behind_windows_are_free(path_of: Callable[[str], Path], kind: str) -> None:
     """So many requests are held, and decode together, that their blocks would not find room in layers with

@@ -166,6 +166,7 @@ class WithWindows(Operations):
 PLAIN = [(1, None, ""), (8, None, ""), (32, None, ""), (1, 1, ""), (8, 5, ""), (32, 5, "")]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("scale", "spare", "elastic"), [*PLAIN, (1, 1, "elastic"), (32, 5, "elastic")])
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
 @pytest.mark.parametrize("windows", [[Window(7), Window(3)], [Window(10, chunked=True)]], ids=["", "chunked"])

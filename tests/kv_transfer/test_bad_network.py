@@ -11,6 +11,7 @@ import pytest
 CASES = str(Path(__file__).with_name("bad_network_cases.py"))
 
 
+@pytest.mark.all
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("which", "cases"),

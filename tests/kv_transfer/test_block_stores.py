@@ -278,6 +278,7 @@ def test_layers_with_windows_have_cells_of_their_own(
     store.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("dtype", "order"), [*zip(("float32", "bfloat16", FP8), ORDERS, strict=False)])
 def test_the_store_of_a_gpu_without_one(

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from baton.kv_transfer.protocol.held import MOST_PINS, StartTransfer
 from baton.kv_transfer.protocol.incoming import TransferState
 from baton.kv_transfer.protocol.local_messages import FetchIn, PinOut, ReleasedOut
@@ -119,6 +121,7 @@ class ContentWorld(World):
         )  # fmt: skip
 
 
+@pytest.mark.all
 def test_every_order_of_events() -> None:
     ends: Counter[str] = Counter()
     for world in reachable(ContentWorld()):

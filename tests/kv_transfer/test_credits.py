@@ -288,6 +288,7 @@ class Sessions:
         )  # fmt: skip
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("frames", [(2, 2), (1, 1, 1)])
 def test_every_order_of_events_can_end_with_all_served(frames: tuple[int, ...]) -> None:
     """All states. From each, what happens by itself ends with all frames sent, although other sessions hold

@@ -150,6 +150,7 @@ def nothing(_: Slots) -> None:
     pass
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("sent", "kept"), DTYPES)
 def test_the_pool_gets_the_numbers_that_it_gets_on_a_host(sent: str, kept: str) -> None:
     right = everything(moved(HostPool, sent, kept))
@@ -172,6 +173,7 @@ def test_a_token_is_looked_at_after_its_copy() -> None:
     pool.open(export, "bfloat16")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("late", [*range(7)])
 @pytest.mark.parametrize(("sent", "kept"), DTYPES[::2])
 def test_any_stream_may_be_late(sent: str, kept: str, late: int) -> None:
@@ -230,6 +232,7 @@ def test_a_slice_that_is_wrong_or_late_is_found() -> None:
         assert [i for i, right in enumerate(whole) if not right] == [wrong]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("sent", "kept"), DTYPES)
 def test_ranks_read_each_byte_once_and_their_sums_add_up(
     sent: str, kept: str, monkeypatch: pytest.MonkeyPatch

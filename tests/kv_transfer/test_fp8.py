@@ -28,6 +28,7 @@ def rounded(exact: torch.Tensor) -> torch.Tensor:
     return (exact / scales).to(FP8).float() * scales
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("sent", "kept", "ranks"),

@@ -41,6 +41,7 @@ def test_every_byte_is_where_the_table_says() -> None:
     assert len(expected + check) == 64
 
 
+@pytest.mark.all
 @given(headers)
 def test_parse_inverts_pack(header: Header) -> None:
     assert parse(pack(header)) == header

@@ -231,6 +231,7 @@ def assert_pool(decode: Any, blocks: list[int], frames: list[Frame]) -> None:
         assert torch.equal(rows.view(torch.int32).cpu(), expected)
 
 
+@pytest.mark.all
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [500, MANY])
 def test_a_receiver_among_noise(make_decode: Any, until: Any, count: int) -> None:

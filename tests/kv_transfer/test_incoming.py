@@ -55,6 +55,7 @@ def test_all_orders_of_four_frames_and_the_commit() -> None:
         assert it.state is TransferState.INJECTED
 
 
+@pytest.mark.all
 @given(st.data())
 def test_any_cutting_in_any_order(data: st.DataObject) -> None:
     """Overlapping begin and end of frames on several lanes; different slice sizes; several ranges."""

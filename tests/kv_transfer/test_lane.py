@@ -259,6 +259,7 @@ def test_a_frame_goes_to_the_lane_with_the_fewest_unsent_bytes() -> None:
             sock.close()
 
 
+@pytest.mark.all
 def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
     """Not when the kernel does; and what is no KV is none."""
     near, far = connected()

@@ -14,6 +14,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import pytest
+
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.layout import KVLayout, Slice
 from baton.kv_transfer.protocol.acks import Acks
@@ -334,6 +336,7 @@ def reachable(first: W) -> Iterator[W]:
                 frontier.append(after)
 
 
+@pytest.mark.all
 def test_every_order_of_events() -> None:
     ends: Counter[str] = Counter()
     for world in reachable(World()):

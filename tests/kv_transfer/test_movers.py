@@ -190,6 +190,7 @@ def test_more_frames_than_there_are_slots(make_decode: Any, until: Any) -> None:
     peers.free(16)
 
 
+@pytest.mark.all
 def test_more_pings_than_are_read(make_prefill: Any, until: Any) -> None:
     """The transfer process has no time for its mover, who keeps a bounded number of them and no more."""
     prefill = make_prefill(movers=1)
@@ -367,6 +368,7 @@ def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, mov
     peers.serve(b"a", *peers.asked(b"a"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("movers", [0, 1])
 def test_every_lane_is_pinged(make_prefill: Any, until: Any, movers: int) -> None:
     prefill = make_prefill(movers=movers, deadlines=deadlines(ping=0.05))
@@ -438,6 +440,7 @@ def test_a_mover_that_hangs_ends_its_transfer_process(make_pair: Any, until: Any
     assert_gone(watches)
 
 
+@pytest.mark.all
 def test_a_mover_that_hangs_does_not_hold_up_the_end(make_pair: Any) -> None:
     pair = make_pair(TWO, TWO)
     transferred(pair, 50)

@@ -109,6 +109,7 @@ def test_the_process_names_itself_and_has_no_torch(make_pair: Any) -> None:
         assert b"a cluster secret" not in proc.joinpath("environ").read_bytes()
 
 
+@pytest.mark.all
 def test_idle_lanes_close_and_reopen(make_pair: Any) -> None:
     pair = make_pair(decode={"deadlines": deadlines(idle_close=0.3)})
     for _ in range(2):
@@ -151,6 +152,7 @@ def test_a_lane_is_bound_to_its_interface() -> None:
     assert names == [b"lo\0", b""]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
     """A parent that is killed cannot tell its children; the kernel does. SIGTERM goes to the child itself."""

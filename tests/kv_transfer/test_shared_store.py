@@ -298,6 +298,7 @@ def test_what_one_worker_wrote_another_one_reads(two: tuple[DictStore, Worker, W
     assert reader.known == {*NAMES[3:]}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize(
     "layout", [LAYOUT, FP8, LATENT, HYBRID, LEDGER], ids=["plain", "fp8", "latent", "hybrid", "ledger"]
@@ -386,6 +387,7 @@ def test_a_wrong_object_that_is_found_after_the_prompt_was_computed_is_written_a
     assert writer.fetched(NAMES[:1]) == 1
 
 
+@pytest.mark.all
 def test_what_a_peer_changes_after_it_was_verified_is_not_used(
     two: tuple[DictStore, Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -581,6 +583,7 @@ def test_a_new_store_process_does_nothing_of_the_one_before(
     assert reader.fetched(NAMES) == len(NAMES)
 
 
+@pytest.mark.all
 def test_a_store_that_has_lost_its_objects_gets_them_again(two: tuple[DictStore, Worker, Worker]) -> None:
     store, writer, reader = two
     writer.offer(NAMES[:4])
@@ -595,6 +598,7 @@ def test_a_store_that_has_lost_its_objects_gets_them_again(two: tuple[DictStore,
     assert len(another.objects) == 4
 
 
+@pytest.mark.all
 def test_a_store_process_that_ends_while_it_writes_causes_no_pause(
     two: tuple[DictStore, Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

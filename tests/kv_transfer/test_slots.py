@@ -33,6 +33,7 @@ def test_only_what_is_laid_out_is_taken() -> None:
         assert taken(pipe) == [4, 2, 7]
 
 
+@pytest.mark.all
 def test_processes_never_take_the_same() -> None:
     """Four of them, each as fast as it can."""
     count, reading, children = 15_000, [], []

@@ -93,6 +93,7 @@ def fetched(pair: Any, line: SlowLine) -> tuple[bytes, bytes]:
     return prefill_id, pair.decode.fetch(pair.prefill, prefill_id, TOKENS, kv_address=line.address)
 
 
+@pytest.mark.all
 @KINDS
 def test_a_frame_that_takes_several_deadlines(make_line: Any, movers: int) -> None:
     """The whole transfer takes longer than `hold`, too."""
@@ -112,6 +113,7 @@ def test_a_frame_that_takes_several_deadlines(make_line: Any, movers: int) -> No
         )
 
 
+@pytest.mark.all
 @KINDS
 def test_a_line_that_stands_still(make_line: Any, movers: int) -> None:
     """In mid-frame: one side gives the transfer up after `progress`. Then it goes on, and all is well."""

@@ -25,6 +25,7 @@ def open_things(pid: int) -> tuple[int, int]:
     return tuple(len(list(Path(f"/proc/{pid}", kind).iterdir())) for kind in ("fd", "task"))  # type: ignore[return-value]
 
 
+@pytest.mark.all
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("movers", [0, 2])
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.long)])

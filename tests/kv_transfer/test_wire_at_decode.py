@@ -137,6 +137,7 @@ def kv_refetched(decode: Any, fake: wire.FakePrefill) -> wire.Lane:
     return fake.accept()
 
 
+@pytest.mark.all
 def test_a_session_lost_once_all_has_come_costs_nothing(fetching: Any, until: Any) -> None:
     """Nothing is asked for again, and prefill learns over the next session that it may let go."""
     decode, fake, lane, transfer, blocks = fetching()

@@ -84,6 +84,7 @@ def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
     wire.connect(prefill.port)
 
 
+@pytest.mark.all
 def test_more_decode_workers_than_sessions_are_served_in_turn(make_prefill: Any, until: Any) -> None:
     """The session that was not used for longest ends, and its peer learns that no ACK is lost. Those with a
     transfer stay. If all have one, the next peer is refused for now."""

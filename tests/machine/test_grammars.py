@@ -63,6 +63,7 @@ def chain(rules: int) -> str:
     return "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(rules)) + f'\nr{rules}: "x"'
 
 
+@pytest.mark.all
 def test_what_exceeds_a_limit_is_refused_and_the_next_text_is_tried() -> None:
     trials = Limited(300)
     array = {"type": "array", "items": {"type": "integer", "multipleOf": 99_991}}

@@ -84,6 +84,7 @@ def learned(draw: st.DrawFn) -> StepModel:
     return observed.model
 
 
+@pytest.mark.all
 @settings(max_examples=300, deadline=None)
 @given(
     models() | learned(), st.integers(0, 300), st.floats(0, 1e6), st.integers(0, 20_000), st.floats(-1e5, 1e5)

@@ -37,6 +37,7 @@ def test_an_endpoint_without_http_is_refused() -> None:
         Tracer("127.0.0.1:4317", "baton", {})
 
 
+@pytest.mark.all
 def test_opentelemetry_is_needed_only_for_an_endpoint() -> None:
     """Without an endpoint it is never imported. With one, the error says how to install it."""
     script = """

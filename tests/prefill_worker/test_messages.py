@@ -138,6 +138,7 @@ def test_each_kind_is_sent() -> None:
     }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("state", STATES)
 def test_no_message_ends_a_worker(worker: Both, state: str) -> None:
     for message in MESSAGES.values():

@@ -323,6 +323,7 @@ WALKS: Sequence[Sequence[tuple[Any, ...]]] = (
 which the prefix cache must have nothing."""
 
 
+@pytest.mark.all
 def test_nothing_is_left_of_any_life(lives: type[Lives]) -> None:
     for walk in WALKS:
         life = lives()

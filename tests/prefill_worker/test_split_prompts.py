@@ -273,6 +273,7 @@ def test_a_part_with_several_ranges_computes_each_after_the_range_before(path: P
         last.cancel(B)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["Gemma3Text", "Mistral"])
 def test_a_part_gets_what_windows_of_its_ranges_read(kind: str, tmp_path: Path) -> None:
     """Of some layers, or of all. What is not sent is NaN. Later prompts begin with what is cached."""

@@ -165,6 +165,7 @@ KINDS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
 """By format: what the model writes, the content, and the calls."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_in_pieces_of_every_size(name: str):
     for text, content, calls in KINDS[name]:

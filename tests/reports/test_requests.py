@@ -70,6 +70,7 @@ ARGUMENTS: list[tuple[Any, Any]] = [
 """Of an earlier call, and what the template gets."""
 
 
+@pytest.mark.all
 async def test_a_turn_after_a_malformed_call_is_served(tmp_path: Path):
     async with replaying(tmp_path) as made:
         for arguments, shown in ARGUMENTS:
@@ -315,6 +316,7 @@ FORMATS: list[dict[str, Any]] = [
 """Of an answer with a schema. A server that ignores the schema returns other JSON."""
 
 
+@pytest.mark.all
 async def test_a_schema_stands_in_several_places(tmp_path: Path):
     async with replaying(tmp_path) as made:
         for path in (CHAT, COMPLETION):

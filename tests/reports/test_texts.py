@@ -65,6 +65,7 @@ TOKENIZERS: dict[str, Any] = {
 TEXTS = ("Hello world", "world Hello", " Hello", "He 🙂🙂 é world", "<s>Hello world")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 async def test_texts_of_tokens(kind: str, tmp_path: Path):
     """As in transformers and vLLM. A `text_offset` is a place in the text."""

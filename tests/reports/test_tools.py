@@ -197,6 +197,7 @@ def right(report: Report) -> Answer:
     return Answer(report.content, report.reasoning, report.calls, finish)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("parsers", REPORTS)
 async def test_reports_in_all_endpoints(parsers: tuple[str, str], tmp_path: Path):
     calls, reasoning = parsers

@@ -36,6 +36,7 @@ def keyed(tokenizer: ModelTokenizer, tmp_path: Path, **config: Any) -> Any:
     return make_cluster(tokenizer, tmp_path, api_keys=(ApiKey.of("team-a", SECRET),), **config)
 
 
+@pytest.mark.all
 async def test_each_request_has_one_line(
     tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

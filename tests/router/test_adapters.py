@@ -107,6 +107,7 @@ async def models(cluster: Cluster) -> dict[str, tuple[str, str | None]]:
     return {card["id"]: (card["root"], card["parent"]) for card in cards}
 
 
+@pytest.mark.all
 async def test_an_adapter_is_a_model_of_all_workers(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +175,7 @@ async def test_all_workers_load_an_adapter_or_none(
         assert len(await models(cluster)) == 1
 
 
+@pytest.mark.all
 async def test_a_worker_that_starts_loads_the_adapters_of_the_others(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:

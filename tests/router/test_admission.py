@@ -240,6 +240,7 @@ def test_a_priority_goes_before_other_keys_only_down_to_the_limit_of_its_key():
         assert router.new() == ["urgent", "trusted, normal", "greedy", "normal", "later"]
 
 
+@pytest.mark.all
 @given(st.lists(st.integers(0, 4), max_size=8))
 def test_capacity_is_given_in_order_of_arrival(offers: list[int]):
     with Router() as router:

@@ -157,6 +157,7 @@ def check(storage: Storage, life: Life) -> None:
         assert storage._bytes[OWNER] == sum(path.stat().st_size for path in folder.glob("*.jsonl"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("status", ["completed", "cancelled", "expired"])
 def test_a_router_that_is_killed_at_any_step_loses_nothing(
     tmp_path: Path, fragile: Callable[[float], Disk], status: str

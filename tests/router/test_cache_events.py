@@ -31,6 +31,7 @@ CHUNKS = list(range(9))
 RNG = random.Random(1)
 
 
+@pytest.mark.all
 @patch.object(cache_feed, "MAX_CHUNKS", 2)
 @given(
     st.lists(

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
+import pytest
 from aiohttp import web
 
 from baton.router.admission.keys import api_keys
@@ -16,6 +17,8 @@ from tests.browser import browser
 from tests.within import within
 
 from .conftest import TEXT, make_cluster
+
+pytestmark = pytest.mark.all
 
 PAGES = Path(__file__).parents[2] / "router/endpoints/pages"
 SHOWN = """[...chat.children].map(each =>

@@ -143,6 +143,7 @@ async def test_one_child_serves_all_requests_without_the_secrets_of_the_router(
     assert await call(pool, b"c") == (first, b"hello c ")
 
 
+@pytest.mark.all
 async def test_what_a_child_leaves_beside_an_answer_comes_with_it(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ):
@@ -250,6 +251,7 @@ async def test_a_child_that_hangs_is_replaced_and_the_request_is_not_sent_again(
     assert rest == b"hello b "
 
 
+@pytest.mark.all
 async def test_a_child_that_does_not_start_is_not_caused_by_the_request(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ):
@@ -261,6 +263,7 @@ async def test_a_child_that_does_not_start_is_not_caused_by_the_request(
         assert not died.value.caused_by_request
 
 
+@pytest.mark.all
 async def test_a_request_whose_child_is_killed_is_sent_once_more(make: Make, tmp_path: Path):
     pool = make()
     for lines, killed in (("\n", False), ("", True)):
@@ -286,6 +289,7 @@ async def test_a_cancelled_request_does_not_confuse_replies(make: Make):
     await asyncio.gather(cancelled, still_waiting, return_exceptions=True)
 
 
+@pytest.mark.all
 async def test_a_busy_child_dies_with_its_router(tmp_path: Path):
     """So does the process that forked it. The router is killed, and ends nothing itself."""
     hangs = tmp_path / "hangs"
@@ -341,6 +345,7 @@ async def test_a_key_with_short_requests_that_take_long_waits_for_others(
     assert order == ["other", "slow", "other", "other", "slow", "slow", "slow"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("known", [False, True])
 async def test_one_child_stays_free_for_other_keys(make: Make, tmp_path: Path, known: bool):
     """Whether the requests of a key take long is known only when the first of them has ended."""
@@ -356,6 +361,7 @@ async def test_one_child_stays_free_for_other_keys(make: Make, tmp_path: Path, k
     await asyncio.gather(*slow)
 
 
+@pytest.mark.all
 async def test_one_process_forks_the_children_of_several_routers_and_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -419,6 +425,7 @@ async def test_a_router_without_descriptors_leaves_the_process_that_forks(
     assert (await call(pool, b"a"))[0] == first
 
 
+@pytest.mark.all
 async def test_the_process_that_forks_may_end_at_each_step(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

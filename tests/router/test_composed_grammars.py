@@ -293,6 +293,7 @@ def spoken(rng: random.Random, alphabet: LLTokenizer, grammar: str) -> str | Non
     return None
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("seed", "count"),
     [(1, 150), pytest.param(3, 6_000, marks=[pytest.mark.long, pytest.mark.timeout(7200)])],

@@ -46,6 +46,7 @@ def drawn(rng: random.Random, *, chat: bool) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
+@pytest.mark.all
 @MANY
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_the_sum_of_a_stream_is_the_whole_response(cluster: Cluster, path: str, count: int):
@@ -104,6 +105,7 @@ def _joined(logprobs: list) -> dict | None:
     return {key: list(chain.from_iterable(entry[key] for entry in logprobs)) for key in logprobs[0]}
 
 
+@pytest.mark.cases(1)
 @MANY
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_grpc_gives_the_response_of_http(cluster: Cluster, path: str, count: int):

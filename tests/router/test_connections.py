@@ -137,6 +137,7 @@ async def test_a_unix_socket_answers_what_starts_a_router(tokenizer: ModelTokeni
                 assert said in await response.text()
 
 
+@pytest.mark.all
 async def test_idle_grpc_connections_leave_room_for_others(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -4,6 +4,8 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
+
 from baton.router.admission.keys import api_keys
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
@@ -11,6 +13,8 @@ from tests.browser import browser
 from tests.within import within
 
 from .conftest import make_cluster
+
+pytestmark = pytest.mark.all
 
 KEY = {"Authorization": "Bearer k"}
 

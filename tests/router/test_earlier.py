@@ -60,6 +60,7 @@ def test_wrong_functions_are_refused(body: Any):
         chat(**body)
 
 
+@pytest.mark.all
 async def test_a_call_of_a_function_comes_back_as_one(tmp_path: Path, directory: Path):
     template = tmp_path / "tools.jinja"
     template.write_text(TEMPLATE)
@@ -117,6 +118,7 @@ def test_wrong_reasoning_is_refused(reasoning: Any):
         chat(reasoning=reasoning)
 
 
+@pytest.mark.all
 async def test_hundreds_of_tools_can_be_forced(cluster: Cluster):
     """The first ones with their schemas. The header names the others."""
     tools = []

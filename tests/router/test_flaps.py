@@ -26,6 +26,7 @@ def test_a_loss_soon_after_another_one_is_only_counted() -> None:
     assert flaps.lost(35.0 + FLAP_SECONDS, "broken", was_ready=True), "the link was well for a while"
 
 
+@pytest.mark.all
 async def test_a_link_that_flaps_has_one_warning_and_then_a_count(
     tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

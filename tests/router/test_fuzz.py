@@ -65,6 +65,7 @@ async def call(stub: InferenceStub, request: pb.GenerateRequest) -> grpc.StatusC
     return await result.code()
 
 
+@pytest.mark.all
 @MANY
 async def test_extreme_values_over_grpc(cluster: Cluster, caplog: pytest.LogCaptureFixture, count: int):
     rng, codes = random.Random(5), collections.Counter()
@@ -79,6 +80,7 @@ async def test_extreme_values_over_grpc(cluster: Cluster, caplog: pytest.LogCapt
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.all
 @MANY
 async def test_mutated_messages_over_grpc(cluster: Cluster, caplog: pytest.LogCaptureFixture, count: int):
     """Valid messages with a few changed bytes, if they can still be parsed."""
@@ -156,6 +158,7 @@ def drawn(rng: random.Random) -> dict[str, Any]:
     return body | {name: value(name) for name in names} | {"stream": rng.random() < 0.3}
 
 
+@pytest.mark.all
 @MANY
 async def test_extreme_values_over_http(cluster: Cluster, caplog: pytest.LogCaptureFixture, count: int):
     rng, statuses = random.Random(7), collections.Counter()
@@ -211,6 +214,7 @@ def drawn_of(kind: type[ResponsesBody | MessagesBody], rng: random.Random) -> di
     return body | {"stream": rng.random() < 0.3}
 
 
+@pytest.mark.cases(1)
 @MANY
 @pytest.mark.parametrize(("path", "kind"), [("/v1/responses", ResponsesBody), ("/v1/messages", MessagesBody)])
 async def test_extreme_values_in_other_forms(

@@ -182,6 +182,7 @@ async def test_keys_deadlines_and_overload(
         assert trailing["x-request-id"] == "mine"
 
 
+@pytest.mark.all
 async def test_a_message_that_is_too_large_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, max_body_bytes=1000) as cluster:
         code, *_ = await refusal(cluster, text="x" * 2000)

@@ -212,6 +212,7 @@ async def test_what_takes_too_long_is_refused_and_others_are_served(
     assert (await answer(cluster, file_of(picture())))[0] == 200
 
 
+@pytest.mark.all
 async def test_a_child_outlives_hostile_files(cluster: Cluster) -> None:
     """The quick ones of the above."""
     await answer(cluster, file_of(picture()))

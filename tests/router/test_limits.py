@@ -213,6 +213,7 @@ async def test_many_requests_of_one_key_do_not_starve_another(tokenizer: ModelTo
         assert order.index(99) == 2, "the worker had one step of prompts"
 
 
+@pytest.mark.all
 async def test_a_flood_of_long_outputs_leaves_slots_to_other_keys(tokenizer: ModelTokenizer, tmp_path: Path):
     """The decode worker has 64 slots, and no request of the first key ends."""
     keys = (ApiKey.of("flood", "k1"), ApiKey.of("other", "k2"))

@@ -17,6 +17,7 @@ from .conftest import Cluster
 STALL = 0.2
 
 
+@pytest.mark.all
 async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
     """The collector would pass all objects of all requests, and stall them."""
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 99}

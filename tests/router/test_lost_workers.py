@@ -34,6 +34,7 @@ async def ask(cluster: Cluster, **body: Any) -> tuple[int, dict[str, Any]]:
     return await cluster.post("/v1/completions", prompt="Hello", max_tokens=200, **body)
 
 
+@pytest.mark.all
 async def test_lost_workers_do_not_count_as_failures(cluster: Cluster) -> None:
     decode = cluster.decodes[0]
     decode.steps = asyncio.Semaphore(0)

@@ -255,6 +255,7 @@ def seeing(tmp_path: Path) -> Iterator[Path]:
     images._kept.clear()
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("loopback")
 async def test_a_worker_gets_the_pixels_of_a_url(host: Host, seeing: Path, tmp_path: Path) -> None:
     host.file = file_of(picture())

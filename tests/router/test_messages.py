@@ -34,6 +34,7 @@ def client(cluster: Cluster, key: str = "any") -> Any:
     return anthropic.AsyncAnthropic(base_url=cluster.url, api_key=key, max_retries=0)
 
 
+@pytest.mark.all
 async def test_the_anthropic_client_gets_blocks_and_sends_them_back(thinking: Cluster):
     cached = {"type": "ephemeral"}
     system: Any = [{"type": "text", "text": "Be brief. " * 30, "cache_control": cached}]

@@ -22,6 +22,7 @@ async def described(cluster: Cluster) -> dict[str, Any]:
     return await cluster.get("/openapi.json")
 
 
+@pytest.mark.all
 async def test_the_document_is_valid_and_complete(
     cluster: Cluster, tokenizer: ModelTokenizer, tmp_path: Path
 ):

@@ -446,6 +446,7 @@ async def test_nothing_is_planned_without_retry_budget(monkeypatch: pytest.Monke
         await stream.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "config", [{}, {"overflow": False}, {"split_prompts": False}, {"rolls": True}], ids=str
 )

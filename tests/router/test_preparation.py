@@ -121,6 +121,7 @@ def test_a_child_prepares_as_the_router_does(tokenizer: ModelTokenizer, kind: Ki
     assert there.options.structure == here.options.structure
 
 
+@pytest.mark.all
 def test_a_child_returns_tools_unchanged(directory: Path, tmp_path: Path):
     (tmp_path / "tools.jinja").write_text("{{ tools | tojson }}{{ messages | tojson }}<tool_call>")
     tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "tools.jinja"))
@@ -267,6 +268,7 @@ def errors_of(model: type[Body], body: Any) -> int:
     return 0
 
 
+@pytest.mark.all
 async def test_a_large_body_with_millions_of_errors_gets_its_answer(cluster: Cluster):
     body = b'{"messages":[0%b]}' % (b",0" * 8_000_000)
     headers = {"Content-Type": "application/json"}
@@ -278,6 +280,7 @@ async def test_a_large_body_with_millions_of_errors_gets_its_answer(cluster: Clu
         assert "messages[0]: input should be" in (await response.json())["error"]["message"]
 
 
+@pytest.mark.all
 async def test_a_list_of_messages_has_a_limit_before_objects_are_made(tokenizer: ModelTokenizer):
     raw = json.dumps({"messages": [{"role": "user"}] * (MAX_ITEMS + 1)}).encode()
     with pytest.raises(InvalidRequest, match=f"messages: list should have at most {MAX_ITEMS} items"):
@@ -420,6 +423,7 @@ async def kill(process: psutil.Process) -> None:
         await asyncio.sleep(0.001)
 
 
+@pytest.mark.all
 async def test_large_bodies_are_prepared_in_a_child_that_is_replaced_when_it_dies(cluster: Cluster):
     text = "word " * 4000
     expected = cluster.tokenizer.encode(text)
@@ -442,6 +446,7 @@ async def test_large_bodies_are_prepared_in_a_child_that_is_replaced_when_it_die
             await kill(process)
 
 
+@pytest.mark.all
 async def test_a_child_keeps_no_memory_of_a_large_body(cluster: Cluster):
     def private_mib() -> int:
         """Of the largest child."""
@@ -481,6 +486,7 @@ async def test_a_body_that_kills_a_child_is_refused(
         assert re.search("takes more than 20 s or [0-9]+ MiB", result["error"]["message"])
 
 
+@pytest.mark.all
 async def test_a_child_takes_what_its_container_allows(
     tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ):

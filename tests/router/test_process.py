@@ -9,11 +9,14 @@ from pathlib import Path
 
 import aiohttp
 import psutil
+import pytest
 
 from tests.within import WITHIN
 
 from .conftest import TEXT
 from .routers import AS_CLIENT, KEY, Routers
+
+pytestmark = pytest.mark.all
 
 
 async def ask(router: Routers, **body: object) -> tuple[int, bytes]:

@@ -37,6 +37,8 @@ from tests.within import WITHIN
 from .conftest import TEXT
 from .routers import AS_CLIENT, KEY
 
+pytestmark = pytest.mark.all
+
 SALT = "a-secret-salt"
 SUCCESS = 'vllm:request_success_total{finished_reason="stop",model_name="fake",role="router"}'
 

@@ -143,6 +143,7 @@ def test_an_answer_of_harmony_may_follow_an_analysis():
         in_final(Structure("grammar", 'start: "a"', "structured_outputs.grammar"), spell)
 
 
+@pytest.mark.all
 @settings(max_examples=200)
 @given(
     st.sampled_from(get_args(Beginning)),
@@ -171,6 +172,7 @@ def test_hostile_output_loses_and_doubles_no_text(
     assert "</think>" not in reasoning
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("filler", [" ", "<", "x", "</think>"])
 def test_long_output_takes_work_in_proportion_to_its_length(filler: str):
     def parse(count: int):
@@ -424,6 +426,7 @@ async def test_a_model_that_is_not_known_to_reason(cluster: Cluster):
         assert part["reasoning_content"] is None
 
 
+@pytest.mark.all
 def test_the_flag_overrides_the_template(thinking_path: Path, small_directory: Path):
     for flag, expected in (("none", None), ("deepseek_r1", "deepseek_r1")):
         assert load_tokenizer(str(thinking_path), reasoning_parser=flag).reasoning_parser == expected

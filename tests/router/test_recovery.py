@@ -508,6 +508,7 @@ async def test_a_worker_that_refuses_because_it_drains_gets_no_requests(pair: Cl
 # ---------------------------------------------------------------- workers that compute other bits
 
 
+@pytest.mark.all
 async def test_a_request_goes_on_with_workers_of_the_same_numerics(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ async def test_a_different_secret_is_named(certificates: Certificates) -> None:
         assert remedy.startswith(checks.SECRET)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("place", "reason", "remedy"),
     [
@@ -180,6 +181,7 @@ async def test_the_model_is_that_of_the_first_worker_that_answers(
     assert [f"worker at {nothing}: nothing listens" in line for line in caplog.messages] == [True]
 
 
+@pytest.mark.all
 async def test_a_router_that_asks_for_its_model_logs_no_traceback(shallow_model_path: Path) -> None:
     """A call to the second worker is under way when the first one has answered."""
     fake = FakeWorker(pb.POOL_PREFILL, Lanes(), [2])

@@ -330,6 +330,7 @@ async def test_the_items_before_a_response_are_listed(cluster: Cluster):
         assert refused["error"]["param"] == param
 
 
+@pytest.mark.all
 async def test_a_child_lists_many_items_within_the_limits_of_the_key(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -452,6 +453,7 @@ async def test_json_that_not_all_parsers_take(cluster: Cluster, extra: str):
         assert "not valid JSON" in (await response.json())["error"]["message"]
 
 
+@pytest.mark.all
 async def test_a_call_with_a_name_that_no_tool_can_have_is_text(
     thinking_tokenizer: ModelTokenizer, tmp_path: Path
 ):

@@ -69,6 +69,7 @@ async def calling(tool_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterat
         yield made
 
 
+@pytest.mark.all
 async def test_each_tool_is_a_function_for_the_model_and_its_call_an_item_of_its_kind(calling: Cluster):
     tools = [TEAM, PATCH, SHELL, SEARCH, {"type": "web_search"}, {"type": "mcp", "server_label": "x"}]
     status, response = await calling.post(PATH, input="Go", tools=tools)

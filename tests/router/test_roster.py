@@ -129,6 +129,7 @@ def check(roster: Roster, workers: list[Worker]) -> None:
             assert list(snapshot.ring.walk(key)) == list(ring.walk(key))
 
 
+@pytest.mark.all
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 7)), max_size=60), st.randoms(use_true_random=False)
 )

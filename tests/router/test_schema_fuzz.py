@@ -113,6 +113,7 @@ def drawn(cases: SearchStrategy[Any], count: int) -> list[Any]:
     return found
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("path", ["/tokenize", "/invocations"])
 def test_most_bodies_of_a_schema_pass_its_validation(path: str):
     from schemathesis import GenerationMode
@@ -148,6 +149,7 @@ def documented_field(said: str) -> str | None:
     return re.split(r"[.:\[ ]", named)[0] if re.search(DOCUMENTED, error["message"]) else None
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
     ("count", "random_ones"), [(60, 0), pytest.param(1_000_000, 150, marks=pytest.mark.long)]

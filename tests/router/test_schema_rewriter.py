@@ -121,6 +121,7 @@ def check_equal(schema: Any) -> bool:
     return not made.unenforced
 
 
+@pytest.mark.all
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=roots)
 def test_the_new_schema_allows_the_same_values_or_says_what_it_leaves_out(schema: Any):
@@ -163,6 +164,7 @@ def check_spoken(schema: Any, seed: int = 0) -> bool:
     return True
 
 
+@pytest.mark.all
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=roots, seed=st.integers(0, 1000))
 def test_what_the_grammar_says_has_the_schema(schema: Any, seed: int):

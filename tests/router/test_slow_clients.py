@@ -189,6 +189,7 @@ async def test_grpc_checks_the_key_before_the_message(tokenizer: ModelTokenizer,
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("unread", [10**9, 50])
 async def test_a_stream_that_the_client_does_not_read(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, unread: int
@@ -215,6 +216,7 @@ async def test_a_stream_that_the_client_does_not_read(
                 assert b"left too much of its response unread" in raw
 
 
+@pytest.mark.all
 async def test_a_call_that_the_client_does_not_read(
     tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ):
@@ -230,6 +232,7 @@ async def test_a_call_that_the_client_does_not_read(
         call.cancel()
 
 
+@pytest.mark.all
 async def test_a_response_that_the_client_does_not_read(
     tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ):
@@ -250,6 +253,7 @@ async def test_a_response_that_the_client_does_not_read(
         assert read < 4 << 20, "the response was cut off"
 
 
+@pytest.mark.all
 async def test_the_tokens_of_a_text_that_the_client_does_not_read(
     tokenizer: ModelTokenizer, tmp_path: Path, clock: Clock
 ):
@@ -321,6 +325,7 @@ async def test_a_long_backlog_is_taken_in_parts():
     assert taken == list(range(1000))
 
 
+@pytest.mark.all
 async def test_a_whole_response_keeps_no_deltas(cluster: Cluster):
     decode = cluster.decodes[0]
     decode.steps = asyncio.Semaphore(50)
@@ -334,6 +339,7 @@ async def test_a_whole_response_keeps_no_deltas(cluster: Cluster):
     decode.steps = None
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("endpoint", ["http", "grpc"])
 async def test_a_stream_keeps_no_sent_deltas(cluster: Cluster, endpoint: str):
     decode = cluster.decodes[0]

@@ -150,6 +150,7 @@ def test_a_prompt_that_may_not_gain_is_never_split(
     assert may_gain(tokens, workers[0]) or split(cost_of(tokens, doubles_at=1e9), workers) is None
 
 
+@pytest.mark.all
 @given(
     st.integers(65, 140_000),
     st.integers(0, 20_000),

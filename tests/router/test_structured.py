@@ -197,6 +197,7 @@ async def test_classes_of_characters_are_those_of_xgrammar(
             await checked(checker, Structure("regex", r"|".join([r"\d"] * (MAX_LENGTH // 4)), "f"))
 
 
+@pytest.mark.all
 async def test_a_regex_that_takes_long_is_refused():
     """With a limit that it exceeds on any machine."""
     limited = "import sys; from baton.router.preparation import grammar_child, pipe; "
@@ -253,6 +254,7 @@ async def running_checker(tokenizer: ModelTokenizer) -> AsyncIterator[GrammarChe
     await server.close()
 
 
+@pytest.mark.all
 async def test_a_valid_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tokenizer: ModelTokenizer):
     compiled = []
     original = ChildPool.ask

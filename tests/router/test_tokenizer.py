@@ -63,6 +63,7 @@ def reference(embedded_model_path: Path):
     return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
 
 
+@pytest.mark.all
 def test_router_and_worker_compute_the_same_vocabulary_fingerprint(
     tokenizer: ModelTokenizer, embedded_model_path: Path, directory: Path, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_text_survives_the_round_trip(tokenizer: ModelTokenizer):
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
+@pytest.mark.all
 def test_a_router_never_imports_torch(directory: Path):
     code = f"""
 import sys
@@ -153,6 +155,7 @@ assert not {{"torch", "transformers", "engine"}} & sys.modules.keys()
 # ---------------------------------------------------------------- Hugging Face directories
 
 
+@pytest.mark.all
 def test_a_directory_gives_the_same_tokens(directory: Path, tokenizer: ModelTokenizer):
     other = load_tokenizer(str(directory))
     assert (other.max_model_len, other.vocab_size) == (8192, tokenizer.vocab_size)
@@ -180,6 +183,7 @@ def test_the_context_of_a_model_that_also_sees_images_is_that_of_its_text_model(
         load_tokenizer(str(copy))
 
 
+@pytest.mark.all
 def test_a_tokenizer_from_elsewhere(directory: Path, tmp_path: Path, tokenizer: ModelTokenizer):
     """The context stays that of the model, which needs no tokenizer of its own."""
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 77}')

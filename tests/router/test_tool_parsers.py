@@ -211,6 +211,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_every_split_of_a_text_gives_the_same_result(
     name: str, text: str, content: str, calls: list[tuple[str, str]]
@@ -307,6 +308,7 @@ def as_arguments(text: str) -> str:
     return "".join(reader.take(each) for each in text if not reader.done) + reader.finish()
 
 
+@pytest.mark.all
 @settings(max_examples=40)
 @given(st.dictionaries(st.text(), JSON), st.booleans(), st.sampled_from([None, 1]))
 def test_json_stays_what_it_is(value: dict[str, Any], escaped: bool, indent: int | None):
@@ -323,6 +325,7 @@ def test_arguments_are_always_json(text: str):
         assert isinstance(json.loads(as_arguments(said)), dict)
 
 
+@pytest.mark.all
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(FORMATS)), HOSTILE, st.data())
 def test_hostile_output_gives_no_error_and_loses_and_doubles_no_text(
@@ -506,6 +509,7 @@ def test_a_closing_bracket_of_the_wrong_kind_is_not_looked_for():
     assert Bracket.compared < 20_000
 
 
+@pytest.mark.all
 def test_what_a_call_looks_up_takes_no_longer_with_many_tools():
     """Nor with large schemas, of which no part is looked at twice."""
 

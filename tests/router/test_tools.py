@@ -102,6 +102,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
+@pytest.mark.all
 async def test_tool_calls_of_a_response_and_of_a_stream(calling: Cluster):
     body = {"messages": CHAT, "tools": TOOLS}
     status, result = await calling.post("/v1/chat/completions", **body)
@@ -150,6 +151,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", WRITTEN)
 async def test_calls_of_each_format_are_read_and_forced(
     tool_model: dict[str, Any], small_directory: Path, tmp_path: Path, forks_fd: int, name: str
@@ -192,6 +194,7 @@ async def test_the_finish_reason_says_whether_the_model_chose_to_call(calling: C
         assert message["tool_calls"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
 async def test_the_sum_of_a_stream_is_the_whole_response(calling: Cluster, count: int):
     """With tool calls, for every length of the output and for several choices."""
@@ -548,6 +551,7 @@ def accepts_call(cluster: Cluster) -> bool:
     return accepts(grammar, ONE.replace(', "unit": "°C"', ""))
 
 
+@pytest.mark.all
 async def test_the_special_tokens_of_a_format_are_parsed(directory: Path, tmp_path: Path, forks_fd: int):
     model = tmp_path / "mistral"
     model.mkdir()

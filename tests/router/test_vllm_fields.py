@@ -14,6 +14,7 @@ from .conftest import TEXT, Cluster, make_cluster
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
+@pytest.mark.all
 async def test_a_prompt_is_truncated(cluster: Cluster):
     ids = list(range(100, 400))
     text = cluster.tokenizer.encode(TEXT)

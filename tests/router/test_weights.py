@@ -104,6 +104,7 @@ async def change(worker: Trained, context: Any = None) -> None:
         outputs.put_nowait(pb.WorkerMessage(description=described))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -135,6 +136,7 @@ async def test_a_worker_that_starts_gets_the_weights_of_the_others(
             assert not cluster.pool.decodes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("weights", [pb.StageWeights(), OLDER])
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_workers_with_older_weights_get_the_newest_whichever_came_first(
@@ -174,6 +176,7 @@ def versions_of(workers: Sequence[Trained]) -> dict[bytes, set[str]]:
     return found
 
 
+@pytest.mark.all
 async def test_while_a_change_rolls_both_versions_serve_and_no_request_mixes_them(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +416,7 @@ async def test_a_trainer_moves_weights_by_the_calls_of_vllm(
         assert (await call(finish))[0] == 400
 
 
+@pytest.mark.all
 async def test_the_helper_of_trainers_gives_workers_a_state_dict(
     tokenizer: ModelTokenizer, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ async def test_a_retired_worker_that_refuses_its_last_attempt_is_closed(cluster:
     request.cancel()
 
 
+@pytest.mark.all
 async def test_a_worker_with_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path) as cluster:
         stranger = FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=9)

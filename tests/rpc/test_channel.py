@@ -41,6 +41,7 @@ async def serving() -> AsyncIterator[int]:
         await server.stop(None)
 
 
+@pytest.mark.all
 async def test_a_stream_to_a_stalled_peer_ends_within_the_keepalive_time(monkeypatch: pytest.MonkeyPatch):
     waits = dict(channel._KEEPALIVE)
     assert waits["grpc.keepalive_time_ms"] + waits["grpc.keepalive_timeout_ms"] <= 5_000

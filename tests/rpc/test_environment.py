@@ -21,6 +21,7 @@ importlib.import_module(sys.argv[1])
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "module",
     [

@@ -91,6 +91,7 @@ def open_channel(service: Streams, address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options) if is_public else connect(address, SECRET)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("host", ["127.0.0.1", "::"])
 @pytest.mark.parametrize("public", [False, True])
 async def test_calls_go_on_and_new_clients_are_served_beside_idle_connections(
@@ -138,6 +139,7 @@ async def test_a_call_that_any_client_can_make_protects_no_connection(monkeypatc
             await asyncio.gather(*reads, return_exceptions=True)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("public", [False, True])
 async def test_a_connection_without_a_call_ends_soon_and_one_that_had_a_call_stays(
     monkeypatch: pytest.MonkeyPatch, public: bool

@@ -52,6 +52,7 @@ class Recorded:
         return Counter(name for _, name in self.computed)
 
 
+@pytest.mark.all
 def test_a_worker_twice_as_slow_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """A p99 is that of two requests, so three draws count together."""
 
@@ -111,6 +112,7 @@ def test_a_worker_that_reports_nonsense_harms_few(
     assert found.quantiles().ttft_p99 < 3 * usual.ttft_p99
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("load", [Load(2000, 150, 22), Load(500, 500, 40), Load(500, 500, 60)], ids=str)
 def test_decodes_do_not_swing_between_workers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill worker has few of the 160 decodes of the second load, and half of the 410 of the third."""
@@ -129,6 +131,7 @@ def test_decodes_do_not_swing_between_workers(load: Load, monkeypatch: pytest.Mo
     assert max(abs(after - before) for before, after in itertools.pairwise(shares)) < 0.3
 
 
+@pytest.mark.all
 def test_sessions_seldom_move(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, last, moved, turns = Recorded(monkeypatch), dict[int, str](), 0, 0
     simulate(agents(16, 6, seed=1), "policy", at_a_time=16, warm_up=0)

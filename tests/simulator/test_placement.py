@@ -49,6 +49,7 @@ def test_steps_with_chunks_are_padded_to_the_next_graph():
     assert above == pytest.approx(whole, rel=0.005)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "load",
     [pytest.param(load, marks=() if load.rate == 12 else pytest.mark.long) for load in MEASURED],
@@ -74,6 +75,7 @@ def test_an_idle_prompt_is_shared_as_planned() -> None:
     assert shared.quantiles().ttft < 0.45 * whole.quantiles().ttft
 
 
+@pytest.mark.all
 def test_shared_prompts_come_earlier_and_others_hardly_later() -> None:
     """The plan of a prompt counts the prompts that come before it ends, and what decode workers could do.
     Without that the second ratio was 1.6."""
@@ -87,6 +89,7 @@ def test_shared_prompts_come_earlier_and_others_hardly_later() -> None:
     assert statistics.mean(x.gap_p99 for x in shared) < statistics.mean(x.gap_p99 for x in whole)
 
 
+@pytest.mark.all
 def test_a_worker_that_has_computed_no_prompt_beside_decodes_gets_some():
     """In this draw many prompts come at the start."""
     load, draw = Load(8000, 200, 4), 106
@@ -94,6 +97,7 @@ def test_a_worker_that_has_computed_no_prompt_beside_decodes_gets_some():
     assert ours.ttft_p99 <= 1.3 * colocated.ttft_p99
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("load", "slower"),
     [
@@ -139,6 +143,7 @@ def test_idle_workers_report_no_more_until_a_request_comes(monkeypatch: pytest.M
     assert all(at == int(at) for at in reports), "as often as before, at whole seconds"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "load", [pytest.param(Load(2000, 150, 80), marks=pytest.mark.long), Load(500, 500, 80)], ids=str
 )

@@ -68,12 +68,14 @@ def test_a_seed_gives_the_same_trace_and_prompts_share_prefixes():
         assert after.chunks[: len(before.chunks)] == before.chunks
 
 
+@pytest.mark.all
 def test_every_request_is_answered_while_workers_join_and_leave():
     trace = multi_turn(1500, 1)
     outcome = simulate(trace, "sticky", changes=[(0.3, -3), (0.6, 2), (0.7, -1), (0.9, 3)])
     assert len(outcome.ttft) >= 0.55 * sum(len(session.turns) for session in trace)
 
 
+@pytest.mark.all
 def test_sticky_finds_prefixes_without_long_queues():
     """Hits against a policy that only balances; TTFT against a policy that only looks at queues."""
     trace = multi_turn(1000, 1)
@@ -84,6 +86,7 @@ def test_sticky_finds_prefixes_without_long_queues():
     assert found["sticky"].moved < 0.1 * found["sticky"].turns
 
 
+@pytest.mark.all
 def test_sticky_finds_a_document_that_another_session_cached():
     rng = random.Random(1)
     documents = [tuple(rng.getrandbits(64) for _ in range(rng.randint(15, 90))) for _ in range(200)]
@@ -105,6 +108,7 @@ def test_sticky_finds_a_document_that_another_session_cached():
     assert found[0] > found[1] + 0.2
 
 
+@pytest.mark.all
 def test_workers_that_leave_move_few_sessions():
     trace = multi_turn(1500, 1)
     still = simulate(trace, "sticky", workers=16)

@@ -22,6 +22,7 @@ def test_without_splits_an_idle_prompt_takes_as_long_as_alone() -> None:
     assert ttft == [pytest.approx(alone_seconds(30_000))] * 3
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [4, 64])
 @pytest.mark.parametrize("tokens", [30_000, 128_000])
 @pytest.mark.parametrize("load", [0.8, 0.95])

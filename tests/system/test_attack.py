@@ -31,6 +31,8 @@ from .attack import BLOWS, Target
 from .machine import Machine, listening, resident_bytes, tree
 from .serve import Serve
 
+pytestmark = pytest.mark.all
+
 KEY = "sk-of-a-client-who-is-served"
 ATTACKERS = ("sk-of-the-one-who-floods", "sk-of-the-one-who-stalls", "sk-of-the-one-who-asks-for-much")
 GRAMMARS = ("costly_schemas", "composed_grammars", "dear_grammars")

@@ -13,6 +13,8 @@ from baton.bench.lab.harness.streams import Case, Stream, cases, new_session, re
 
 from .recovery import Broken
 
+pytestmark = pytest.mark.all
+
 ENDLESS = 500
 """Tokens of an answer that is not over when its client goes."""
 

@@ -14,6 +14,8 @@ from baton.bench.lab.chaos.__main__ import arguments, measure
 
 from .recovery import Broken
 
+pytestmark = pytest.mark.all
+
 RIGHT = {
     "chaos.failed": 0,
     "chaos.lost_or_repeated_tokens": 0,

@@ -17,6 +17,8 @@ from tests.shallow import VOCABULARY
 
 from .recovery import FLAGS, Broken
 
+pytestmark = pytest.mark.all
+
 TURNS = 10
 ANSWER = 12
 ANYWHERE = ("--routing-policy", "round-robin", "--no-split-prompts")  # a part of a prompt is not fetched

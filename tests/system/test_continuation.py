@@ -13,6 +13,8 @@ from baton.bench.lab.harness.streams import Case, Stream, new_session, read
 
 from .recovery import Broken, each_has, hold, ride
 
+pytestmark = pytest.mark.all
+
 TOKENS = 24
 
 

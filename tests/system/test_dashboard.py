@@ -17,6 +17,8 @@ from tests.within import WITHIN
 from .machine import Machine
 from .serve import Serve
 
+pytestmark = pytest.mark.all
+
 STREAMS = 4
 QUESTIONS = ("Why is the sky blue?", "Name the planets of the solar system.", "How do bridges stand?")
 

@@ -17,6 +17,8 @@ from tests.engine.draft_checkpoints import random_eagle
 
 from .recovery import FLAGS, Broken, each_has
 
+pytestmark = pytest.mark.all
+
 
 async def test_answers_to_one_prompt_are_those_without_drafts(
     broken: Broken, client_of_broken: openai.AsyncOpenAI, one_engine: Engine

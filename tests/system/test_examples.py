@@ -24,6 +24,8 @@ from tests.within import WITHIN
 from .machine import Machine
 from .serve import Serve
 
+pytestmark = pytest.mark.all
+
 EXAMPLES = ROOT / "examples"
 QUESTION, ANSWER = "What is the capital of Japan?", "The capital of Japan is Tokyo."
 PROMPT, COMPLETION = "1, 2, 3, 4, 5,", " 6, 7, 8"

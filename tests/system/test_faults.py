@@ -37,6 +37,8 @@ from .machine import Machine, until
 from .recovery import MIXED, PATIENT
 from .serve import Serve
 
+pytestmark = pytest.mark.all
+
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 CLIENTS = 2
 PAUSE, WAITING = 0.5, 2.0

@@ -29,6 +29,8 @@ from tests.within import WITHIN, within
 from .machine import until
 from .recovery import FLAGS, PATIENT, SHORT, each_has, leaks_when_idle
 
+pytestmark = pytest.mark.all
+
 TOKENS = 64
 CASES = [replace(case, max_tokens=TOKENS) for case in SHORT[:4]]
 

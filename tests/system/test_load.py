@@ -9,9 +9,13 @@ from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from baton.content import CHUNK_TOKENS
 
 from .serve import Serve
+
+pytestmark = pytest.mark.all
 
 SHORT = ("--processes", "1", "--quiet", "--warmup", "0")
 MEASURED = (0, 3)  # 3: on a busy machine the client may not keep up

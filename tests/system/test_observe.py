@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from baton.bench.lab.harness.cluster import LocalCluster, status
 from baton.bench.lab.harness.streams import Case, Stream, read
@@ -26,6 +27,8 @@ from tests.shallow import LAYERS
 from tests.within import WITHIN
 
 from .recovery import LONG, SHORT, Broken
+
+pytestmark = pytest.mark.all
 
 KV_BYTES = LAYERS * 2 * 3 * 64 * 4  # of one position: layers, K and V, KV heads, head_dim, float32
 CASE = LONG[1]

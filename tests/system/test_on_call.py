@@ -21,6 +21,8 @@ from .machine import Machine, until
 from .raylets import Raylets
 from .test_raylets import FLAGS, machine, raylets  # noqa: F401  fixtures
 
+pytestmark = pytest.mark.all
+
 FOUND = {
     "baton status": "decode 1",
     "baton top --once": "prompt/s",

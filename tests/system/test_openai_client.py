@@ -7,6 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+pytestmark = pytest.mark.all
+
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 

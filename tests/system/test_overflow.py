@@ -18,6 +18,8 @@ from tests.within import WITHIN
 
 from .recovery import FLAGS, SHORT, Broken, each_has, hold, wait_exit
 
+pytestmark = pytest.mark.all
+
 # Steps may take as long as they like.
 GENEROUS = ("--ttit-target", "5000", "--enable-prefix-caching")
 TOKENS = 65

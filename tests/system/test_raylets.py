@@ -28,6 +28,8 @@ from tests.within import WITHIN
 from .machine import Machine, command_lines, titled, tree, until
 from .raylets import Raylets
 
+pytestmark = pytest.mark.all
+
 T = TypeVar("T")
 CASES = cases(8, 24)
 FLAGS = (

@@ -14,6 +14,8 @@ from baton.bench.lab.harness.workers import metric
 
 from .recovery import LONGEST, MIXED, SHORT, Broken, each_has, wait_exit
 
+pytestmark = pytest.mark.all
+
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "asked", "code"),
@@ -81,7 +83,7 @@ async def test_three_attempts_without_a_token_are_the_end_of_that_request_alone(
     """The worker that prefills it dies in the step. What the other workers decode meanwhile goes on.
 
     After two crashed steps it shares none: a kill may then hit a step of the others, or fall between two.
-    In `make test`, `tests/router/test_lost_workers.py` counts the attempts.
+    Without long tests, `tests/router/test_lost_workers.py` counts the attempts.
     """
     await asyncio.to_thread(broken.all_back)
     doomed = Case("A very long story. " * 300, 4, 0.0, 1)

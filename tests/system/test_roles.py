@@ -18,6 +18,8 @@ from tests.within import WITHIN
 
 from .machine import Machine, until
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:

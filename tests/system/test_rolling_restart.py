@@ -13,6 +13,8 @@ from baton.bench.lab.harness.streams import Load, cases, expected, judge
 from .machine import Machine
 from .serve import Serve
 
+pytestmark = pytest.mark.all
+
 CASES = cases(8, 24)
 
 

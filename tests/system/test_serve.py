@@ -152,6 +152,7 @@ def test_ctrl_c_leaves_nothing(served: Serve) -> None:
     served.machine.assert_no_trace()
 
 
+@pytest.mark.all
 def test_a_killed_serve_leaves_nothing(machine: Machine) -> None:
     """With the embedded model, which no process checks before the roles start: that would import torch."""
     serve = Serve(machine, fresh=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx2
 import openai
+import pytest
 from openai.types import Completion
 
 from baton.bench.lab.harness.cluster import free_port
@@ -17,6 +18,8 @@ from tests.conftest import Certificates
 
 from .machine import Machine, command_lines
 from .serve import Serve
+
+pytestmark = pytest.mark.all
 
 KEY, SECRET = "sk-of-a-test-and-nobody-else", "a cluster secret of a test and nobody else"
 

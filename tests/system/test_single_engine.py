@@ -10,12 +10,15 @@ from typing import Any
 
 import jsonschema
 import openai
+import pytest
 
 from baton.cluster.model import EMBEDDED_NAME
 from baton.engine import Engine, EngineRequest, SamplingParams, StructuredOutput
 from tests.shallow import VOCABULARY
 
 from .recovery import Broken
+
+pytestmark = pytest.mark.all
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -18,6 +18,8 @@ from tests.within import WITHIN
 
 from .recovery import PATIENT, UNHURRIED, Broken, each_has
 
+pytestmark = pytest.mark.all
+
 FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
     "--max-num-batched-tokens", "256", *UNHURRIED, "--engine-timeout", "20", "--drain-timeout", "1",

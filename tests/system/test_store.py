@@ -19,6 +19,8 @@ from tests.mooncake import libraries
 from .machine import Machine
 from .serve import Serve
 
+pytestmark = pytest.mark.all
+
 
 async def turn(client: openai.AsyncOpenAI, model: str, prompt: list[int]) -> tuple[str, int]:
     """The answer, and how many tokens of the prompt were cached."""

@@ -54,6 +54,7 @@ async def test_eight_at_a_time(
     server.assert_whole()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("which", [slice(3, None, 5), pytest.param(slice(None), marks=pytest.mark.long)])
 async def test_prompts_are_scored(
     server: Serve, aclient: openai.AsyncOpenAI, model_id: str, goldens: list[dict[str, Any]], which: slice

@@ -17,6 +17,8 @@ from baton.weights import Weights
 
 from .recovery import PATIENT
 
+pytestmark = pytest.mark.all
+
 CHANGES, STEPS, TOKENS = 5, 3, 24
 TIMES_NOISE = 10.0
 """A worker adds in another order than transformers. So it may be off from float64 by some times as much as

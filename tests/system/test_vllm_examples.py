@@ -23,6 +23,8 @@ from tests.docs.test_commands import wrong
 from tests.pages import ROOT
 from tests.within import WITHIN
 
+pytestmark = pytest.mark.all
+
 EXAMPLES = ROOT / "examples"
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 PROXY = '''

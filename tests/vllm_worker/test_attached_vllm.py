@@ -30,6 +30,8 @@ from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
 from tests.within import WITHIN
 
+pytestmark = pytest.mark.all
+
 SLOTS, SLOT_BYTES = 16, 1 << 20
 TICK = 0.25
 

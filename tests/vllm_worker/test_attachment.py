@@ -81,6 +81,7 @@ def answers(link: WorkerLink) -> None:
     link.channel.send(Injected(b"d", FIRST, STATS), FetchFailed(b"e", "gone"), Released(b"p", "acked"))
 
 
+@pytest.mark.all
 async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens(directory: Path) -> None:
     worker = Worker(directory)
     process = connector(worker.link.path, 0, answers)

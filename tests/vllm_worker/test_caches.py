@@ -16,6 +16,8 @@ from baton.vllm_worker.metadata import Begun, BlockTable, block_ids
 from tests.layouts import kv_layout
 from tests.vllm_worker.groups import attention, group
 
+pytestmark = pytest.mark.all
+
 BLOCKS, BLOCK, HEADS, DIM = 5, 16, 3, 8
 NAMES = "model.layers.0.attn", "model.layers.1.attn"
 

@@ -18,6 +18,8 @@ from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompt
 from tests.vllm_worker.test_attached_vllm import SAMPLED, TOKENS, WHOLE, pair
 from tests.vllm_worker.test_groups import states
 
+pytestmark = pytest.mark.all
+
 DRAFTS = 3
 LENGTHS = [129, 60, 3, 700, 100]
 

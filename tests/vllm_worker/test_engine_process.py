@@ -28,6 +28,8 @@ from tests.stand_in import stand_in
 from tests.vllm_worker.played import played
 from tests.within import within
 
+pytestmark = pytest.mark.all
+
 D = b"d" * 16
 READY = EngineReady("model", b"", kv_layout(3, 2, 8, "float32"), 500, 100, 16, 40, 0, "")
 

@@ -16,6 +16,8 @@ from tests.vllm_worker.engines import TOKENS, generated, prompts_of
 from tests.vllm_worker.groups import attention, group
 from tests.vllm_worker.served import VLLMCluster, save_tokenizer
 
+pytestmark = pytest.mark.all
+
 SIZES: dict[str, Any] = {
     "vocab_size": 500, "hidden_size": 128, "max_position_embeddings": 2048, "bos_token_id": None,
     "eos_token_id": 0,

@@ -14,6 +14,8 @@ from baton.vllm_worker import options
 from baton.vllm_worker.identity import fingerprint
 from tests.vllm_worker.played import annotated, played
 
+pytestmark = pytest.mark.all
+
 LONG: dict[str, Any] = {"long_factor": [2.0], "original_max_position_embeddings": 64}
 HARMLESS = {
     "of the rounding, the speed or the memory of the same products": """

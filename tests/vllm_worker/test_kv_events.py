@@ -15,6 +15,8 @@ from tests.vllm_worker.test_groups import SIZES, states, windows
 from tests.within import within
 from tests.worker.test_kv_events import TOPIC, Subscriber
 
+pytestmark = pytest.mark.all
+
 
 def attention(path: Path) -> dict[str, Any]:
     save_model(path)

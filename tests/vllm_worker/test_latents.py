@@ -12,6 +12,8 @@ import pytest
 from tests.vllm_worker.engines import GREEDY, TOKENS, Server, generated, prompts_of
 from tests.vllm_worker.served import VLLMCluster, joined, save_model
 
+pytestmark = pytest.mark.all
+
 COMPILATION = {"custom_ops": ["-rotary_embedding"]}
 """In eager mode vLLM would use an operator for CPUs that rotates only one head of a query, and writes over
 the latent beside a key."""

@@ -20,6 +20,8 @@ from baton.vllm_worker.version import check_version
 from baton.worker.group import Group
 from tests.vllm_worker.engines import PATHS, PYTHON
 
+pytestmark = pytest.mark.all
+
 
 def config(**fields: Any) -> EngineConfig:
     return EngineConfig("some/model", **fields)

@@ -26,6 +26,8 @@ from baton.worker.messages import Code, FromEngine, Origin, PrefillSource, Work
 from tests.stand_in import stand_in
 from tests.vllm_worker.played import played
 
+pytestmark = pytest.mark.all
+
 OURS, THEIRS = 1, 2  # incarnations
 M = TypeVar("M")
 FIRST = FirstToken(5, -1.5, (6,), (-0.5,))

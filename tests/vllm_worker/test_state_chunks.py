@@ -11,6 +11,8 @@ import torch
 from baton.vllm_worker.state_chunks import compute_as_decodes
 from tests.vllm_worker.played import function
 
+pytestmark = pytest.mark.all
+
 BACKENDS = "vllm.v1.attention.backends"
 SPLIT = "split_decodes_and_prefills"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from baton.engine import EngineStats, MixedStep
 from baton.engine.api.stats import StepStats
@@ -12,6 +13,8 @@ from baton.machine.step_model import StepModel
 from baton.vllm_worker.attachment import Costs, Encoded
 from baton.vllm_worker.stats import Load
 from tests.vllm_worker.played import played
+
+pytestmark = pytest.mark.all
 
 STATS = "vllm/v1/metrics/stats.py"
 

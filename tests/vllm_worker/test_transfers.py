@@ -40,6 +40,8 @@ from tests.forked import forking
 from tests.vllm_worker.groups import attention, group
 from tests.within import WITHIN
 
+pytestmark = pytest.mark.all
+
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
 VOCABULARY = 500
 KINDS = ToConnector, FromConnector

@@ -15,6 +15,8 @@ import pytest
 
 from tests.vllm_worker.engines import GREEDY, Answers, Server, generated, prompts_of, save_model
 
+pytestmark = pytest.mark.all
+
 PREFILL: dict[str, Any] = {"do_remote_decode": True}
 
 

@@ -49,6 +49,7 @@ def worker(tmp_path: Path, request: pytest.FixtureRequest):
     assert started.stop() == 0
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("tier", ["host", "disk"])
 async def test_copies_of_states_come_back_from_a_tier_on_all_ranks(tier: str, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
@@ -100,6 +101,7 @@ async def saved(worker, stream: WorkerStream, tier: str) -> float:
     return metrics(worker)[f'baton:offload_saved_blocks_total{{tier="{tier}"}}']
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("worker", "tier"),
     [

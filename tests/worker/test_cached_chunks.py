@@ -103,6 +103,7 @@ def test_chunks_with_different_salts_differ():
     assert len(worker.known) == 9
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("block_size", [16, 48, 64, 128])
 def test_the_estimate_of_a_router_matches_the_tokens_that_the_engine_finds(block_size: int):
     """Conversations grow and branch, one prefill after the other, in a pool that is far too small."""

@@ -99,6 +99,7 @@ def failures(stream: WorkerStream, ids: list[bytes]) -> list[pb.AttemptFailed]:
     return [message for message in found if isinstance(message, pb.AttemptFailed)]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("death", DEATHS, ids=lambda d: f"{d.role}-{d.kind}-{d.how.name}")
 async def test_all_processes_end_and_routers_learn_the_attempts_of_the_crashed_step(
     worker: WorkerProcess, death: Death

@@ -109,6 +109,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 names = (bytes([i]) * 32 for i in itertools.count(1))
 
 
+@pytest.mark.all
 def test_a_worker_gets_the_bytes_of_an_encoder_once(pair: Pair) -> None:
     name = next(names)
     expected = pair.encode(name, 10, 17)  # 170 tokens: the last chunk is not full

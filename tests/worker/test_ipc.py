@@ -92,6 +92,7 @@ def test_the_engine_decodes_only_messages_to_the_engine(data: bytes) -> None:
         messages.decode_to_engine(data)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("inodes", [2, 3])
 def test_a_full_run_directory_keeps_no_worker_from_starting(tmp_path: Path, inodes: int) -> None:
     """There is room for no directory, or for a directory and no socket."""

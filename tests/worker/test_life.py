@@ -64,6 +64,7 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]
 # ---------------------------------------------------------------- start
 
 
+@pytest.mark.all
 async def test_a_worker_reports_its_start_and_describes_itself(prefill: WorkerProcess) -> None:
     worker = prefill
     assert all(0 <= told["fraction"] <= 1 for told in worker.told[:-1])
@@ -95,6 +96,7 @@ async def test_a_worker_reports_its_start_and_describes_itself(prefill: WorkerPr
     await assert_whole(worker)
 
 
+@pytest.mark.all
 async def test_addresses_of_ipv6_stand_in_brackets(tmp_path: Path) -> None:
     """Prometheus puts the address of metrics into a URL."""
     model = tiny_model(tmp_path / "model")
@@ -134,6 +136,7 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[in
             yield started, taken
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("number", "reason"), [(i, reason) for i, (_, reason) in enumerate(MISTAKES)])
 def test_a_wrong_setting_ends_the_start_with_a_message_and_no_traceback(
     mistaken: tuple[dict[int, WorkerProcess], int], number: int, reason: str
@@ -186,6 +189,7 @@ async def drains(stream: WorkerStream, worker: WorkerProcess) -> None:
         pass
 
 
+@pytest.mark.all
 async def test_after_sigterm_accepted_requests_end_and_new_ones_are_refused(
     ending: dict[str, WorkerProcess], clock: Clock
 ) -> None:
@@ -231,6 +235,7 @@ def probed(worker: WorkerProcess) -> int:
         return refused.code
 
 
+@pytest.mark.all
 async def test_a_drain_ends_at_its_deadline(ending: dict[str, WorkerProcess]) -> None:
     worker = ending["hurried"].wait_ready()
     async with attached(worker) as stream:
@@ -292,6 +297,7 @@ async def test_a_broken_protocol_ends_that_stream_alone(
         await other.token(prefill_id)
 
 
+@pytest.mark.all
 async def test_the_stream_of_a_router_that_does_not_read_is_ended(prefill: WorkerProcess) -> None:
     async with attached(prefill) as stream:
         held = await stream.submit_prefill(request(range(100), sampling()), handover=True)

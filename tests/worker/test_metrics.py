@@ -88,6 +88,7 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
     assert "_created" not in page
 
 
+@pytest.mark.all
 async def test_idle_connections_take_no_threads_and_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.worker.service_process.metrics.ANSWER_SECONDS", 1.0)
     begun, answer = 0, Metrics._answer

@@ -43,6 +43,8 @@ from tests.stand_in import stand_in
 from tests.within import WITHIN
 from tests.worker.test_states import HYBRID, LATENTS, LEDGER, SPARSE, WITH_LEDGER
 
+pytestmark = pytest.mark.all
+
 PARAMS = sampling(max_tokens=8, ignore_eos=True)
 ENDLESS = sampling(max_tokens=3000, ignore_eos=True)
 ENGINE: dict[str, Any] = {

@@ -548,6 +548,7 @@ def test_prompts_do_not_wait_while_the_store_is_silent_or_its_speed_is_not_known
     assert not any(store.waits(3)), "what was measured is of another store"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("promised", "tries"), [(2.2, 0), (6.6, 1)], ids=["as probed", "slower"])
 def test_no_prompt_waits_for_a_store_that_is_slower_than_computing(
     world: World, promised: float, tries: int

@@ -54,6 +54,7 @@ def start_parent(parent_pid: str) -> tuple[subprocess.Popen[str], psutil.Process
     return parent, psutil.Process(int(parent.stdout.readline()))
 
 
+@pytest.mark.all
 def test_a_child_dies_when_its_parent_is_killed() -> None:
     parent, child = start_parent("os.getpid()")
     assert parent.stdout is not None
@@ -64,6 +65,7 @@ def test_a_child_dies_when_its_parent_is_killed() -> None:
     child.wait(WITHIN)
 
 
+@pytest.mark.all
 def test_a_child_whose_parent_is_already_dead_does_not_start() -> None:
     parent, child = start_parent("os.getpid() + 1")
     assert parent.stdout is not None
@@ -74,6 +76,7 @@ def test_a_child_whose_parent_is_already_dead_does_not_start() -> None:
     parent.wait()
 
 
+@pytest.mark.all
 def test_a_child_ignores_sigint_and_sigterm() -> None:
     parent, child = start_parent("os.getpid()")
     assert parent.stdout is not None

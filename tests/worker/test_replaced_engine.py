@@ -31,6 +31,8 @@ from .test_kv_events import TOPIC, Subscriber
 from .test_states import HYBRID
 from .test_weights import described, first_token, replaced, replacement, saved
 
+pytestmark = pytest.mark.all
+
 ENGINE = {
     "load_format": "dummy",
     "num_blocks": 300,

@@ -36,6 +36,8 @@ from tests.within import WITHIN
 from .test_replaced_engine import kill, next_engine
 from .test_weights import replaced, saved
 
+pytestmark = pytest.mark.all
+
 ENGINE = {"load_format": "dummy", "num_blocks": 80, "block_size": 16, "enable_prefix_caching": True}
 
 ROOMY = {"num_blocks": 400}

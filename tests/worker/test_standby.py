@@ -43,6 +43,8 @@ from .test_replaced_engine import (
 )
 from .test_weights import described, first_token, replaced, saved
 
+pytestmark = pytest.mark.all
+
 STANDBY = "engine standby"
 
 

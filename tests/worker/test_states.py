@@ -25,6 +25,8 @@ from tests.cluster_helpers import (
 from tests.engine.checkpoints import edit_json
 from tests.engine.conftest import TINY_LATENT, TINY_SPARSE
 
+pytestmark = pytest.mark.all
+
 KV, STATE = 0, 1
 """Arrays of a frame."""
 HYBRID = {

@@ -123,6 +123,7 @@ async def first_token(worker: WorkerProcess) -> tuple[int, float]:
         return token.token_id, token.logprobs.logprob
 
 
+@pytest.mark.all
 async def test_a_worker_computes_with_the_weights_of_the_newest_version(
     worker: WorkerProcess, tmp_path: Path
 ) -> None:
@@ -273,6 +274,7 @@ async def test_weights_that_are_not_at_the_path_come_from_a_worker_that_has_them
     await assert_whole(worker)
 
 
+@pytest.mark.all
 async def test_what_does_not_fit_is_refused_by_name(worker: WorkerProcess, tmp_path: Path) -> None:
     before = await described(worker)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -397,6 +399,7 @@ def memory(*tags: str, release: bool) -> pb.MemoryRequest:
     return pb.MemoryRequest(tags=tags, release=release)
 
 
+@pytest.mark.all
 async def test_a_worker_without_memory_waits_until_it_and_weights_are_back(
     worker: WorkerProcess, tmp_path: Path
 ) -> None:

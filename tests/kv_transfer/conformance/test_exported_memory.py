@@ -61,6 +61,7 @@ def unreachable(*_: Any) -> Any:
     raise Unreachable("no peer access")
 
 
+@pytest.mark.all
 def test_it_is_withdrawn_after_a_wrong_slice_and_closed_with_its_session(
     make_pair: Any, transport: Kind
 ) -> None:
@@ -136,6 +137,7 @@ def wrong(pull: Any, *args: Any) -> Any:
     return event, lambda: [None for _ in outcome()]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("fault", [unreachable, wrong])
 def test_a_slice_that_only_another_rank_finds_wrong(
     make_pair: Any, monkeypatch: pytest.MonkeyPatch, fault: Any

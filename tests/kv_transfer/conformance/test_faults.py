@@ -59,6 +59,7 @@ def fetched(pair: Pair, prefill_id: bytes) -> None:
     pair.assert_whole()
 
 
+@pytest.mark.all
 @on([(*ASKED, (2, 4)), *((kind, *what) for kind, what in each(*KILLED))], "transport, state, ranks")
 def test_decode_is_killed(make_prefill: Any, make_decode: Any, state: str, ranks: tuple[int, int]) -> None:
     """The prefill is held, and another decode worker fetches it."""
@@ -71,6 +72,7 @@ def test_decode_is_killed(make_prefill: Any, make_decode: Any, state: str, ranks
     fetched(Pair(prefill, second), prefill_id)
 
 
+@pytest.mark.all
 @on([ASKED, *each("receiving", "committed")], "transport, state")
 def test_prefill_is_killed_and_comes_back_under_its_address(
     make_prefill: Any, make_decode: Any, state: str
@@ -91,6 +93,7 @@ def test_prefill_is_killed_and_comes_back_under_its_address(
     fetched(again, again.prefill.hold(TOKENS))
 
 
+@pytest.mark.all
 @on(each("prefill", "decode"), "transport, hangs")
 def test_a_transfer_process_hangs_and_goes_on(make_pair: Any, hangs: str) -> None:
     pair = make_pair(*({"deadlines": deadlines(peer_dead=50.0)} for _ in range(2)))

@@ -54,6 +54,7 @@ def test_layers_stream_while_the_prefill_computes(make_pair: Any) -> None:
     pair.assert_whole()
 
 
+@pytest.mark.all
 @GROUPS
 def test_chunks_of_a_prefix_cache_travel(make_pair: Any, ranks: tuple[int, int]) -> None:
     """From blocks of 128 into blocks of 16. The holder lacks the last chunk."""
@@ -115,6 +116,7 @@ def test_nothing_missing_is_a_commit_of_no_frames(pair: Pair) -> None:
     pair.assert_whole()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("transport", [*EVERY_KIND, TCP_WITH_MOVERS], indirect=True, ids=str)
 def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any) -> None:
     """Far more data in flight than slots, from both ends of the size range: no mix blocks another."""
@@ -144,6 +146,7 @@ def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any) -> Non
     assert len(pair.prefill.free) == 400
 
 
+@pytest.mark.all
 def test_a_prefill_that_computes_nothing_yet_starves_no_other(
     make_prefill: Any, make_decode: Any, pair_of: Any
 ) -> None:
@@ -167,6 +170,7 @@ def test_a_prefill_that_computes_nothing_yet_starves_no_other(
         pair.assert_whole()
 
 
+@pytest.mark.all
 def test_a_receiver_that_does_not_read_keeps_no_other_waiting(
     make_prefill: Any, make_decode: Any, pair_of: Any
 ) -> None:
@@ -196,6 +200,7 @@ def test_a_receiver_that_does_not_read_keeps_no_other_waiting(
     b.assert_whole()
 
 
+@pytest.mark.all
 @GROUPS
 def test_a_new_fetch_supersedes(
     make_prefill: Any, make_decode: Any, pair_of: Any, ranks: tuple[int, int]
@@ -280,6 +285,7 @@ def test_asking_for_positions_that_are_not_there(pair: Pair) -> None:
     pair.prefill.sender.close(prefill_id, "cancelled")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("transport", "ranks"),
