@@ -82,12 +82,14 @@ def stop_in_step(engine: psutil.Process) -> None:
     fds = Path(f"/proc/{engine.pid}/fd")
     path = next(fd for fd in fds.iterdir() if "baton-heartbeat" in os.readlink(fd))
     heartbeat = Heartbeat(os.open(path, os.O_RDWR))
+    end = time.monotonic() + WITHIN
     while True:
         engine.suspend()
         while engine.status() != psutil.STATUS_STOPPED:
             pass
         if heartbeat.step:
             break
+        assert time.monotonic() < end, "it has no step"
         engine.resume()
         time.sleep(0.01)
     heartbeat.close()

@@ -254,6 +254,56 @@ async def test_a_move_and_a_restart_meanwhile(worker: Worker) -> None:
     assert len(TREES) == 2
 
 
+@pytest.mark.parametrize("waits_for", ["the pause", "the status"])
+async def test_a_restart_before_the_one_before_is_over_is_the_same(worker: Worker, waits_for: str) -> None:
+    """Each is told when the engine serves. The next call is a restart of its own."""
+    if waits_for == "the pause":
+        worker.backend.tell_pause(pb.PAUSE_STEPS)
+    restarts = [asyncio.create_task(worker.backend.restart_engine())]
+    second = await worker.next_tree(1)
+    second._answers = False
+    second._may_start.set()
+    await within(second._asked.wait())
+    assert isinstance(second._sent[-1], messages.Pause) == (waits_for == "the pause")
+    restarts.append(asyncio.create_task(worker.backend.restart_engine()))
+    await asyncio.sleep(0)
+    assert not any(restart.done() for restart in restarts), "it does not serve yet"
+    second._answers = True
+    second._answer(second._sent[-1])
+    await within(asyncio.gather(*restarts))
+    assert [tree.failure.done() for tree in TREES] == [True, False]
+    restarts = [asyncio.create_task(worker.backend.restart_engine())]
+    (await worker.next_tree(2))._may_start.set()
+    await within(restarts[0])
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_an_engine_that_does_not_pause_is_replaced_too(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """Also if the call ends meanwhile: the engine would stay frozen."""
+    await worker.backend.send(decode(A))
+    worker.first._answers = False
+    if not cancelled:
+        monkeypatch.setattr(worker.backend, "_engine_timeout", 0.0)
+    restart = asyncio.create_task(worker.backend.restart_engine())
+    if cancelled:
+        await within(worker.first._asked.wait())
+        restart.cancel()
+    (await worker.next_tree(1))._may_start.set()
+    await within(worker.backend._settled.wait())
+    assert worker.decodes_of(1) == [A]
+    await asyncio.wait([restart])
+    assert restart.cancelled() == cancelled
+
+
+async def test_a_restart_does_not_wait_for_ever(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    await worker.dies(0)
+    monkeypatch.setattr(backend, "LONGEST_RESTART", 0.0)
+    with pytest.raises(Refused, match="no other engine process is ready after 0 s"):
+        await within(worker.backend.restart_engine())
+
+
 @pytest.mark.parametrize(
     "error", [StartError("no such model"), TreeError("it exited"), StandbyError("another layout")]
 )

@@ -39,7 +39,7 @@ from .test_replaced_engine import (
     open_files,
     read,
     status,
-    until_tokens,
+    until_serving,
 )
 from .test_weights import described, first_token, replaced, saved
 
@@ -133,8 +133,7 @@ async def test_a_planned_restart_uses_code_that_is_new(worker: WorkerProcess) ->
         right = ids(await read(stream, await stream.submit_decode(asked)))
         old = await within(next_standby(worker, stream, worker.child("engine")))
         log = worker.log.read_text()
-        decode_id = await stream.reserve(asked)
-        await until_tokens(stream, [decode_id], 20)
+        decode_id = await held(stream, asked, 20)
         await within(stream.stub.RestartEngine(pb.RestartEngineRequest()))
         assert not old.is_running()
         assert ids(await within(read(stream, decode_id))) == right
@@ -160,8 +159,7 @@ async def test_a_standby_has_the_newest_weights(worker: WorkerProcess, tmp_path:
             if ready:
                 old = await within(next_standby(worker, stream, old))
             kill(worker)
-            while (await status(stream)).health != pb.WorkerStatus.HEALTH_SERVING:
-                pass  # it is replaced
+            await until_serving(stream)  # it is replaced
             assert await first_token(worker) == pytest.approx(token)
             assert await described(worker) == names
     assert "cannot take over" not in worker.log.read_text().removeprefix(log), (
@@ -181,8 +179,7 @@ async def test_standbys_end_with_the_worker_and_are_not_started_for_ever(tmp_pat
             while (await within(status(stream))).standby != "ended":
                 pass
             kill(worker)
-            while (await status(stream)).health != pb.WorkerStatus.HEALTH_SERVING:
-                pass
+            await until_serving(stream)
             standby = await within(next_standby(worker, stream, standby))
         assert await asyncio.to_thread(worker.stop) == 0
         assert not standby.is_running()
@@ -207,8 +204,7 @@ async def test_a_standby_that_cannot_share_weights_is_no_end_of_streams(tmp_path
             kill(worker)
             await goes_on(stream, decode_id, right)
             await within(without_standby(2))
-            decode_id = await stream.reserve(asked)
-            await until_tokens(stream, [decode_id], 20)
+            decode_id = await held(stream, asked, 20)
             await within(stream.stub.RestartEngine(pb.RestartEngineRequest()))
             assert ids(await within(read(stream, decode_id))) == right
             await within(without_standby(4))
@@ -225,8 +221,7 @@ async def test_a_new_layout_of_kv_is_no_end_of_streams(tmp_path: Path) -> None:
             while (await within(status(stream))).standby != "ended":
                 pass
             assert "the caches of KV have another layout" in worker.log.read_text()
-            old, decode_id = worker.child("engine"), await stream.reserve(asked)
-            await until_tokens(stream, [decode_id], 20)
+            old, decode_id = worker.child("engine"), await held(stream, asked, 20)
             await within(stream.stub.RestartEngine(pb.RestartEngineRequest()))
             assert ids(await within(read(stream, decode_id))) == right
             await within(next_standby(worker, stream, old))

@@ -22,7 +22,7 @@ from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.engine_process.kv_events import all_blocks_cleared
 from baton.worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
-from baton.worker.processes import EngineError, EngineRestart, TreeError, dismiss
+from baton.worker.processes import START_SILENCE, EngineError, EngineRestart, TreeError, dismiss
 from baton.worker.service_process import streams
 from baton.worker.service_process.cache_feed import CacheFeed
 from baton.worker.service_process.counts import added
@@ -44,6 +44,8 @@ STILL_CHECK = 0.002
 SHUTTING_DOWN = "the worker is shutting down"
 LONG_LIFE = 60.0
 """Seconds after which the end of an engine process has other causes than its start."""
+LONGEST_RESTART = START_SILENCE
+"""Seconds until another engine process serves, after which a call that asked for it ends."""
 
 
 class Refused(Exception):
@@ -100,10 +102,11 @@ class Backend:
         self._last_status = pb.WorkerStatus()
         self._handovers, self._handovers_hidden = 0, 0.0
         self._open = OpenAttempts(config.deadlines.hold) if config.replace_engine else None
+        self._engine_timeout = config.deadlines.engine_dead
         self.replacing = False
         """Whether the engine process has ended, and another one is not ready yet."""
         self._settled = asyncio.Event()
-        """Not set from then on, until the other one has all attempts."""
+        """Not set from the end of an engine process until `replacement_over`: restarts and pauses wait."""
         self._settled.set()
         self.standby: Standby | None = None
         """None: another engine process is started when it is needed."""
@@ -149,26 +152,44 @@ class Backend:
         return self._goes_on or lived > LONG_LIFE or isinstance(error, EngineRestart)
 
     async def restart_engine(self) -> None:
-        """Another engine process takes the place of this one, between two steps. Returns when it has all
-        attempts. Raises Refused."""
+        """Another engine process takes the place of this one, between two steps. Returns when it serves. A
+        replacement that is under way is the restart. Raises Refused."""
         if self._open is None:
             raise Refused("it was started without --replace-engine: restart the whole worker")
         if self.draining:
             raise Refused(self.draining)
-        if self.standby is not None and not self.replacing:
-            self.standby.renew()  # Baton on the disk may be newer
-            await self.standby.settled()
-            if why := self.standby.failure:
-                raise Refused(f"no other engine process can start, and this one goes on: {why}")
-        with suppress(TreeError):  # it ends by itself meanwhile, and is replaced, too
-            while True:
-                paused = await self._answer(lambda question: messages.Pause(question, True, ""))
-                if not paused.computing:
-                    break
-                await asyncio.sleep(STILL_CHECK)
-            self._settled.clear()
-            self._tree.end_engine()
-        await self._settled.wait()
+        try:
+            async with asyncio.timeout(LONGEST_RESTART):
+                if self._settled.is_set() and self.standby is not None:
+                    self.standby.renew()  # Baton on the disk may be newer
+                    await self.standby.settled()
+                    if why := self.standby.failure:
+                        raise Refused(f"no other engine process can start, and this one goes on: {why}")
+                if self._settled.is_set():
+                    await self._end_engine()
+                await self._settled.wait()
+        except TimeoutError:
+            raise Refused(f"no other engine process is ready after {LONGEST_RESTART:g} s") from None
+
+    async def _end_engine(self) -> None:
+        """Between two steps, unless these are too far apart. Also if the call is cancelled meanwhile, since
+        the engine would stay frozen."""
+        tree = self._tree
+        try:
+            async with asyncio.timeout(self._engine_timeout):
+                while True:
+                    paused = await self._answer(lambda question: messages.Pause(question, True, ""))
+                    if not paused.computing:
+                        break
+                    await asyncio.sleep(STILL_CHECK)
+        except TimeoutError:
+            log.warning("the engine has not paused for %g s, and ends in a step", self._engine_timeout)
+        except TreeError:
+            pass  # it ends by itself meanwhile, and is replaced, too
+        finally:
+            if self._tree is tree:
+                self._settled.clear()
+                tree.end_engine()
 
     def engine_lost(self, error: str, step: Collection[bytes], *, planned: bool) -> None:
         """The engine process has ended, or shall end. Attempts wait for the next one; routers give the worker
@@ -201,9 +222,12 @@ class Backend:
             await self._answer(lambda question: messages.Pause(question, frozen=True, abort=""))
         for attempt in waiting:
             await tree.engine_link.send(attempt)
-        self._settled.set()
         # At once: until then routers send nothing here.
         self._routers.tell(await self.status())
+
+    def replacement_over(self) -> None:
+        """Another one may begin."""
+        self._settled.set()
 
     # ------------------------------------------------------------ questions
 

@@ -310,6 +310,7 @@ class Service:
         times = [*stages.values(), time.monotonic()]
         split = [f"{name} {b - a:.2f}" for name, (a, b) in zip(stages, pairwise(times), strict=True)]
         log.info("another engine process goes on after %.2f s: %s", times[-1] - times[0], ", ".join(split))
+        self._backend.replacement_over()
 
     def _next_tree(self) -> WorkerTree:
         """A tree that may take the place of the one that serves."""
