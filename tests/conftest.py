@@ -30,7 +30,7 @@ from tests.interpreter import interpret_faster
 from tests.loop_clock import Clock
 from tests.shallow import shallow
 
-pytest_plugins = ["tests.leftovers", "tests.reruns", "tests.shards"]
+pytest_plugins = ["tests.leftovers", "tests.shards"]
 
 # A busy machine is no failure of what is tested.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
