@@ -116,9 +116,13 @@ class EncoderLoop:
                 raise AssertionError(f"not for an encoder: {message}")
 
     def _encode(self, request: messages.Encode) -> None:
-        future = self._encoder.embeddings(request.name, request.pixels, request.rows, request.columns)
-        image = self._open[request.origin.attempt_id] = _Image(request, future)
+        future = self._encoder.embeddings(
+            request.name, request.pixels, request.rows, request.columns, request.tenant
+        )
         request.pixels = b""  # the future has them
+        if request.origin.attempt_id in self._open:
+            return
+        image = self._open[request.origin.attempt_id] = _Image(request, future)
 
         def ended(_: object) -> None:  # in the thread of the encoder
             image.ended_at = time.monotonic()

@@ -5,7 +5,7 @@
    GPU, embeddings lie in memory that the GPU reads without the host (`PinnedMemory`), taken at the start,
    and CUDA graphs may replay the tower for sizes of images that come again (`TowerGraphs`).
 3. `Encoder` has one thread for the tower, and keeps embeddings by the name of their image, up to a limit of
-   bytes. The same image, in whichever request, is encoded once while it is kept.
+   bytes. The same image, in whichever request, is encoded once while it is kept. Keys take turns.
 4. `Turns` divides the device between the layers of the tower and the steps of the engine, where requests
    decode: a step and the layers beside it fit the target of a gap.
 

@@ -42,7 +42,9 @@ class Embeddings:
         self._under_way: MutableMapping[bytes, Future[np.ndarray]] = {}
         self._held: dict[bytes, float] = {}  # names that are not dropped, until time.monotonic()
 
-    def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+    def embeddings(
+        self, name: bytes, pixels: bytes, rows: int, columns: int, tenant: bytes = b""
+    ) -> "Future[np.ndarray]":
         """The embeddings of an image, which are ready at once if they are kept. `pixels` may be empty if the
         image is not to be encoded here: if it is not kept, an encoder fails with a `ValueError` then."""
         with self._lock:
@@ -55,8 +57,9 @@ class Embeddings:
                 return ready
             if (asked := self._under_way.get(name)) is not None:
                 self.hits += 1
+                self._join(asked, tenant)
                 return asked
-            future = self._start(name, pixels, rows, columns)
+            future = self._start(name, pixels, rows, columns, tenant)
             self._under_way[name] = future
         future.add_done_callback(lambda _: self._over(name, rows * columns))
         return future
@@ -84,9 +87,14 @@ class Embeddings:
         """The futures of these, while the lock is held."""
         return list(self._under_way.values())
 
-    def _start(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+    def _start(
+        self, name: bytes, pixels: bytes, rows: int, columns: int, tenant: bytes
+    ) -> "Future[np.ndarray]":
         """Begins to make embeddings, while the lock is held."""
         raise NotImplementedError
+
+    def _join(self, asked: "Future[np.ndarray]", tenant: bytes) -> None:
+        """Embeddings that are under way were asked for, while the lock is held."""
 
     def _hold(self, name: bytes) -> None:
         """Embeddings that are kept were asked for, while the lock is held. An encoder may hold them."""

@@ -12,13 +12,25 @@ import numpy as np
 
 from baton.encode_worker.embeddings import CACHE_BYTES, Embeddings
 from baton.encode_worker.turns import Turns
+from baton.machine import turns as tenants
 
 Encode = Callable[[bytes, int, int], np.ndarray]
 """(pixels, rows, columns) → embeddings, as `Tower.encode`."""
 
 
+class _Image(Future[np.ndarray]):
+    """One that waits in the turn of each tenant that has asked for it. The first turn encodes it."""
+
+    def __init__(self, name: bytes) -> None:
+        super().__init__()
+        self.name = name
+        self.tenants = set[bytes]()
+        self.pixels, self.rows, self.columns = b"", 0, 0
+        self.begun = False  # or cancelled, as the thread has seen
+
+
 class Encoder(Embeddings):
-    """One thread that encodes one image after the other, in the order in which they are asked for.
+    """One thread that encodes one image after the other. Tenants take turns by the seconds of their images.
 
     An encoder of a pool holds embeddings until a worker has fetched them, for `hold_seconds` at most. If as
     many bytes are held as are kept at most, the next image waits. So no embeddings are dropped before they
@@ -52,7 +64,7 @@ class Encoder(Embeddings):
         `give_back`: gives back the memory of the device that `encode` has kept. None: it keeps none."""
         super().__init__(cache_bytes)
         self.wants: Callable[[bytes], None] | None = None
-        self._without_pixels: MutableMapping[bytes, Future[np.ndarray]] = weakref.WeakValueDictionary()
+        self._without_pixels: MutableMapping[bytes, _Image] = weakref.WeakValueDictionary()
         self._hold_seconds = hold_seconds
         self._released = threading.Condition(self._lock)
         self._closed = False
@@ -63,6 +75,7 @@ class Encoder(Embeddings):
         self._encode = encode
         self._give_back = give_back
         self._tokens_waiting = 0
+        self._waiting = tenants.Turns()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
 
     @property
@@ -70,20 +83,19 @@ class Encoder(Embeddings):
         """In which the waiting images are encoded, if nothing decodes. 0: none waits, or not known."""
         return self._tokens_waiting * self.turns.token_seconds
 
-    def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+    def embeddings(
+        self, name: bytes, pixels: bytes, rows: int, columns: int, tenant: bytes = b""
+    ) -> "Future[np.ndarray]":
         if not pixels and self.wants is not None:
             with self._lock:
                 lacks = name not in self._kept and name not in self._under_way
-                waiting = self._without_pixels.setdefault(name, Future()) if lacks else None
+                waiting = self._without_pixels.setdefault(name, _Image(name)) if lacks else None
+                if waiting is not None:
+                    waiting.tenants.add(tenant)
             if waiting is not None:
                 self.wants(name)  # also if it was asked for before: that router may have gone
                 return waiting
-        future = super().embeddings(name, pixels, rows, columns)
-        with self._lock:
-            waiting = self._without_pixels.pop(name, None)
-        if waiting is not None:
-            future.add_done_callback(partial(_pass_on, waiting))
-        return future
+        return super().embeddings(name, pixels, rows, columns, tenant)
 
     def rehearse(self, rows: int, columns: int, pixels: bytes) -> None:
         """Encodes an image that is not kept, and learns from it alone what images cost."""
@@ -120,12 +132,49 @@ class Encoder(Embeddings):
         with self._released:
             self._closed = True
             self._released.notify()
+            asked = list(self._under_way.values())
+        for image in asked:
+            image.cancel()
         self.turns.grant(math.inf)
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown()
 
-    def _start(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+    def _start(
+        self, name: bytes, pixels: bytes, rows: int, columns: int, tenant: bytes
+    ) -> "Future[np.ndarray]":
         self._tokens_waiting += rows * columns
-        return self._thread.submit(self._run, name, pixels, rows, columns)
+        image = self._without_pixels.pop(name, None) or _Image(name)
+        image.pixels, image.rows, image.columns = pixels, rows, columns
+        image.tenants.add(tenant)
+        for each in image.tenants:
+            self._queue(image, each)
+        return image
+
+    def _join(self, asked: "Future[np.ndarray]", tenant: bytes) -> None:
+        assert isinstance(asked, _Image), "it comes from `_start`"
+        if tenant not in asked.tenants:
+            asked.tenants.add(tenant)
+            self._queue(asked, tenant)
+
+    def _queue(self, image: _Image, tenant: bytes) -> None:
+        self._waiting.add(tenant, partial(self._serve, image, tenant))
+        self._thread.submit(self._waiting.serve)
+
+    def _serve(self, image: _Image, tenant: bytes) -> None:
+        if image.begun:
+            return
+        image.begun = True
+        if not image.set_running_or_notify_cancel():
+            return
+        before = self.turns.seconds
+        try:
+            encoded = self._run(image.name, image.pixels, image.rows, image.columns)
+        except BaseException as error:  # noqa: BLE001  (what waits for the image raises it)
+            image.set_exception(error)
+            del image  # which has the frame with the pixels now
+        else:
+            image.pixels = b""
+            image.set_result(encoded)
+        self._waiting.charge(tenant, self.turns.seconds - before)
 
     def _run(self, name: bytes, pixels: bytes, rows: int, columns: int) -> np.ndarray:
         if not pixels:
@@ -163,15 +212,6 @@ class Encoder(Embeddings):
         super()._over(name, tokens)
         with self._lock:
             self._tokens_waiting -= tokens
-
-
-def _pass_on(waiting: "Future[np.ndarray]", encoded: "Future[np.ndarray]") -> None:
-    if encoded.cancelled():
-        waiting.cancel()
-    elif (error := encoded.exception()) is not None:
-        waiting.set_exception(error)
-    else:
-        waiting.set_result(encoded.result())
 
 
 def _nothing() -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -384,7 +385,7 @@ class Engine:
             assert vision is not None, "checked with the request"
             live.images = PromptImages(
                 live.request.images,
-                self._embeddings,
+                partial(self._embeddings, live.request.tenant),
                 grid=vision.sections is not None,
                 sees_whole=bool(vision.whole_layers),
             )
@@ -394,14 +395,14 @@ class Engine:
             self.lives.await_grammar(live)
         return live
 
-    def _embeddings(self, image: Image) -> "Future[np.ndarray]":
+    def _embeddings(self, tenant: bytes, image: Image) -> "Future[np.ndarray]":
         if self._images is None:
             failed: Future[np.ndarray] = Future()
             failed.set_exception(
                 ValueError("this worker has no encoder: install Baton with the extra `images`")
             )
             return failed
-        future = self._images.embeddings(image.name, image.pixels, image.rows, image.columns)
+        future = self._images.embeddings(image.name, image.pixels, image.rows, image.columns, tenant)
         if not future.done():
             future.add_done_callback(self.loop.wake)
         return future

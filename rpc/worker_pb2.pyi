@@ -165,16 +165,18 @@ class Image(_message.Message):
     def __init__(self, name: _Optional[bytes] = ..., start: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., with_pixels: _Optional[bool] = ...) -> None: ...
 
 class SubmitEncode(_message.Message):
-    __slots__ = ("encode_id", "image", "traceparent", "name")
+    __slots__ = ("encode_id", "image", "traceparent", "name", "tenant")
     ENCODE_ID_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     encode_id: bytes
     image: Image
     traceparent: str
     name: str
-    def __init__(self, encode_id: _Optional[bytes] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    tenant: bytes
+    def __init__(self, encode_id: _Optional[bytes] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ..., tenant: _Optional[bytes] = ...) -> None: ...
 
 class ImageReady(_message.Message):
     __slots__ = ("name", "kv_address", "incarnation")

@@ -136,7 +136,8 @@ class ImageReady(_Message):
 
 class Encode(_Message):
     """Make the embeddings of an image, and keep them until workers have fetched them. Encoded answers. To an
-    engine with an encoder of its own: the pixels that it has asked for. Nothing answers."""
+    engine with an encoder of its own: the pixels that it has asked for. Nothing answers. Again, for an
+    attempt that is not answered: another tenant waits for the image, too."""
 
     stream: int
     origin: Origin
@@ -144,6 +145,7 @@ class Encode(_Message):
     rows: int  # of tokens, as the next
     columns: int
     pixels: bytes  # empty: the embeddings should be kept
+    tenant: bytes
 
 
 class AskStatus(_Message):

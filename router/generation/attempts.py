@@ -224,6 +224,7 @@ class AttemptPair:
             row: PrefillAttempt(
                 worker=self.pool.by_row[row],
                 name=self.name,
+                tenant=self.job.tenant,
                 on_event=self.on_event,
                 plan=plan,
                 work=plan.work(row, self.job.chunks),
@@ -269,6 +270,7 @@ class AttemptPair:
         decode = self.decode = DecodeAttempt(
             worker=worker,
             name=self.name,
+            tenant=self.job.tenant,
             on_event=self.on_event,
             plan=plan,
             tokens=len(self.job.prompt_ids) + len(output_ids) + 1,

@@ -4,9 +4,10 @@
                              └─ else: pixels to the encoder with the least wait ─ Encoded ─▶ ┘
 
 The prompt is submitted at once: its worker computes the text before the image meanwhile. An image that
-several prompts want at the same time is encoded once. If its encoder is lost, another one gets it. A worker
-that misses embeddings asks for them (ImageWanted): those that the router believed to be in its prefix cache,
-and those that did not come from the encoder. A worker that encodes asks for the pixels that it lacks.
+several prompts want at the same time is encoded once, in the first of the turns of their keys. If its encoder
+is lost, another one gets it. A worker that misses embeddings asks for them (ImageWanted): those that the
+router believed to be in its prefix cache, and those that did not come from the encoder. A worker that encodes
+asks for the pixels that it lacks.
 """
 
 import asyncio
@@ -43,6 +44,8 @@ class ImageEncode:
     worker: Worker | None = None
     """None: there is no encoder."""
     id: bytes = b""
+    tenants: set[bytes] = field(default_factory=set)
+    """Those in whose turns the encoder may encode it."""
     failures: int = 0
     avoid: set[str] = field(default_factory=set)
     """Addresses of encoders that failed."""
@@ -103,6 +106,9 @@ class Encoders:
         attempt.on_end.append(lambda ended: self._left(key, ended))
         if encode is not None:
             encode.attempts[attempt] = None
+            if encode.worker is not None and attempt.tenant not in encode.tenants:
+                encode.tenants.add(attempt.tenant)
+                _submit(encode.worker, encode.id, image, attempt, with_pixels=False)
             return
         encode = self._under_way[key] = ImageEncode(image, key[0], {attempt: None})
         self._place(encode)
@@ -210,8 +216,12 @@ class Encoders:
         encode.worker, encode.id = worker, os.urandom(16)
         self._by_id[encode.id] = encode
         self._sent[worker] += encode.tokens
+        encode.tenants.clear()
+        for attempt in encode.attempts:
+            if attempt.tenant not in encode.tenants:
+                _submit(worker, encode.id, encode.image, attempt, with_pixels=not encode.tenants)
+                encode.tenants.add(attempt.tenant)
         attempt = next(iter(encode.attempts))
-        _submit(worker, encode.id, encode.image, attempt)
         if log.isEnabledFor(logging.DEBUG):
             fields = of_request(attempt.name, encode.id)
             log.debug("request %s: image at %s", attempt.name, worker, extra=fields)
@@ -249,14 +259,18 @@ class Encoders:
             encode.timer.cancel()
 
 
-def _submit(worker: Worker, encode_id: bytes, image: PlacedImage, attempt: Attempt) -> None:
+def _submit(
+    worker: Worker, encode_id: bytes, image: PlacedImage, attempt: Attempt, *, with_pixels: bool = True
+) -> None:
     """Sends an image to a worker that encodes it. `attempt`: one that needs it."""
-    worker.send_pixels(image)
+    if with_pixels:
+        worker.send_pixels(image)
     submit = pb.SubmitEncode(
         encode_id=encode_id,
-        image=pb.Image(name=image.name, rows=image.rows, columns=image.columns, with_pixels=True),
+        image=pb.Image(name=image.name, rows=image.rows, columns=image.columns, with_pixels=with_pixels),
         traceparent=attempt.span.traceparent,
         name=attempt.name,
+        tenant=attempt.tenant,
     )
     worker.send(pb.RouterMessage(encode=submit))
 

@@ -155,6 +155,7 @@ class Attempt:
     worker: "Worker"
     name: str
     """The request id that the client knows."""
+    tenant: bytes = b""
     on_event: Callable[["Attempt", AttemptEvent | None], None]
     """Tells the generation what happened. None: the stream ended. Called on the event loop; must not wait."""
     id: bytes = field(default_factory=lambda: os.urandom(16))

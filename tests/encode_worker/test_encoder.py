@@ -1,6 +1,7 @@
 """What an encoder keeps and holds."""
 
 import threading
+from concurrent.futures import CancelledError, Future
 
 import numpy as np
 import pytest
@@ -80,6 +81,77 @@ def test_an_image_without_pixels_waits_for_them() -> None:
     with pytest.raises(ZeroDivisionError):
         failing.result(WITHIN)
     encoder.close()
+
+
+class Busy:
+    """An encoder whose first image waits for `go_on`. `order`: of the images; each takes its key a second."""
+
+    def __init__(self) -> None:
+        self.order, self.go_on = list[int](), threading.Event()
+        self.encoder = Encoder(self._encode, Turns())
+        self.first = self.encoder.embeddings(b"first" * 7, bytes([99]), 1, 1, b"other")
+
+    def _encode(self, pixels: bytes, rows: int, columns: int) -> np.ndarray:
+        assert self.go_on.wait(WITHIN)
+        self.order.append(pixels[0])
+        self.encoder.turns.seconds += 1.0
+        return encode(pixels, rows, columns)
+
+    def ask(self, image: int, tenant: bytes) -> Future[np.ndarray]:
+        return self.encoder.embeddings(bytes([image]) * 32, bytes([image]), 1, 1, tenant)
+
+
+def test_keys_take_turns_at_an_encoder() -> None:
+    """One key has many images, and another one comes with two: it waits for one of them before each."""
+    busy = Busy()
+    many = [busy.ask(image, b"many") for image in range(10)]
+    few = [busy.ask(image, b"few") for image in (20, 21)]
+    busy.go_on.set()
+    for each in (*many, *few):
+        each.result(WITHIN)
+    assert busy.order == [99, 0, 20, 1, 21, *range(2, 10)]
+    busy.encoder.close()
+
+
+def test_an_image_is_encoded_in_the_first_turn_of_the_keys_that_want_it() -> None:
+    busy = Busy()
+    many = [busy.ask(image, b"many") for image in range(6)]
+    assert busy.ask(5, b"few") is many[5]
+    busy.encoder.wants = lambda name: None
+    early = [busy.encoder.embeddings(bytes([30]) * 32, b"", 1, 1, key) for key in (b"third", b"many")]
+    assert busy.ask(30, b"many") is early[0] is early[1], "its pixels come in the turn of another key"
+    busy.go_on.set()
+    for each in (*many, early[0]):
+        each.result(WITHIN)
+    assert busy.order == [99, 0, 5, 30, 1, 2, 3, 4]
+    assert (busy.encoder.encoded, busy.encoder.queue_seconds) == (8, 0.0)
+    busy.encoder.close()
+
+
+def test_what_was_asked_for_is_encoded_before_weights_change() -> None:
+    """Also what keys ask for out of turn: what is kept after that is of the new weights."""
+    busy = Busy()
+    asked = [busy.ask(image % 5, key) for image, key in enumerate((b"a", b"b", b"a", b"c", b"b", b"c", b"a"))]
+    assert asked[0].cancel()
+    busy.go_on.set()
+    busy.encoder.forget()
+    assert all(each.done() for each in asked)
+    assert (busy.encoder.waiting, busy.encoder.kept_bytes) == (0, 0)
+    busy.encoder.close()
+
+
+def test_an_encoder_that_ends_cancels_what_waits() -> None:
+    busy = Busy()
+    asked = [busy.ask(image, key) for image, key in enumerate((b"a", b"b", b"a"))]
+    closing = threading.Thread(target=busy.encoder.close)
+    closing.start()
+    for each in asked:
+        with pytest.raises(CancelledError):
+            each.result(WITHIN)
+    busy.go_on.set()
+    closing.join(WITHIN)
+    assert not closing.is_alive()
+    assert busy.order == [99]
 
 
 def test_an_encoder_that_waits_for_room_ends() -> None:

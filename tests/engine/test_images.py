@@ -484,7 +484,9 @@ def test_dummy_weights_see(seeing: tuple[Path, Any]) -> None:
 class ComesLater(Embeddings):
     """Embeddings that come when the test says so."""
 
-    def _start(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+    def _start(
+        self, name: bytes, pixels: bytes, rows: int, columns: int, tenant: bytes
+    ) -> "Future[np.ndarray]":
         self.asked: Future[np.ndarray] = Future()
         return self.asked
 

@@ -66,12 +66,13 @@ class Fleet:
         worker.send_queue, worker.state = None, WorkerState.CONNECTING
         self.roster.availability_changed(worker)
 
-    def attempt(self, name: str, *images: PlacedImage, wants: bool = True) -> Attempt:
+    def attempt(self, name: str, *images: PlacedImage, wants: bool = True, tenant: bytes = b"") -> Attempt:
         """A prompt with images, which is submitted to the worker. `wants`: encoders get its images."""
         told = self.told[name] = list[Any]()
         attempt = Attempt(
-            worker=self.worker, name=name, on_event=lambda _, event: told.append(event), plan=Plan("handover")
-        )
+            worker=self.worker, name=name, tenant=tenant, plan=Plan("handover"),
+            on_event=lambda _, event: told.append(event),
+        )  # fmt: skip
         submit = pb.RouterMessage(prefill=pb.SubmitPrefill(prefill_id=attempt.id))
         self.worker.submit(attempt, submit, Tracer(None, "test", {}).begin("request", "", {}))
         attempt.images = images
@@ -128,6 +129,26 @@ async def test_an_image_is_encoded_once_and_its_worker_is_told() -> None:
     assert fleet.sent(encoder) == []
     assert fleet.roster.prefills  # which encoders are not part of
     assert not fleet.roster.decodes
+
+
+async def test_an_image_waits_in_the_turn_of_each_key_that_wants_it() -> None:
+    """Also at the encoder that gets it after the first one was lost. Pixels are sent once."""
+    fleet, picture = Fleet(), image(1)
+    fleet.attempt("a", picture, tenant=b"many")
+    encoder, submit = fleet.one_with_image()
+    assert (submit.tenant, submit.image.with_pixels) == (b"many", True)
+    for name, tenant in (("b", b"many"), ("c", b"few"), ("d", b"few")):
+        fleet.attempt(name, picture, tenant=tenant)
+    [again] = [message.encode for message in fleet.sent(encoder)]
+    assert (again.encode_id, again.tenant, again.image.with_pixels) == (submit.encode_id, b"few", False)
+    fleet.lose(encoder)
+    [other] = [each for each in fleet.encoders if each is not encoder]
+    pixels, *submits = fleet.sent(other)
+    assert pixels.HasField("pixels")
+    placed = [(each.encode.tenant, each.encode.image.with_pixels) for each in submits]
+    assert placed == [(b"many", True), (b"few", False)]
+    fleet.roster.encoders.encoded(other, submits[0].encode.encode_id)
+    assert fleet.ready() == [(picture.name, other.description.kv_address)]
 
 
 async def test_a_worker_that_encodes_gets_the_pixels_that_it_asks_for() -> None:

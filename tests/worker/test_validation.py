@@ -17,6 +17,7 @@ from baton.worker.service_process.validation import (
     StreamError,
     add_pixels,
     attempt_id,
+    encode,
     output_tokens,
     plan,
     source,
@@ -57,6 +58,11 @@ def test_images_are_taken_whole_or_refused() -> None:
     both.images.add(name=bytes(32), start=1, rows=1, columns=2, with_pixels=True)
     images = work(ID, both, limits, pixels + pixels[:192]).request.images
     assert [image.pixels for image in images] == [pixels[:192], pixels[192:] + pixels[:192]]
+    image_alone = pb.SubmitEncode(image=asked.images[0], tenant=b"key")
+    assert encode(1, ID, image_alone, limits, pixels).tenant == b"key"
+    image_alone.tenant = bytes(65)
+    with pytest.raises(RefusedAttempt, match="tenant has 65 bytes"):
+        encode(1, ID, image_alone, limits, pixels)
     for other in (pixels, pixels * 2):
         with pytest.raises(RefusedAttempt, match=r"images: \d+ bytes of pixels came, not 576"):
             work(ID, both, limits, other)

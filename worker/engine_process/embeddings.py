@@ -166,8 +166,10 @@ class FetchedEmbeddings(Embeddings):
         """Nothing is fetched."""
         return not self._fetches and not self._commands
 
-    def embeddings(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
-        future = super().embeddings(name, pixels, rows, columns)
+    def embeddings(
+        self, name: bytes, pixels: bytes, rows: int, columns: int, tenant: bytes = b""
+    ) -> "Future[np.ndarray]":
+        future = super().embeddings(name, pixels, rows, columns, tenant)
         if not future.done():  # also if it was asked for before: routers may have forgotten it
             self._command(_Asked(name, rows * columns, future))
         return future
@@ -199,7 +201,9 @@ class FetchedEmbeddings(Embeddings):
         os.close(self._wake)
         os.close(self._changed)
 
-    def _start(self, name: bytes, pixels: bytes, rows: int, columns: int) -> "Future[np.ndarray]":
+    def _start(
+        self, name: bytes, pixels: bytes, rows: int, columns: int, tenant: bytes
+    ) -> "Future[np.ndarray]":
         return Future()
 
     def _command(self, command: _Asked | _Ready) -> None:

@@ -117,9 +117,9 @@ class Roles:
             case messages.ImageReady(name, source):
                 assert self._images is not None, "the service refuses them where the engine encodes"
                 self._images.ready(name, source)
-            case messages.Encode(name=name, pixels=pixels, rows=rows, columns=columns):
+            case messages.Encode(name=name, pixels=pixels, rows=rows, columns=columns, tenant=tenant):
                 assert self.engine.encoder is not None, "the service refuses them elsewhere"
-                self.engine.encoder.embeddings(name, pixels, rows, columns)
+                self.engine.encoder.embeddings(name, pixels, rows, columns, tenant)
             case messages.StageWeights() | messages.ReplaceWeights() | messages.DropWeights():
                 self._weights.handle(message)
             case messages.HandBack(reason, but_decodes):

@@ -139,11 +139,15 @@ def _check_labels(asked: pb.Request) -> None:
     for name in ("first_token_within", "waited", "gap_cost"):
         if not 0 <= (seconds := getattr(asked, name)) < math.inf:
             raise _invalid(f"{name} is {seconds}: give seconds, or 0")
-    for name in ("cache_salt", "tenant"):
-        if len(label := getattr(asked, name)) > MAX_LABEL_BYTES:
-            raise _invalid(f"{name} has {len(label)} bytes, more than {MAX_LABEL_BYTES}")
+    _check_label("cache_salt", asked.cache_salt)
+    _check_label("tenant", asked.tenant)
     if len(asked.adapter) not in (0, ID_BYTES):
         raise _invalid(f"adapter must have {ID_BYTES} bytes, not {len(asked.adapter)}")
+
+
+def _check_label(name: str, label: bytes) -> None:
+    if len(label) > MAX_LABEL_BYTES:
+        raise _invalid(f"{name} has {len(label)} bytes, more than {MAX_LABEL_BYTES}")
 
 
 def _images(asked: pb.Request, limits: Limits, pixels: bytes | bytearray) -> tuple[Image, ...]:
@@ -268,13 +272,16 @@ def encode(
         )
     if len(pixels) not in (0, size):
         raise _invalid(f"image: {len(pixels)} bytes of pixels came, not {size}")
+    _check_label("tenant", submit.tenant)
     origin = messages.Origin(
         encode_id,
         name=submit.name if _NAME.fullmatch(submit.name) else encode_id.hex(),
         traceparent=valid_traceparent(submit.traceparent),
         accepted_at=time.monotonic(),
     )
-    return messages.Encode(stream, origin, image.name, image.rows, image.columns, bytes(pixels))
+    return messages.Encode(
+        stream, origin, image.name, image.rows, image.columns, bytes(pixels), submit.tenant
+    )
 
 
 def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:

@@ -1,0 +1,49 @@
+"""The loop of an encoder process."""
+
+import threading
+
+import numpy as np
+
+from baton.cluster.encoder_process import EncoderLoop
+from baton.encode_worker.encoder import Encoder
+from baton.encode_worker.turns import Turns
+from baton.worker import messages
+from baton.worker.engine_process.served_embeddings import ServedEmbeddings
+from baton.worker.ipc import ServiceLink
+from baton.worker.messages import Origin
+from tests.stand_in import stand_in
+from tests.within import WITHIN
+
+
+def encode(number: int, tenant: bytes, image: int, pixels: bytes) -> messages.Encode:
+    origin = Origin(bytes([number]) * 16, "r", "", 0.0)
+    return messages.Encode(1, origin, bytes([image]) * 32, 1, 1, pixels, tenant)
+
+
+def test_an_image_is_asked_for_again_by_another_key_and_answered_once() -> None:
+    go_on, order = threading.Event(), list[int]()
+
+    def made(pixels: bytes, rows: int, columns: int) -> np.ndarray:
+        assert go_on.wait(WITHIN)
+        order.append(pixels[0])
+        encoder.turns.seconds += 1.0
+        return np.zeros((rows * columns, 8), np.uint8)
+
+    encoder = Encoder(made, Turns())
+    submits = [encode(number, b"many", number, bytes([number])) for number in range(4)]
+    submits.append(encode(3, b"few", 3, b""))
+    told = list[messages.FromEngine]()
+    link = stand_in(ServiceLink, receive_all=lambda: [submits.pop(0) for _ in submits[:]], send=told.append)
+    served = stand_in(
+        ServedEmbeddings, poll=lambda: None, encoded=lambda name, tokens: None, close=lambda: None
+    )
+    loop = EncoderLoop(link, encoder, served)
+    assert loop.turn()
+    go_on.set()
+    encoder.forget()  # returns when all is encoded
+    assert loop.turn()
+    assert order == [0, 3, 1, 2]
+    answered = [each.origin.attempt_id[0] for each in told if isinstance(each, messages.Encoded)]
+    assert answered == order
+    assert len(told) == len(order)
+    loop.close()
