@@ -1,8 +1,6 @@
 """Channels and servers, with the keepalive and the limits of size and time that both sides rely on."""
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import grpc
 import grpc.aio
@@ -79,47 +77,6 @@ def cluster_pems(secret: bytes, tls: TlsFiles | None) -> Pems:
     return certificate(secret) if tls is None else tls.pems()
 
 
-async def message_of(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext, seconds: float) -> Any:
-    """Returns the message of a unary request. Ends the call if it does not arrive within `seconds`."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await anext(requests)
-    except (TimeoutError, StopAsyncIteration):
-        text = f"the call's message did not come within {seconds:g} s"
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
-
-
-class MessageDeadline(grpc.aio.ServerInterceptor):
-    """Ends a unary request whose message does not arrive within `seconds`.
-
-    gRPC itself waits without bound. A client could open many calls and send nothing. A handler that streams
-    its answer must write it to the context, not yield it.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
-            return handler
-        answer: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
-
-        # gRPC calls a stream handler before the first message arrives.
-        async def serve(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-            response = await answer(await message_of(requests, context, self._seconds), context)
-            if not handler.response_streaming:
-                await context.write(response)
-
-        return grpc.stream_stream_rpc_method_handler(
-            serve, handler.request_deserializer, handler.response_serializer
-        )
-
-
 def create_public_server(
     max_request_bytes: int,
     health_servicer: HealthServicer,
@@ -142,7 +99,7 @@ def create_public_server(
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.so_reuseport", int(share)),
     ]
-    server = Server([MessageDeadline(message_timeout)], options, proven=False)
+    server = Server([], options, proven=False, message_timeout=message_timeout)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server.grpc)
     shown = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(shown, server.grpc)

@@ -46,6 +46,7 @@ _AT_ONCE = 512
 """Descriptors that are looked at before others may use the event loop."""
 _DESCRIPTORS = "/proc/self/fd"
 
+_Call = Callable[[grpc.aio.ServicerContext], contextlib.AbstractContextManager[None]]
 Address = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
 
@@ -85,13 +86,15 @@ class Server:
         options: Sequence[tuple[str, int]],
         *,
         proven: bool,
+        message_timeout: float | None = None,
     ) -> None:
-        """`proven`: only clients that have proved the cluster's secret can call. So each call is a `call`."""
+        """`proven`: only clients that have proved the cluster's secret can call. So each call is a `call`.
+        `message_timeout`: seconds in which the message of a unary request must arrive."""
         self._most = affordable_connections()
         # gRPC refuses connections that arrive faster than this module finds them.
         bound = ("grpc.max_allowed_incoming_connections", 3 * self._most)
-        counted = [_EachCall(self)] if proven else []
-        self.grpc = grpc.aio.server(interceptors=[*interceptors, *counted], options=[*options, bound])
+        each = _EachCall(self.call if proven else contextlib.nullcontext, message_timeout)
+        self.grpc = grpc.aio.server(interceptors=[*interceptors, each], options=[*options, bound])
         self._port = 0
         self._connections = Connections("gRPC", self._most)
         self._clients: dict[Address, _Client] = {}
@@ -240,11 +243,27 @@ def _normal(host: str, port: int) -> Address:
     return mapped or address, port
 
 
-class _EachCall(grpc.aio.ServerInterceptor):
-    """Counts each call of a server."""
+async def message_of(
+    requests: AsyncIterator[Any], context: grpc.aio.ServicerContext, seconds: float | None
+) -> Any:
+    """Returns the message of a unary request. Ends the call if it does not arrive within `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        within = "" if seconds is None else f" within {seconds:g} s"
+        text = f"the call's message did not come{within}"
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+
+class _EachCall(grpc.aio.ServerInterceptor):
+    """Counts each call of a server, and ends a unary request whose message does not come. gRPC itself waits
+    without bound: a client could open many calls and send nothing."""
+
+    def __init__(self, call: _Call, seconds: float | None) -> None:
+        """As of `Server`. `call` is open while a handler runs."""
+        self._call = call
+        self._seconds = seconds
 
     async def intercept_service(
         self,
@@ -255,18 +274,23 @@ class _EachCall(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         kinds = (handler.request_streaming, handler.response_streaming)
-        kind = "_".join("stream" if streams else "unary" for streams in kinds)
-        serve: Any = getattr(handler, kind)
+        answer: Any = getattr(handler, "_".join("stream" if streams else "unary" for streams in kinds))
 
-        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            with self._server.call(context):
-                return await serve(request, context)
+        # gRPC calls a stream handler before the first message arrives.
+        async def serve(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+            with self._call(context):
+                request: Any = requests
+                if not handler.request_streaming:
+                    request = await message_of(requests, context, self._seconds)
+                if isasyncgenfunction(answer):
+                    async with contextlib.aclosing(answer(request, context)) as responses:
+                        async for response in responses:
+                            await context.write(response)
+                else:
+                    response = await answer(request, context)
+                    if not handler.response_streaming:
+                        await context.write(response)
 
-        async def answers(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            with self._server.call(context):
-                async for each in serve(request, context):
-                    yield each
-
-        counted = answers if isasyncgenfunction(serve) else answer
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(counted, handler.request_deserializer, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(
+            serve, handler.request_deserializer, handler.response_serializer
+        )

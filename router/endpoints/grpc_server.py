@@ -17,8 +17,9 @@ from baton.router.endpoints.frontend import Frontend, request_name, unenforced_h
 from baton.router.errors import ApiError, TooSlow
 from baton.router.generation.output import Delta
 from baton.rpc import inference_pb2 as pb
-from baton.rpc.channel import create_public_server, message_of
+from baton.rpc.channel import create_public_server
 from baton.rpc.health import HealthServicer
+from baton.rpc.port import message_of
 from baton.rpc.tls import add_port
 
 log = logging.getLogger(__name__)
