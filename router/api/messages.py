@@ -213,6 +213,17 @@ class Tool(Part):
         return json.dumps(schema)
 
 
+def described(*tools: Tool) -> str:
+    """Returns a text about the tools for a message: the model learns of them there, not at the beginning."""
+    return "\n".join(json.dumps(tool.for_template(), ensure_ascii=False) for tool in tools)
+
+
+def more_tools(shown: str) -> str:
+    """Returns the text of a message from which on the model may call more tools. `shown`: as `described`
+    returns it."""
+    return f"More tools:\n{shown}" if shown else ""
+
+
 class NamedFunction(Part):
     name: str
 

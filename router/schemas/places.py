@@ -1,13 +1,12 @@
 """The places of a schema, and references to them."""
 
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from baton.router.api.schemas import subschemas
+
 _HOPS = 16
 """References that are followed one after another."""
-_OF_VALUES = ("enum", "const", "default", "examples")
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _DYNAMIC = {"$dynamicRef", "$recursiveRef"}
 
 
@@ -21,7 +20,7 @@ class Places:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self.plain = not any(_is_special(part, root) for part in _parts(root))
+        self.plain = not any(_is_special(part, root) for part in subschemas(root))
         """References are pointers into this schema, and nothing changes their meaning."""
 
     def target(self, reference: Any) -> Any:
@@ -73,19 +72,3 @@ def _is_special(part: dict[str, Any], root: Any) -> bool:
     reference = part.get("$ref", "#")
     is_pointer = isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
     return not is_pointer or bool(_DYNAMIC & part.keys()) or ("$id" in part and part is not root)
-
-
-def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yields the schema and all schemas in it."""
-    left = [schema]
-    while left:
-        part = left.pop()
-        if isinstance(part, list):
-            left += part
-        if isinstance(part, dict):
-            yield part
-            for name, value in part.items():
-                if name in _OF_NAMES and isinstance(value, dict):
-                    left += value.values()
-                elif name not in _OF_VALUES:
-                    left.append(value)

@@ -1,6 +1,5 @@
 """The bodies of POST /v1/messages and /v1/messages/count_tokens, and their translation into a chat."""
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -23,7 +22,15 @@ from baton.router.api.fields import (
     Text,
     invalid,
 )
-from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS, Arguments, Parameters, Tool
+from baton.router.api.messages import (
+    FUNCTION_NAME,
+    MAX_TOOLS,
+    Arguments,
+    Parameters,
+    Tool,
+    described,
+    more_tools,
+)
 from baton.router.api.sampling import Body, SamplingBody
 from baton.router.api.sessions import claude_session
 from baton.router.api.structured import JsonSchema, ResponseFormat
@@ -289,8 +296,7 @@ class Conversation:
             case ToolReferenceBlock():
                 return self._shown(block.text) or block.text
             case ToolAdditionBlock(tool=added):
-                shown = self._shown(added.name)
-                return "More tools:\n" + shown if shown else ""
+                return more_tools(self._shown(added.name))
             case ToolRemovalBlock():
                 return f"The tool {block.tool.name} is not available any more." if block.tool.name else ""
             case TextBlock(text=text):
@@ -304,7 +310,7 @@ class Conversation:
         if name not in self.tools:
             return ""
         _, tool = self.loaded[name] = self.tools[name]
-        return json.dumps(Tool.model_validate(tool.for_chat()).for_template(), ensure_ascii=False)
+        return described(Tool.model_validate(tool.for_chat()))
 
 
 def _joined(pieces: Iterable[str | ShownImage]) -> str | list[ShownText | ShownImage]:

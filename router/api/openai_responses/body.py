@@ -28,7 +28,7 @@ from baton.router.api.fields import (
     text,
     unsupported,
 )
-from baton.router.api.messages import MAX_TOOLS, Arguments, Tool, choice_of
+from baton.router.api.messages import MAX_TOOLS, Arguments, Tool, choice_of, described, more_tools
 from baton.router.api.openai_responses.tools import (
     HOSTED,
     INPUT,
@@ -157,8 +157,7 @@ class ToolsItem(Part):
     def shown(self) -> str:
         """The tools as a text for the model."""
         found, _ = functions(own(self.tools, ""), ())
-        tools = [Tool.model_validate(each).for_template() for each in found]
-        return json.dumps(tools, ensure_ascii=False)
+        return described(*map(Tool.model_validate, found))
 
 
 class AdditionalToolsItem(ToolsItem):
@@ -167,7 +166,7 @@ class AdditionalToolsItem(ToolsItem):
 
     @property
     def message(self) -> dict[str, Any]:
-        return {"role": "developer", "content": f"More tools:\n{self.shown}"}
+        return {"role": "developer", "content": more_tools(self.shown)}
 
 
 class ToolSearchOutputItem(ToolsItem):
