@@ -21,7 +21,7 @@ from aiohttp import web
 from baton.machine.connections import Connections
 from baton.machine.system import describe_exit, die_with_parent
 from baton.router.config import RouterConfig
-from baton.router.endpoints.http_connections import HttpServer, listen
+from baton.router.endpoints.http_connections import HttpServer, listen, refusal
 from baton.router.errors import NoWorker
 from baton.router.workers.checks import explain
 from baton.rpc import worker_pb2 as pb
@@ -96,8 +96,8 @@ async def _explaining(config: RouterConfig, reasons: Mapping[str, str]) -> Async
     @web.middleware
     async def answer(request: web.Request, handler: object) -> web.Response:
         causes = " ".join(islice(reasons.values(), SHOWN)) or "None is known yet."
-        error = NoWorker(f"the router asks its workers which model they serve. {causes}")
-        return web.json_response(error.body, status=error.status, headers={"Retry-After": "1"})
+        text = f"the router asks its workers which model they serve. {causes}"
+        return refusal(NoWorker(text, retry_after=1))
 
     ports = [
         ("--port", config.host, config.port, None if config.tls is None else config.tls.server_context())

@@ -12,7 +12,7 @@ from aiohttp import web
 from baton.router import errors
 from baton.router.admission.keys import KeyRing
 from baton.router.config import RouterConfig
-from baton.router.endpoints.http_connections import serving_key
+from baton.router.endpoints.http_connections import refusal, serving_key
 from baton.router.endpoints.http_generation import authorization
 from baton.router.workers.checks import explain
 
@@ -47,7 +47,7 @@ class AdminCalls:
                 with serving_key(request):
                     return await handler(request)
             except errors.ApiError as error:
-                return web.json_response(error.body, status=error.status)
+                return refusal(error)
 
         return answer
 

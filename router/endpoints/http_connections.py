@@ -68,6 +68,13 @@ def serving_key(request: web.BaseRequest) -> Iterator[None]:
         slot.idle()
 
 
+def refusal(error: ApiError, body: Any = None, **headers: str) -> web.Response:
+    """Returns the response that tells a client of an error. `body`: if it is not OpenAI's."""
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    return web.json_response(body or error.body, status=error.status, headers=headers)
+
+
 async def send(request: web.BaseRequest, response: web.StreamResponse) -> None:
     """Sends what is left of a response, in pieces: many clients may take a large one slowly, and TLS would
     copy it for each. Raises ConnectionError when the client has disconnected or is cut off."""
@@ -341,8 +348,7 @@ def _of(request: web.BaseRequest) -> _Connection:
 def _refused(error: errors.ApiError, failed: Callable[[ApiError], None]) -> web.StreamResponse:
     """Returns the response to a request that reaches no middleware. It closes the connection."""
     failed(error)
-    headers = {"x-request-id": request_name(None)}
-    response = web.json_response(error.body, status=error.status, headers=headers)
+    response = refusal(error, **{"x-request-id": request_name(None)})
     response.force_close()
     return response
 

@@ -22,7 +22,7 @@ from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_batches import HttpBatches
-from baton.router.endpoints.http_connections import is_extra, send, serving_key
+from baton.router.endpoints.http_connections import is_extra, refusal, send, serving_key
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
 from baton.router.endpoints.request_body import read_body
 from baton.router.history import REQUESTS
@@ -225,10 +225,7 @@ class HttpEndpoints:
         if request.path not in _OPEN:  # a probe of a router that is not ready is no request that failed
             self._services.metrics.failed(error, http.REQUEST_ID.get())
         anthropic = request.path.startswith("/v1/messages")
-        body = error_body(error, http.REQUEST_ID.get()) if anthropic else error.body
-        if error.retry_after is not None:
-            more["Retry-After"] = str(error.retry_after)
-        return web.json_response(body, status=error.status, headers=more)
+        return refusal(error, error_body(error, http.REQUEST_ID.get()) if anthropic else None, **more)
 
     # ------------------------------------------------------------ the model
 

@@ -24,13 +24,15 @@ from baton.machine.system import process_end
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_adapters, http_pause, http_weight_transfer, http_weights
 from baton.router.endpoints.http_admin import AdminCalls
-from baton.router.endpoints.http_connections import ADMINS, HttpServer
+from baton.router.endpoints.http_connections import ADMINS, HttpServer, refusal
 from baton.router.errors import Failed
 from baton.router.processes.process import fork
 
 _MODULES = http_weights, http_pause, http_weight_transfer, http_adapters
 _FORWARDED = "Authorization", "Content-Type"
 """The headers that these calls read."""
+_OF_CONNECTION = "Connection", "Content-Length", "Date", "Keep-Alive", "Server", "Transfer-Encoding"
+"""Headers of an answer that this process writes itself."""
 _ANY_TIME = aiohttp.ClientTimeout(total=None)
 
 
@@ -65,11 +67,13 @@ class AdminProcess:
         try:
             session = await self._started()
             async with session.request(request.method, request.path_qs, headers=headers, data=body) as answer:
-                content = await answer.read()
-                return web.Response(status=answer.status, body=content, content_type=answer.content_type)
+                kept = answer.headers.copy()
+                for name in _OF_CONNECTION:
+                    kept.popall(name, None)
+                return web.Response(status=answer.status, body=await answer.read(), headers=kept)
         except (aiohttp.ClientError, OSError) as error:
-            failure = Failed(f"the process that calls the workers failed: {error}. Look at `baton status`")
-            return web.json_response(failure.body, status=failure.status)
+            text = f"the process that calls the workers failed: {error}. Look at `baton status`"
+            return refusal(Failed(text))
 
     async def _started(self) -> aiohttp.ClientSession:
         if self._session is not None and self._is_alive():

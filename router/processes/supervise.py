@@ -30,7 +30,7 @@ from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints import pages
 from baton.router.endpoints.frontend import request_name
-from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen
+from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen, refusal
 from baton.router.errors import NotFound
 from baton.router.preparation.child import fork_server
 from baton.router.processes.admin_process import AdminProcess
@@ -282,8 +282,7 @@ class Supervisor:
         answers = await asyncio.gather(*(_ask(process, f"request {name}") for process in processes))
         timelines = [answer for answer in answers if answer]
         if not timelines:
-            error = NotFound(f"no request {name[:128]!r} is among the last that have ended here")
-            return web.json_response(error.body, status=error.status)
+            return refusal(NotFound(f"no request {name[:128]!r} is among the last that have ended here"))
         return web.Response(body=timelines[0], content_type="application/json")
 
     async def _status(self) -> dict[str, Any]:

@@ -189,6 +189,8 @@ async def test_a_process_that_starts_after_an_admin_call_reaches_the_workers(sta
         async with routers.http.post(routers.admin + path, headers=headers) as response:
             assert response.status == 200, await response.text()
 
+    async with routers.http.get(routers.admin + "/pause") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
     await call("/pause?mode=keep")
     assert routers.prefill.paused.pause == worker_pb2.PAUSE_STEPS
     [calls] = [each for each in parent.children() if each.cmdline()[0] == "baton: router 4 calls"]
