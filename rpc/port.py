@@ -93,7 +93,7 @@ class Server:
         self._most = affordable_connections()
         # gRPC refuses connections that arrive faster than this module finds them.
         bound = ("grpc.max_allowed_incoming_connections", 3 * self._most)
-        each = _EachCall(self.call if proven else contextlib.nullcontext, message_timeout)
+        each = _EachCall(self.call if proven else lambda context: contextlib.nullcontext(), message_timeout)
         self.grpc = grpc.aio.server(interceptors=[*interceptors, each], options=[*options, bound])
         self._port = 0
         self._connections = Connections("gRPC", self._most)
