@@ -314,6 +314,7 @@ async def test_an_unknown_host_is_unreachable() -> None:
     assert [r.error_class for r in records] == ["unreachable"]
 
 
+@pytest.mark.all
 async def test_a_server_that_ends_in_the_middle_of_a_stream() -> None:
     """The first answer is whole. Then the server ends while another one streams."""
     whole, half = asyncio.Event(), asyncio.Event()

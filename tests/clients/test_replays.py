@@ -76,6 +76,7 @@ def check_order(path: str, sent: list[dict[str, Any]], *, stream: bool) -> None:
         assert ends[-1] is not None
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", CLIENTS)
 async def test_recorded_requests(name: str, tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     client, file = CLIENTS[name], recording(name)

@@ -96,6 +96,7 @@ async def test_each_request_has_one_line(
         assert not any(secret in text for secret in (SECRET, PROMPT, "forged")), text
 
 
+@pytest.mark.all
 async def test_a_client_that_leaves_has_a_line(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     for worker in cluster.workers:
         worker.steps = asyncio.Semaphore(0)

@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import grpc.aio
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.endpoint_picker import PickerConfig
@@ -27,6 +28,7 @@ async def serves(address: str) -> bool:
     return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+@pytest.mark.all
 async def test_a_router(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     async with make_cluster(tokenizer, tmp_path, host="::") as cluster:
         assert cluster.router.grpc_address is not None

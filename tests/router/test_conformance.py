@@ -105,7 +105,7 @@ def _joined(logprobs: list) -> dict | None:
     return {key: list(chain.from_iterable(entry[key] for entry in logprobs)) for key in logprobs[0]}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.all
 @MANY
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_grpc_gives_the_response_of_http(cluster: Cluster, path: str, count: int):

@@ -160,6 +160,7 @@ async def test_a_deadline_ends_the_wait_for_a_grammar(cluster: Cluster, monkeypa
     assert "within 0.3 s" in answer["error"]["message"]
 
 
+@pytest.mark.all
 async def test_a_deadline_counts_while_a_request_waits_for_its_turn(cluster: Cluster):
     """The window is full of prompts that the workers have not computed."""
     prefill = cluster.prefills[0]

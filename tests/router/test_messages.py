@@ -69,6 +69,7 @@ async def test_the_anthropic_client_gets_blocks_and_sends_them_back(thinking: Cl
         assert places == sorted(places)
 
 
+@pytest.mark.all
 async def test_the_tool_runner_of_the_anthropic_client_sends_the_whole_conversation(thinking: Cluster):
     """It first asks the server to keep the conversation."""
     from anthropic import beta_async_tool

@@ -131,6 +131,7 @@ async def test_other_responses_are_as_described(cluster: Cluster):
         assert result == {"prompt": text}
 
 
+@pytest.mark.all
 async def test_a_page_shows_the_document_in_a_browser(cluster: Cluster, tmp_path: Path):
     async with browser(f"{cluster.url}/docs", tmp_path / "profile") as page:
         await page.until("document.querySelector('#about')?.textContent.startsWith('Baton ')")

@@ -214,6 +214,7 @@ def test_the_parser_follows_from_the_chat_template():
         assert reasoning_of(marks) == way
 
 
+@pytest.mark.all
 async def test_reasoning_of_responses_and_streams(thinking: Cluster):
     for more, expected in (
         ({}, {"content": ANSWER + CALL, "reasoning": THOUGHT}),

@@ -113,6 +113,7 @@ async def test_each_tool_is_a_function_for_the_model_and_its_call_an_item_of_its
     assert status == 200
 
 
+@pytest.mark.all
 async def test_tools_that_items_describe_can_be_called_and_leave_the_beginning_of_the_prompt(
     calling: Cluster,
 ):

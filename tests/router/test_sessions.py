@@ -24,6 +24,7 @@ async def three(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Clus
         yield made
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("path", "headers", "fields"),
     [

@@ -1,11 +1,13 @@
 """Slots for which several keys wait."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
 from baton.router.admission.slots import Slots
+from tests.within import WITHIN
 
 
 class Work:
@@ -15,7 +17,7 @@ class Work:
         self.now = 0.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr("baton.router.admission.slots.time", clock)
-        self.slots = Slots(count)
+        self.slots, self._count = Slots(count), count
         self.begun: list[str] = []
         self._ends: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -42,8 +44,14 @@ class Work:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        assert not self.slots._waiting
-        assert not self.slots._held
+        await all_are_free(self.slots, self._count)
+
+
+async def all_are_free(slots: Slots, count: int) -> None:
+    """Each of as many keys gets one, and none waits."""
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WITHIN):
+        for number in range(count):
+            await stack.enter_async_context(slots.turn(f"another key {number}"))
 
 
 async def turns_of_the_loop() -> None:
@@ -115,22 +123,24 @@ async def test_work_that_waits_is_long_when_its_key_turns_out_to_be_slow(monkeyp
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_work_that_has_begun_goes_on_when_its_caller_is_cancelled(begun: bool):
-    slots, done = Slots(1), asyncio.Event()
+    slots, done, ended = Slots(1), asyncio.Event(), list[str]()
 
-    first = asyncio.create_task(slots.run("a", done.wait))
-    second = asyncio.create_task(slots.run("b", done.wait))
+    async def work(key: str) -> None:
+        await done.wait()
+        ended.append(key)
+
+    first = asyncio.create_task(slots.run("a", lambda: work("a")))
+    second = asyncio.create_task(slots.run("b", lambda: work("b")))
     await turns_of_the_loop()
     cancelled, other = (first, second) if begun else (second, first)
     cancelled.cancel()
     await turns_of_the_loop()
-    assert len(slots._running) == 1
-    assert len(slots._waiting) == begun
     done.set()
-    assert await other
+    await other
     await asyncio.gather(cancelled, return_exceptions=True)
     assert cancelled.cancelled()
-    assert not slots._held
-    assert not slots._waiting
+    assert ended == (["a", "b"] if begun else ["a"])
+    await all_are_free(slots, 1)
 
 
 async def test_close_ends_what_runs():
@@ -140,4 +150,4 @@ async def test_close_ends_what_runs():
     await slots.close()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not slots._held
+    await all_are_free(slots, 1)

@@ -274,6 +274,7 @@ async def test_the_tokens_of_a_text_that_the_client_does_not_read(
                     assert not chunk.endswith(b"]}"), "the response was cut off"
 
 
+@pytest.mark.all
 async def test_the_prompts_of_a_slow_reader_do_not_delay_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):

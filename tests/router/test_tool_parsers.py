@@ -343,6 +343,7 @@ def test_hostile_output_gives_no_error_and_loses_and_doubles_no_text(
     msgspec.json.encode(calls)
 
 
+@pytest.mark.all
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(FORMATS)), HOSTILE)
 def test_arguments_of_an_output_that_the_model_ended_are_json(name: str, text: str):
@@ -351,6 +352,7 @@ def test_arguments_of_an_output_that_the_model_ended_are_json(name: str, text: s
         assert isinstance(json.loads(arguments), dict)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

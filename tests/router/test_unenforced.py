@@ -30,6 +30,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 CHATS = "/v1/chat/completions"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("path", "body", "place"),
     [
@@ -225,6 +226,7 @@ async def test_strict_refuses_it_by_keyword_and_path(
     assert message.startswith(f"{param}: 'uniqueItems' at /properties/t cannot be enforced")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "schema",
     [

@@ -72,6 +72,7 @@ NOTHING, FOREVER = (StepModel((1,), (cost,), cost, (1,), (cost,), cost, 1.0) for
 """Models of steps that routers accept."""
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["0", "3"], ids=["prefill", "decode"])
 @pytest.mark.parametrize(
     ("nonsense", "model"),

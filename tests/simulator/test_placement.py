@@ -97,7 +97,7 @@ def test_a_worker_that_has_computed_no_prompt_beside_decodes_gets_some():
     assert ours.ttft_p99 <= 1.3 * colocated.ttft_p99
 
 
-@pytest.mark.cases(1)
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("load", "slower"),
     [
@@ -143,7 +143,7 @@ def test_idle_workers_report_no_more_until_a_request_comes(monkeypatch: pytest.M
     assert all(at == int(at) for at in reports), "as often as before, at whole seconds"
 
 
-@pytest.mark.cases(1)
+@pytest.mark.all
 @pytest.mark.parametrize(
     "load", [pytest.param(Load(2000, 150, 80), marks=pytest.mark.long), Load(500, 500, 80)], ids=str
 )

@@ -249,6 +249,7 @@ async def test_a_drain_ends_at_its_deadline(ending: dict[str, WorkerProcess]) ->
 # ---------------------------------------------------------------- routers that misbehave
 
 
+@pytest.mark.all
 async def test_a_router_with_another_secret_gets_nothing(prefill: WorkerProcess) -> None:
     async with connect(prefill.address, b"another secret, long enough") as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="CERTIFICATE_VERIFY_FAILED"):

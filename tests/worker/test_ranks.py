@@ -71,7 +71,7 @@ def alone(engine: Engine, length: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.cases(1)
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("source", "target"),
     [("serves", "loses a rank"), ("serves", "one rank"), ("one rank", "serves")],
