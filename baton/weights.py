@@ -26,8 +26,9 @@ from typing import IO, Any, Literal, Self
 
 import torch
 
-from baton.machine import cuda_driver, trainer_files, usable_cpus
-from baton.machine.cuda_driver import CudaError
+from baton.engine import trainer_files
+from baton.system import cuda_driver, usable_cpus
+from baton.system.cuda_driver import CudaError
 
 HostMemory = Literal["shm", "memfd"]
 """`shm`: files of /dev/shm, which containers often have little of. `memfd`: anonymous memory that ends with

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cluster.gpus import nvidia_smi
-from baton.machine import usable_cpus
-from baton.machine.quantiles import percentile
+from baton.steps.quantiles import percentile
+from baton.system import usable_cpus
 
 _PACKAGES = ("baton-llm", "torch", "triton", "numpy", "pyzmq", "grpcio", "xxhash", "transformers")
 

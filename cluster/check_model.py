@@ -14,7 +14,7 @@ from typing import Any
 
 from baton.cluster.model import EMBEDDED_NAME, ResolvedModel
 from baton.cluster.options.engine import EngineOptions, ModelOptions
-from baton.machine.python_path import python_path
+from baton.system.python_path import python_path
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 1, "enable_expert_parallel": False}
 """The options that divide a model, and their values for a worker of one rank."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.machine.words import counted
+from baton.system.words import counted
 
 PREFILL_BUSY = 0.75
 """Share of time that a prefill worker should compute. Near 1 queues grow without bound."""

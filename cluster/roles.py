@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from baton.cluster import model
 from baton.cluster.options.roles import PickerRole, RouterRole, WorkerRole
 from baton.cluster.supervision.processes import tie_to_parent
-from baton.machine import available_memory
-from baton.machine.cpu_engines import share_of_cpus
-from baton.machine.system import report
+from baton.system import available_memory
+from baton.system.cpu_engines import share_of_cpus
+from baton.system.processes import report
 
 if TYPE_CHECKING:
     from baton.cluster.options.engine import EngineOptions
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config")
 _ENGINE_MODULES = {"baton": "baton.cluster.engine_process", "vllm": "baton.vllm_worker.engine_process"}
-_ENCODER_MODULE = "baton.cluster.encoder_process"
+_ENCODER_MODULE = "baton.encode_worker.process"
 Role = Literal["prefill", "decode", "encode"]
 
 

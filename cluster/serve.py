@@ -33,7 +33,7 @@ from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.rundir import Janitor, RunDir
 from baton.cluster.supervision.runner import Gpus, LocalRole
 from baton.cluster.supervision.supervisor import Supervisor
-from baton.machine.system import make_directory
+from baton.system.directories import make_directory
 
 CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end
 ORPHAN_GRACE = 10.0  # seconds for the child processes of a killed role to end

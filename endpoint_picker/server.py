@@ -16,8 +16,6 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from baton.endpoint_picker.exchange import Exchange
 from baton.endpoint_picker.routers import Routers
-from baton.machine import logs
-from baton.machine.system import cannot_listen, url_host
 from baton.router.discovery import Discovery
 from baton.rpc import ext_proc_pb2 as pb
 from baton.rpc.channel import create_public_server
@@ -25,6 +23,8 @@ from baton.rpc.health import HealthServicer
 from baton.rpc.port import Server
 from baton.rpc.stubs import EXTERNAL_PROCESSOR, add_service
 from baton.rpc.tls import TlsFiles, add_port
+from baton.system import logs
+from baton.system.addresses import cannot_listen, url_host
 
 
 @dataclass(frozen=True, kw_only=True)

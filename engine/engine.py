@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from baton.encode_worker.embeddings import CACHE_BYTES, Embeddings
 from baton.engine.api.config import EngineConfig, TierCells, versioned
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
 from baton.engine.api.stats import EngineStats
@@ -48,9 +47,10 @@ from baton.engine.model_config import ModelConfig, known_ids
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request, windows_of
 from baton.engine.outputs import Outputs
 from baton.engine.step_loop import StepLoop
-from baton.machine.kept_pages import KeptMemory
-from baton.machine.learned_steps import LearnedSteps, row_sizes, token_sizes
-from baton.machine.step_model import LARGE, StepModel
+from baton.steps.learned_steps import LearnedSteps, row_sizes, token_sizes
+from baton.steps.step_model import LARGE, StepModel
+from baton.system.kept_pages import KeptMemory
+from baton.vision.embeddings import CACHE_BYTES, Embeddings
 
 log = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import Reasoning
 from baton.engine.grammar_compiler import Compiler, Shared
-from baton.machine.grammars import readable
+from baton.grammars.compiler import readable
 
 TOKEN_SECONDS = 0.002
 """CPU time of a grammar for each token, on average. JSON takes 0.1 ms, with 300 optional properties 0.2 ms.
-The limits of `machine.grammars` do not bound it: the work on an ambiguous grammar grows with each token."""
+The limits of `grammars.trials` do not bound it: the work on an ambiguous grammar grows with each token."""
 SPARE_SECONDS = 0.25
 """CPU time that a grammar may take beyond this at once. The first tokens take more, for states that are not
 known yet."""

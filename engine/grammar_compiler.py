@@ -2,7 +2,7 @@
 
     compile ─▶ queue (tenants take turns) ─▶ tried in a child ─▶ compiled ─▶ copies for requests ─▶ release
 
-`baton.machine.grammars` tries a text before it is compiled here, so no text can end this process. Requests of
+`baton.grammars.trials` tries a text before it is compiled here, so no text can end this process. Requests of
 a tenant with the same text share a compiled grammar: a copy takes no memory until it is used. In llguidance
 one copy computes at a time, so small grammars are compiled again for other threads.
 
@@ -22,9 +22,10 @@ from typing import Generic, NamedTuple, TypeVar
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.engine.api.sampling_params import StructuredOutput
-from baton.machine.grammars import NICE, STACK_BYTES, Trials, compiled
-from baton.machine.memory import trim
-from baton.machine.turns import Turns
+from baton.grammars.compiler import compiled
+from baton.grammars.trials import NICE, STACK_BYTES, Trials
+from baton.system.memory import trim
+from baton.system.turns import Turns
 
 MOST_BYTES = 1 << 30
 """Of the compiled grammars of all requests. Tenants that want more share it equally."""

@@ -4,13 +4,13 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from baton.encode_worker.encoder import Encoder
 from baton.engine.api.config import MemoryTag
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.execution.commands import Commands
 from baton.engine.execution.elastic_cache import ElasticCache
 from baton.engine.execution.memory_saver import MemorySaver
 from baton.engine.step_loop import StepLoop
+from baton.vision.encoder import Encoder
 
 
 class EngineMemory:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from baton.content.images import ImageSettings
+from baton.vision.images import ImageSettings
 
 log = logging.getLogger(__name__)
 

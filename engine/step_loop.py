@@ -11,8 +11,6 @@ import math
 import time
 from array import array
 
-from baton.encode_worker.embeddings import Embeddings
-from baton.encode_worker.encoder import Encoder
 from baton.engine.api.request import Hooks, StepResult
 from baton.engine.core.adjustments import build_adjustments
 from baton.engine.core.live_request import Phase
@@ -26,6 +24,8 @@ from baton.engine.grammar import CompiledGrammar, Grammars
 from baton.engine.model_config import ModelConfig
 from baton.engine.outputs import Outputs
 from baton.engine.step import Step
+from baton.vision.embeddings import Embeddings
+from baton.vision.encoder import Encoder
 
 MOST_WAITED = 0.1
 """Share of a step in which the host may wait for KV from other workers, or the device may encode images, if

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from baton.kv_transfer.layout import KVLayout
-from baton.machine import usable_cpus
+from baton.system import usable_cpus
 
 MAX_SLOT_BYTES = 64 << 20
 MAX_LANES = 64

@@ -6,8 +6,8 @@ Not from torch's allocator: its segments may be expandable, and those have no ha
 from baton.kv_transfer.arena import MARK, TOKEN, exported_bytes
 from baton.kv_transfer.peer_memory import Unreachable, check, host
 from baton.kv_transfer.protocol.messages import Export
-from baton.machine import cuda_driver
-from baton.machine.cuda_driver import CudaError
+from baton.system import cuda_driver
+from baton.system.cuda_driver import CudaError
 
 _exported: dict[tuple[bytes, bytes], int] = {}
 """Token and handle → address, of this process: CUDA opens no handle in the process that made it. A process id

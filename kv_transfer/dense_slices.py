@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from baton.content.cache_kinds import FP8, ITEM_BYTES, SCALE_BYTES, CacheArray
+from baton.kv_names.cache_kinds import FP8, ITEM_BYTES, SCALE_BYTES, CacheArray
 
 
 def dense_planes(slot: memoryview, array: CacheArray, positions: int, heads: int) -> list[np.ndarray]:

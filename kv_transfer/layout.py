@@ -1,6 +1,6 @@
 """The canonical layout: how KV is cut into slices, for any block size and number of ranks on either side.
 
-On the wire a slice is a dense piece of one array of a cache (`content.cache_kinds`) in one layer, for one
+On the wire a slice is a dense piece of one array of a cache (`kv_names.cache_kinds`) in one layer, for one
 range of heads. An array that each token has is cut into ranges of positions:
 ``[rows, tokens, heads, head_dim]``. In FP8 the scales follow: ``[rows, tokens, heads]`` float32. Both sides
 map positions to their own block tables; a block size never travels. An array that each request has is
@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.content.cache_kinds import FP8, ITEM_BYTES, CacheArray, Range
+from baton.kv_names.cache_kinds import FP8, ITEM_BYTES, CacheArray, Range
 
 WIRE_VERSION = 10
 """In each header. Two sides of different versions refuse each other."""

@@ -13,7 +13,7 @@ import msgspec
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.heartbeat import Heartbeat
-from baton.machine.python_path import python_path
+from baton.system.python_path import python_path
 
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
 MAX_MESSAGE = 1 << 16  # bytes
@@ -122,7 +122,7 @@ def spawn(module: str, lines: bytes, *, pass_fds: Sequence[int]) -> subprocess.P
     this process has threads.
 
     The child's environment does not have the cluster secret. The child dies with the thread that spawned it
-    (`machine.system.die_with_parent`): call it from one that lives as long as this process.
+    (`system.processes.die_with_parent`): call it from one that lives as long as this process.
     """
     child = _spawn_waiting(module, pass_fds=pass_fds)
     _tell(child, lines)

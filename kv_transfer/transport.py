@@ -103,7 +103,7 @@ class ContentWanted:
     prefix cache has, or `close` with the pin id."""
 
     pin_id: bytes
-    chunks: Sequence[bytes]  # names (`content`)
+    chunks: Sequence[bytes]  # names (`kv_names`)
     first_chunk: int  # its position in the prompt, in chunks
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ctypes import byref
 from select import POLLIN, POLLOUT
 
-from baton.machine import usable_cpus
+from baton.system import usable_cpus
 
 SPIN = 0.016
 """Seconds that a loop polls for a COMMIT at most. After the last KV a prefill computes the rest of that

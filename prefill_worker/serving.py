@@ -6,8 +6,8 @@ have. The cache keeps the blocks until the sender reports `Released`.
 
 from dataclasses import dataclass
 
-from baton.content import CHUNK_TOKENS
 from baton.engine.core.prefix_exchange import Pin, PrefixExchange
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer import ContentWanted, Released, Sender, TraceWriter
 
 

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from baton.machine.logs import of_request
 from baton.router.errors import ApiError
 from baton.router.history import Ended
+from baton.system.logs import of_request
 
 log = logging.getLogger(__name__)
 CLOSED_BY_CLIENT = 499

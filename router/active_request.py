@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.machine.tracing import Attributes, Span, Tracer
 from baton.router import access_log
 from baton.router.admission.entry import Entry
 from baton.router.admission.parked import Deadline
@@ -29,6 +28,7 @@ from baton.router.preparation.prepare import Prepared
 from baton.router.text.detokenizer import StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers.pool import WorkerPool
+from baton.system.tracing import Attributes, Span, Tracer
 
 log = logging.getLogger(__name__)
 

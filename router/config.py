@@ -8,10 +8,10 @@ from typing import Any
 
 from yarl import URL
 
-from baton.machine import logs
 from baton.router.admission.keys import ApiKey
 from baton.router.discovery import Discovery, FileDiscovery, is_address
 from baton.rpc.tls import TlsFiles
+from baton.system import logs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,6 @@ from functools import partial
 import setproctitle
 import uvloop
 
-from baton.machine import memory_limit, memory_share
-from baton.machine.connections import Connections, affordable_connections
-from baton.machine.system import report, url_host, waits_for_cpu
-from baton.machine.tracing import Tracer
 from baton.router.active_request import ActiveRequests, Services
 from baton.router.admission.keys import ApiKey, follow_keys, from_json
 from baton.router.admission.queue import Admission
@@ -45,6 +41,11 @@ from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.pool import WorkerPool
 from baton.rpc import worker_pb2 as pb
+from baton.system import memory_limit, memory_share
+from baton.system.addresses import url_host
+from baton.system.connections import Connections, affordable_connections
+from baton.system.processes import report, waits_for_cpu
+from baton.system.tracing import Tracer
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 gRPC owns its sockets, and its own bound keeps the connections that came first: idle clients could close the
 port to all others. So this module finds the accepted sockets among the descriptors of the process, and counts
-them with `machine.connections`. To end a connection it shuts the socket down, and gRPC sees that the client
+them with `system.connections`. To end a connection it shuts the socket down, and gRPC sees that the client
 has gone. No byte of a call passes through here.
 
 Life of a connection: gRPC accepts it → found, idle → busy while it has a `call` ⇄ idle → gone. A connection
@@ -28,7 +28,7 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 
-from baton.machine.connections import Connection, Connections
+from baton.system.connections import Connection, Connections
 
 log = logging.getLogger(__name__)
 

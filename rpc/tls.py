@@ -11,8 +11,8 @@ from pathlib import Path
 
 import grpc
 
-from baton.machine.system import try_port, url_host
 from baton.rpc.port import Server
+from baton.system.addresses import try_port, url_host
 
 WORKER_NAME = "baton-worker"
 

@@ -6,7 +6,7 @@ All sessions share a prefix, and each has a context of its own. It is the load o
 import numpy as np
 import xxhash
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.simulator.trace import Session, Turn
 
 PREFIX, CONTEXT = 4_000, 6_000

@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from baton.content import CHUNK_TOKENS
 from baton.engine.core.state_copies import StateCopies, Wanted
+from baton.kv_names import CHUNK_TOKENS
 
 ANSWER = Wanted(0, decodes=True)
 

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from baton.machine.quantiles import percentile
+from baton.steps.quantiles import percentile
 
 
 @dataclass(frozen=True, slots=True)

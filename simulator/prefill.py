@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.content import CHUNK_TOKENS
-from baton.machine.averages import Average
+from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import LONGEST_REPORT
@@ -19,6 +18,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.simulator.cache import KvMemory, Lease
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.trace import Session, Trace, Turn, hit_tokens
+from baton.steps.averages import Average
 
 Speed = Callable[[int, int], float]
 """Takes the uncached and the cached tokens of one prompt. Returns the seconds that the prompt takes."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.router.admission.fairness import Ticket
 from baton.router.policy.split import HOP_SECONDS
 from baton.simulator.clock import Clock

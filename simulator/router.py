@@ -7,8 +7,7 @@ from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Literal
 
-from baton.content import CHUNK_TOKENS, Tier
-from baton.machine.step_model import StepModel
+from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.router.admission.fairness import FairQueue
 from baton.router.policy import placement as policy
 from baton.router.policy import regime
@@ -26,6 +25,7 @@ from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Part, Request, SharedPrompt
 from baton.simulator.step_worker import BLOCK, BUDGET, Worker
 from baton.simulator.steps import LAYERS
+from baton.steps.step_model import StepModel
 
 HANDOVER_SECONDS = (1.2e-3, 2.5e-3)
 """Least and most time from the first token until a request can join a decode step."""

@@ -14,13 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 
-from baton.content import CHUNK_TOKENS
 from baton.engine.core.meters import MIXED_STEPS, Batch, ChunkLimit, Meters, may_join, prompt_limit
 from baton.engine.core.pace import EARLY
 from baton.engine.core.state_copies import Wanted
-from baton.machine.learned_steps import LearnedSteps, row_sizes, token_sizes
-from baton.machine.measured_steps import measure
-from baton.machine.step_model import StepModel
+from baton.kv_names import CHUNK_TOKENS
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.cache import KvMemory, Lease
 from baton.simulator.clock import Clock
@@ -28,6 +25,9 @@ from baton.simulator.copies import Copies
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
 from baton.simulator.steps import GRAPH_ROWS, H200_8B, Machine
+from baton.steps.learned_steps import LearnedSteps, row_sizes, token_sizes
+from baton.steps.measured_steps import measure
+from baton.steps.step_model import StepModel
 
 BLOCK = 128
 BUDGET = 8_192

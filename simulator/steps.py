@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from baton.machine.step_model import StepModel
 from baton.simulator.copies import CopyRoom
+from baton.steps.step_model import StepModel
 
 GRAPH_ROWS = (
     *range(16, 128, 16), *range(128, 256, 32), 256, 320, 384, 432, 480, *range(512, 2048, 128), 2048,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from baton.bench.lab.router.stand_in import Lanes, Outputs, StandIn
-from baton.content import Tier
+from baton.kv_names import Tier
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.tls import TlsFiles
 from tests.within import WITHIN

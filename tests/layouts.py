@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from baton.content.cache_kinds import ATTENTION, CacheArray, CacheKind
+from baton.kv_names.cache_kinds import ATTENTION, CacheArray, CacheKind
 from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.transport import PagedKV
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import CacheArray, CacheKind, Unit, Window
 from baton.engine.kernels import Kernels
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.state.mamba2 import Prompt, TorchStateTiling
@@ -31,6 +30,7 @@ from baton.engine.models.cache_spec import (
     of_slots,
 )
 from baton.engine.models.llama import Llama, LlamaAttention
+from baton.kv_names.cache_kinds import CacheArray, CacheKind, Unit, Window
 from tests.engine.checkpoints import edit_json
 
 NAME = "LedgerForCausalLM"

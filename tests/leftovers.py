@@ -28,7 +28,7 @@ from tests.within import WITHIN
 ROOT = Path(__file__).parents[1]
 PATIENCE = WITHIN
 """Seconds. A child that dies with its parent may outlive it for a moment."""
-HELPERS = ("multiprocessing", "baton tests: fork server", "baton.machine.grammars", " grammars")
+HELPERS = ("multiprocessing", "baton tests: fork server", "baton.grammars.trials", " grammars")
 """In the command lines of children of pytest that end with it."""
 SHARED_MEMORY = "vllm-of-tests-"
 """The prefix of each run begins so. Processes get it as `SHARED_MEMORY_OF_TESTS`."""

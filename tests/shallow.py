@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.content.gguf import ARRAY, STRING, GGUFHeader
+from baton.engine.gguf_header import ARRAY, STRING, GGUFHeader
 
 LAYERS = 4
 VOCABULARY = 8192

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from baton.content import CHUNK_TOKENS
 from baton.engine import EngineRequest
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
 from baton.vllm_worker.attachment import Close, Pool
 from baton.worker.engine_process.attempt import Attempt, Lease

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from baton.content import CHUNK_TOKENS, ImageSpan, extend_names, salted
+from baton.kv_names import CHUNK_TOKENS, ImageSpan, extend_names, salted
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.messages import CacheChanged
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from baton.content.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind, Unit, Window
+from baton.kv_names.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind, Unit, Window
 from baton.kv_transfer import KVLayout, PagedKV
 from baton.vllm_worker.attachment import Pool
 from baton.vllm_worker.metadata import Begun, Blocks, BlockTable

@@ -14,8 +14,8 @@ prompts as far as the largest CUDA graph has room, and others take what the toke
 import itertools
 from typing import Literal, NamedTuple
 
-from baton.machine.learned_steps import row_sizes, token_sizes
-from baton.machine.step_model import LARGE
+from baton.steps.learned_steps import row_sizes, token_sizes
+from baton.steps.step_model import LARGE
 
 PROMPT = 16
 """Tokens of each prompt in a round of decodes."""

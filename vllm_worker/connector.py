@@ -32,10 +32,10 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
-from baton.content.cache_kinds import latent_head_dim
+from baton.kv_names.cache_kinds import latent_head_dim
 from baton.kv_transfer import TraceWriter, Transport
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
-from baton.machine.system import die_with_parent
+from baton.system.processes import die_with_parent
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import (
     Caches,

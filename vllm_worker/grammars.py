@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from baton.machine.grammars import Trials
-from baton.machine.turns import Turns
+from baton.grammars.trials import Trials
+from baton.system.turns import Turns
 
 _KINDS = {"json": "json_schema", "regex": "regex", "grammar": "grammar"}
 """By the field of vLLM's StructuredOutputsParams."""

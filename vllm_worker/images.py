@@ -23,10 +23,10 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from baton.content import IMAGE_NAME_BYTES
-from baton.content.images import ImageSettings, Sizing, image_settings, processor_settings
 from baton.engine import Image
 from baton.engine.loader.hf_config import reader_of
+from baton.kv_names import IMAGE_NAME_BYTES
+from baton.vision.images import ImageSettings, Sizing, image_settings, processor_settings
 from baton.vllm_worker.cached_blocks import identifier
 
 

@@ -29,9 +29,9 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.structured_output import backend_guidance
 
 from baton import engine
-from baton.content import content_root, vocabulary_fingerprint
 from baton.engine.loader import checkpoint_path, model_fingerprint, tokenizer_source
 from baton.engine.loader.tokenizer_json import vocabulary
+from baton.kv_names import content_root, vocabulary_fingerprint
 from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Attach, Pool, events_address
 from baton.vllm_worker.chosen_steps import PROMPT, Chosen, Kind, rounds

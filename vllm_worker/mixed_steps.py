@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 from baton.engine.api.stats import StepStats
 from baton.engine.core.meters import DECAY, LEAST, LONG, Batch, ChunkLimit, Meters, prompt_limit
-from baton.machine.averages import Average
-from baton.machine.learned_steps import LearnedSteps, ObservedSteps, row_sizes, token_sizes
-from baton.machine.step_model import StepModel
+from baton.steps.averages import Average
+from baton.steps.learned_steps import LearnedSteps, ObservedSteps, row_sizes, token_sizes
+from baton.steps.step_model import StepModel
 from baton.vllm_worker.chosen_steps import Kind
 
 ALIKE = 8

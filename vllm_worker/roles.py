@@ -27,8 +27,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from baton.content import CHUNK_TOKENS, extend_names, salted
 from baton.engine import EngineRequest, Output
+from baton.kv_names import CHUNK_TOKENS, extend_names, salted
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.protocol.shared import Tombstones

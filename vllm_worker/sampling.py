@@ -12,7 +12,7 @@ from typing import Any
 
 from baton.engine import EngineRequest, Logprobs, Output, PromptLogprobs, StructuredOutput
 from baton.engine.api.request import PROMPT_PIECE
-from baton.machine.grammars import WHITESPACE
+from baton.grammars.compiler import WHITESPACE
 
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 """Golden ratio: seeds of one request at different lengths have nothing in common."""

@@ -12,7 +12,7 @@ from typing import Self
 
 from baton.kv_transfer import Heartbeat, PagedKV, TransferConfig, WorkerEnds, channel_pair, spawn_transfer
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
-from baton.machine.system import url_host
+from baton.system.addresses import url_host
 from baton.vllm_worker.attachment import ConnectorLink
 from baton.vllm_worker.mixed_steps import LONG
 

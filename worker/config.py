@@ -19,8 +19,8 @@ from baton.kv_transfer import shared_store
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.heartbeat import MAX_STEP_IDS
 from baton.kv_transfer.memory_reader import MemoryReader, reader_of
-from baton.machine import logs
-from baton.machine.system import family, numeric_address
+from baton.system import logs
+from baton.system.addresses import family, numeric_address
 
 if TYPE_CHECKING:
     from baton.engine import EngineConfig

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
-from baton.content.images import CHANNELS, MOST_PIXELS
+from baton.vision.images import CHANNELS, MOST_PIXELS
 from baton.worker import messages
 from baton.worker.messages import Exit, FromEngine, Stopped, TakeOver, ToEngine
 

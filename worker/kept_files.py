@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton.machine.device_memory import Exported
-from baton.machine.kept_pages import KeptMemory, KeptPages, Shelf, close
+from baton.system.device_memory import Exported
+from baton.system.kept_pages import KeptMemory, KeptPages, Shelf, close
 
 MOST_FILES = 253
 """Descriptors in one message (`SCM_MAX_FD` of Linux)."""

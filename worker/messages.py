@@ -11,10 +11,10 @@ from enum import IntEnum
 import msgspec
 from msgspec import Struct
 
-from baton.content import Tier
-from baton.content.images import ImageSettings
 from baton.engine import EngineRequest, EngineStats, Output, PromptLogprobs
+from baton.kv_names import Tier
 from baton.kv_transfer import InjectStats, KVLayout
+from baton.vision.images import ImageSettings
 
 
 class Code(IntEnum):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from baton.machine.system import process_end
+from baton.system.processes import process_end
 
 START_SILENCE = 600.0
 """Seconds allowed between two ticks during start-up, which may download, compile or capture graphs."""

@@ -29,10 +29,10 @@ from baton.bench.lab import driver
 from baton.bench.lab.driver import report_of
 from baton.bench.lab.shapes import SEEING, SHAPES, write_shape
 from baton.bench.report import Report, Row
-from baton.encode_worker.tower import Tower
-from baton.encode_worker.turns import Turns
 from baton.engine.execution.image_encoder import tower_graphs
 from baton.engine.loader.hf_config import read_config
+from baton.vision.tower import Tower
+from baton.vision.turns import Turns
 
 SHAPE = {"cpu": "small-qwen3-vl", "cuda": SEEING}
 PIXELS = {"cpu": (320, 240), "cuda": (1920, 1080)}

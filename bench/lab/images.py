@@ -69,7 +69,7 @@ from baton.bench.lab.harness.streams import new_session
 from baton.bench.lab.shapes import SEEING, SHAPES, write_shape
 from baton.bench.load.target.tokenization import WORDS
 from baton.bench.report import Report, Row, paired_ratio
-from baton.machine.quantiles import percentile
+from baton.steps.quantiles import percentile
 
 SHAPE = {"cpu": "small-qwen3-vl", "cuda": SEEING}
 PIXELS = {"cpu": (320, 240), "cuda": (1920, 1080)}

@@ -41,8 +41,8 @@ from baton.bench.lab.harness.cluster import LocalCluster
 from baton.bench.lab.harness.streams import Case, Stream, new_session, read, until
 from baton.bench.report import Report, Row
 from baton.cluster.model import embedded_path
-from baton.machine.lines import bounded_lines
-from baton.machine.quantiles import percentile
+from baton.steps.quantiles import percentile
+from baton.system.lines import bounded_lines
 
 TASKS = Path(__file__).with_name("quality_tasks.jsonl")
 SIMPLE = ("--device", "cpu", "--num-blocks", "600", "--no-enable-prefix-caching")

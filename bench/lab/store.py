@@ -41,8 +41,8 @@ from baton.bench.lab.harness.streams import Case, new_session, read
 from baton.bench.lab.harness.workers import prompt_of
 from baton.bench.lab.shapes import DENSE, write_shape
 from baton.bench.report import Report, Row
-from baton.content import CHUNK_TOKENS
-from baton.content.cache_kinds import ATTENTION, CacheArray
+from baton.kv_names import CHUNK_TOKENS
+from baton.kv_names.cache_kinds import ATTENTION, CacheArray
 from baton.kv_transfer import Injected, KVLayout, PagedKV
 from baton.kv_transfer.endpoint.other_ranks import NO_RANKS
 from baton.kv_transfer.endpoint.shared_store import SharedStore
@@ -52,8 +52,8 @@ from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, label
 from baton.kv_transfer.shared_store.client import ClientProcess
 from baton.kv_transfer.spawn import spawn as spawn_child
 from baton.kv_transfer.wait import wait
-from baton.machine.quantiles import percentile
-from baton.machine.system import free_port
+from baton.steps.quantiles import percentile
+from baton.system.addresses import free_port
 from baton.worker.service_process.store import StoreEnds
 
 CHATS, ANSWER, NEW = {"cpu": 9, "cuda": 6}, 40, 32

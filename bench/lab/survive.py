@@ -66,7 +66,7 @@ from baton.cluster.gpus import gpus_with_memory
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks
-from baton.machine.tracing import time_of_day
+from baton.system.tracing import time_of_day
 from baton.worker.kept_files import KeptFiles
 from baton.worker.service_process.standby import MOST_ENDS
 

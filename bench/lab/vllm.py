@@ -53,8 +53,8 @@ from baton.bench.lab.harness.processes import Server
 from baton.bench.lab.harness.streams import Case, new_session, read
 from baton.bench.lab.shapes import DENSE, SHAPES, write_shape
 from baton.bench.report import Report, Row
-from baton.machine.quantiles import percentile
-from baton.machine.system import free_port
+from baton.steps.quantiles import percentile
+from baton.system.addresses import free_port
 
 SMALL = "small-random"
 SIDES = ("nixl", "nvlink", "alone", "proxied", "workers", "overflow", "to_vllm", "from_vllm")

@@ -42,7 +42,7 @@ from baton.bench.lab.harness.streams import (
 )
 from baton.bench.report import Report, Row
 from baton.cluster.model import embedded_path
-from baton.content.gguf import GGUFHeader
+from baton.engine.gguf_header import GGUFHeader
 from baton.rpc.pause import workers_at
 from baton.rpc.weights import Replaced, named, replace_weights
 

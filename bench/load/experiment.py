@@ -21,7 +21,7 @@ from baton.bench.load.traffic.fleet import Harvest
 from baton.bench.load.traffic.trace import read_trace, spread, trace_sessions, until
 from baton.bench.load.traffic.workload import Dataset, Listed, Synthetic, Workload
 from baton.bench.report import Report, Row
-from baton.machine.words import counted
+from baton.system.words import counted
 
 _PROBE_TIMEOUT = 120.0
 _CHECKED_SESSIONS = 500

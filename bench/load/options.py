@@ -25,7 +25,7 @@ from baton.bench.load.traffic.workload import (
     Distribution,
 )
 from baton.cluster.options.parameters import OLD_FILE, argument, opt
-from baton.machine import usable_cpus
+from baton.system import usable_cpus
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = 4

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.cluster.gpu_pools import PREFILL_BUSY
-from baton.machine.step_model import StepModel
 from baton.rpc import worker_pb2 as pb
+from baton.steps.step_model import StepModel
 
 ARRIVAL_WINDOW = 15.0  # seconds over which arrivals are averaged: longer than a burst, shorter than a trend
 QUEUE_WINDOW = 5.0  # seconds over which the queue is averaged

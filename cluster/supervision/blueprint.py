@@ -20,9 +20,9 @@ from baton.cluster.options.optimize import host_cache
 from baton.cluster.options.parameters import size_in_bytes, to_argv
 from baton.cluster.options.pools import PoolOptions, PoolSize, RayOptions
 from baton.cluster.supervision.role_process import RoleState
-from baton.machine import available_memory, usable_cpus
-from baton.machine.system import cannot_listen, free_port, listening_socket, url_host
-from baton.machine.words import counted
+from baton.system import available_memory, usable_cpus
+from baton.system.addresses import cannot_listen, free_port, listening_socket, url_host
+from baton.system.words import counted
 
 if TYPE_CHECKING:
     from baton.rpc.tls import TlsFiles

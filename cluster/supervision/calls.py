@@ -10,11 +10,11 @@ from grpc import RpcError
 from grpc.aio import Channel
 
 from baton.cluster.supervision.blueprint import Pool
-from baton.machine.system import split_address
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import check_health, connect
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
+from baton.system.addresses import split_address
 
 HEALTH_INTERVAL = 2.0  # seconds between two health checks
 DEAD_AFTER = 10.0  # seconds without an answer after which a role counts as dead; as --engine-timeout

@@ -1,7 +1,7 @@
 """The ready pipe of a role: what it tells the process that starts it.
 
-A message is a line of JSON (`baton.machine.system.report`): a stage, the ready line with the addresses of the
-role once it serves, or the error that ends it.
+A message is a line of JSON (`baton.system.processes.report`): a stage, the ready line with the addresses of
+the role once it serves, or the error that ends it.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The log of a role: a file to which all processes of the role append. It must never end the role.
 
-A full disk loses lines. Each process counts its own lost lines (`machine.logs`). Here the user is
+A full disk loses lines. Each process counts its own lost lines (`system.logs`). Here the user is
 told meanwhile.
 """
 

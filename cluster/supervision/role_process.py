@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal
 
 from baton.cluster.supervision import ready_pipe
 from baton.cluster.supervision.role_log import keep_bounded, open_log
-from baton.machine.system import describe_exit, process_end
+from baton.system.processes import describe_exit, process_end
 
 Phase = Literal["starting", "ready", "waiting", "stopped"]
 

@@ -18,9 +18,9 @@ from baton.cluster.supervision.blueprint import RoleSpec
 from baton.cluster.supervision.calls import tokens_held, until_silent
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess, RoleState
 from baton.cluster.supervision.rundir import RunDir
-from baton.machine.python_path import python_path
-from baton.machine.system import family, numeric_address, split_address
 from baton.rpc.auth import SECRET_VARIABLE
+from baton.system.addresses import family, numeric_address, split_address
+from baton.system.python_path import python_path
 
 BATON = (sys.executable, "-m", "baton.cluster.cli")
 """The command `baton`, with the interpreter of this process."""

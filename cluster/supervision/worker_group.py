@@ -27,10 +27,11 @@ from baton.cluster.options.roles import WorkerRole
 from baton.cluster.supervision import ready_pipe
 from baton.cluster.supervision.calls import until_silent
 from baton.cluster.supervision.processes import StopSignals
-from baton.machine.python_path import python_path
-from baton.machine.system import describe_exit, free_port, process_end, report
 from baton.rpc.auth import SECRET_VARIABLE
 from baton.rpc.tls import TlsFiles
+from baton.system.addresses import free_port
+from baton.system.processes import describe_exit, process_end, report
+from baton.system.python_path import python_path
 from baton.worker.group import Group
 
 log = logging.getLogger(__name__)

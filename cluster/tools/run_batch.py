@@ -15,9 +15,9 @@ import aiohttp
 
 from baton.cluster.options.clients import EndpointOptions, RunBatchOptions
 from baton.cluster.tools.http import session
-from baton.machine.lines import bounded_lines
-from baton.machine.words import counted
 from baton.router.batches.lines import RequestLine, answered, pause, request_of, unanswered
+from baton.system.lines import bounded_lines
+from baton.system.words import counted
 
 TRIES = 20
 """Of a request that the server has no room for (429), or no worker (503)."""

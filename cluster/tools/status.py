@@ -11,8 +11,8 @@ from baton.cluster.options.clients import EndpointOptions, JsonOptions, LocalOpt
 from baton.cluster.options.roles import SecretOptions
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.tables import UNKNOWN, Row, console, fitting, table
-from baton.machine.words import counted
 from baton.rpc.pools import POOLS, pool_of
+from baton.system.words import counted
 
 SHOWN_FAILURES = 5
 GIB = 1 << 30

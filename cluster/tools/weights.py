@@ -10,10 +10,10 @@ from baton.cluster.tools.flip import refusal
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.secret import secret_for
 from baton.cluster.tools.status import name_of
-from baton.machine.words import counted
 from baton.rpc.pools import in_turns
 from baton.rpc.tls import TlsFiles
 from baton.rpc.weights import NotReplaced, named, replace_weights
+from baton.system.words import counted
 
 
 def run(

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, get_args
 
-from baton.content import CHUNK_TOKENS, Tier
+from baton.kv_names import CHUNK_TOKENS, Tier
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from baton.content import IMAGE_NAME_BYTES, ImageSpan, Tier
-from baton.content.images import ImageSettings
 from baton.engine.api.sampling_params import SamplingParams
+from baton.kv_names import IMAGE_NAME_BYTES, ImageSpan, Tier
+from baton.vision.images import ImageSettings
 
 PROMPT_PIECE = 64
 """Most tokens in a `PromptLogprobs`: a router writes them to a response in 9 ms, between two other tasks."""
@@ -215,7 +215,7 @@ class CachedBlock(NamedTuple):
     """A full block in the prefix cache."""
 
     name: bytes
-    """Stands for all tokens up to the end of the block (`content`)."""
+    """Stands for all tokens up to the end of the block (`kv_names`)."""
     chunks: Sequence[bytes]
     """The names of the 64-token chunks that end in it."""
     first_chunk: int

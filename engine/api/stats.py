@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.content import Tier
-from baton.machine.step_model import StepModel
+from baton.kv_names import Tier
+from baton.steps.step_model import StepModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ A block is always in exactly one of four states:
       ▲                    │ release                            └────────release──────────────▶ │
       └────────────────────┴──────────────────────────── allocate (evicts copies, then the oldest)
 
-A cached block is full and immutable. It is found by the name of all tokens up to its end (`content`), so
+A cached block is full and immutable. It is found by the name of all tokens up to its end (`kv_names`), so
 requests share a prefix block by block. "Free" includes the unreferenced cached blocks, since `allocate`
 can evict them at once.
 

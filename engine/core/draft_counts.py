@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from baton.machine.averages import Average
+from baton.steps.averages import Average
 
 DECAY = 0.8
 """Factor on the weight of a past step with each later step of its rows."""

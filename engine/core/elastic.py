@@ -20,8 +20,8 @@ for any other block, while steps move what it lacks. A request that decodes and 
 once: mostly that is one unit.
 
 A place is held as long as a step, a copy or a transfer may touch it: all of these have leases
-(`machine.leases`), and tiers hold what they copy. So pages are moved after the last use of their unit. The
-first unit of each pool of requests never goes: padding of graphs may read the first place of each.
+(`engine.core.leases`), and tiers hold what they copy. So pages are moved after the last use of their unit.
+The first unit of each pool of requests never goes: padding of graphs may read the first place of each.
 """
 
 import math

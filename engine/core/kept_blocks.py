@@ -15,10 +15,10 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from baton.content import CHUNK_TOKENS, NAME_BYTES
 from baton.engine.api.block_sums import KeptParts
 from baton.engine.api.request import CachedBlock
 from baton.engine.core.kept_table import OVERHEAD, KeptTable
+from baton.kv_names import CHUNK_TOKENS, NAME_BYTES
 
 LONGEST_SALT = 256
 """Bytes of the salt and the tenant of a request together. A block with more is not kept."""

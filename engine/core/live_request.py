@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from baton.content import packed
-from baton.content.cache_kinds import Window, first_read
 from baton.engine.api.request import EngineRequest, Logprobs
+from baton.engine.core.leases import Leases
 from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.prompt_images import PromptImages
 from baton.engine.core.state_copies import Copy, CopyLease
 from baton.engine.core.window_blocks import WindowSpan
 from baton.engine.grammar import CompiledGrammar
-from baton.machine.leases import Leases
+from baton.kv_names import packed
+from baton.kv_names.cache_kinds import Window, first_read
 
 PENDING = -1
 """Placeholder in `LiveRequest.token_ids`: a launched step samples this token; the host does not know it

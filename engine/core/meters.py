@@ -13,7 +13,7 @@ of experts would otherwise read its experts for a dozen tokens, step by step.
 So two targets and measured speeds say how long steps are: how long a gap may be, and when a prompt is due. A
 model or a GPU that is slower has steps of the same shape.
 
-The model of steps (`machine.step_model`) says what a step costs, and learns from all of them. The scheduler
+The model of steps (`steps.step_model`) says what a step costs, and learns from all of them. The scheduler
 lets a step only decode now and then, also if prompts are waiting: it teaches what decoding costs. Pure.
 """
 
@@ -26,9 +26,9 @@ from typing import NamedTuple
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import MixedStep
 from baton.engine.model_config import FULL_STEP
-from baton.machine.averages import Average
-from baton.machine.learned_steps import LearnedSteps
-from baton.machine.step_model import LARGE, StepModel, long_seconds, with_room
+from baton.steps.averages import Average
+from baton.steps.learned_steps import LearnedSteps
+from baton.steps.step_model import LARGE, StepModel, long_seconds, with_room
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from baton.content import Tier
 from baton.engine.api.stats import OffloadStats
-from baton.machine.link import Link
+from baton.engine.core.link import Link
+from baton.kv_names import Tier
 
 CLEAN_SHARE = 4
 """Prompts may need many cells at once. So one in `CLEAN_SHARE` cells of the pool should be free, or should

@@ -17,7 +17,7 @@ from collections.abc import Hashable
 from functools import partial
 from typing import NamedTuple
 
-from baton.machine.averages import Average
+from baton.steps.averages import Average
 
 HOST_MARGIN = 1.25
 """Factor on the average time that the host takes for a launch."""

@@ -12,8 +12,6 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import NamedTuple
 
-from baton.content import CHUNK_TOKENS, Tier
-from baton.content.cache_kinds import Window, first_read, last_unread
 from baton.engine.api.config import TierCells
 from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool
@@ -21,6 +19,8 @@ from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.state_copies import StateCopies
+from baton.kv_names import CHUNK_TOKENS, Tier
+from baton.kv_names.cache_kinds import Window, first_read, last_unread
 
 
 class _Cached(NamedTuple):

@@ -19,13 +19,13 @@ an import. A request that waits for an import has no block. So nothing here wait
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.state_copies import CopyLease
 from baton.engine.core.window_blocks import WindowSpan
+from baton.kv_names import CHUNK_TOKENS
 
 PINNED_SHARE = 4
 """One in so many blocks may be pinned."""

@@ -3,8 +3,8 @@
 from array import array
 from collections.abc import Iterator, Sequence
 
-from baton.content import CHUNK_TOKENS, ImageSpan, extend_names, name_of_prefix, packed, salted
 from baton.engine.api.request import CachedBlock
+from baton.kv_names import CHUNK_TOKENS, ImageSpan, extend_names, name_of_prefix, packed, salted
 
 
 class PrefixNames:
@@ -12,7 +12,7 @@ class PrefixNames:
 
     Attributes:
         blocks: of each full block, the name of all tokens up to its end.
-        chunks: of each full chunk (`content`).
+        chunks: of each full chunk (`kv_names`).
         salt, tenant: of the request.
     """
 

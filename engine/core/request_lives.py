@@ -43,13 +43,13 @@ from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.elastic import Budget
 from baton.engine.core.fair_shares import FairShares
+from baton.engine.core.leases import Leases
 from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.request_loads import RequestLoads
 from baton.engine.core.request_memory import RequestMemory
-from baton.machine.leases import Leases
 
 LOADING = "a load from a tier"
 """Holds a lease on the request that waits for it."""

@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 
-from baton.content import CHUNK_TOKENS
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.elastic import Budget
 from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
@@ -12,6 +11,7 @@ from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.request_states import RequestStates
 from baton.engine.core.step_builder import Schedule
 from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
+from baton.kv_names import CHUNK_TOKENS
 
 
 class RequestMemory:

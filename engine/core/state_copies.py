@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from baton.content import CHUNK_TOKENS
 from baton.engine.core.units import Units
+from baton.kv_names import CHUNK_TOKENS
 
 END_TOKENS = 512
 """The end of a prompt, or of what it shares, gets a copy only this many tokens past the copy before it. Fewer

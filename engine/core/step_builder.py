@@ -30,7 +30,7 @@ _Chunk = tuple[LiveRequest, range]  # with the positions that a step computes
 
 
 class StepSize(NamedTuple):
-    """What a step computes, as the model of steps counts it (`machine.step_model`)."""
+    """What a step computes, as the model of steps counts it (`steps.step_model`)."""
 
     rows: int
     """Positions of requests that decode: more than one of each with drafts."""

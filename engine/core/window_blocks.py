@@ -1,6 +1,6 @@
 """Blocks of layers with windows: which blocks of requests have one. Pure bookkeeping.
 
-A request reads such layers only from the beginning of its window on (`content.cache_kinds.Window`). So there
+A request reads such layers only from the beginning of its window on (`kv_names.cache_kinds.Window`). So there
 are fewer *window blocks* than blocks, and a block has one only as long as something reads it, or nothing else
 needs it. A block without one has the KV of all other layers.
 
@@ -24,8 +24,8 @@ from itertools import islice
 
 import numpy as np
 
-from baton.content.cache_kinds import Window, first_read, window_blocks
 from baton.engine.core.units import Units
+from baton.kv_names.cache_kinds import Window, first_read, window_blocks
 
 NULL = 0
 """The window block that stands for none. What is written there is never read."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from baton.content.cache_kinds import Window, window_blocks
 from baton.engine.api.config import EngineConfig, check_max_model_len
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Ranks
@@ -15,7 +14,8 @@ from baton.engine.loader.families import cache_spec
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request, windows_of
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, IndexedLatentCache
-from baton.machine import available_memory
+from baton.kv_names.cache_kinds import Window, window_blocks
+from baton.system import available_memory
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@
     plan ─▶ reserve the addresses of all places that there could ever be ─▶ create the pages of the budget
     ─▶ map those of the units that are present ─▶ move: unmap some units, map others
 
-Kernels, graphs and transfers see tensors whose addresses never change. `baton.machine.device_memory` maps
+Kernels, graphs and transfers see tensors whose addresses never change. `baton.system.device_memory` maps
 pages.
 
 A *plane* is what one layer keeps of places that follow each other: K, V, or a state. A unit of places has
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.cache_spec import CacheSpec, Places
-from baton.machine.device_memory import MAPPINGS, DeviceMemory, Page, open_device_memory
+from baton.system.device_memory import MAPPINGS, DeviceMemory, Page, open_device_memory
 
 RESIDENT_SHARE: int = 16
 """At most one in so many bytes of a place is in planes that have memory for all places."""

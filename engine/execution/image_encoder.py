@@ -8,12 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.content.images import MOST_PIXELS, ImageSettings
-from baton.encode_worker.embeddings import EmbeddingFormat
-from baton.encode_worker.encoder import Encoder
-from baton.encode_worker.tower import Tower, tower_fingerprint
-from baton.encode_worker.tower_graphs import TowerGraphs
-from baton.encode_worker.turns import Turns
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import EncoderStats
 from baton.engine.execution.cache_limits import choose_dtype
@@ -25,6 +19,12 @@ from baton.engine.layers.weights import Weights, as_built
 from baton.engine.loader import check_encoder, choose_format, open_checkpoint
 from baton.engine.model_config import ModelConfig, VisionConfig
 from baton.engine.models.vision import TOWER
+from baton.vision.embeddings import EmbeddingFormat
+from baton.vision.encoder import Encoder
+from baton.vision.images import MOST_PIXELS, ImageSettings
+from baton.vision.tower import Tower, tower_fingerprint
+from baton.vision.tower_graphs import TowerGraphs
+from baton.vision.turns import Turns
 
 log = logging.getLogger(__name__)
 

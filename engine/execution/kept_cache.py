@@ -43,7 +43,8 @@ from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.execution.memory_sums import WORD, sums_of
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.cache_spec import CacheSpec, Places
-from baton.machine.kept_pages import (
+from baton.steps.step_model import StepModel
+from baton.system.kept_pages import (
     MOST_PAGES,
     CannotShareError,
     KeptMemory,
@@ -52,7 +53,6 @@ from baton.machine.kept_pages import (
     close,
     exported,
 )
-from baton.machine.step_model import StepModel
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import ATTENTION
 from baton.engine.execution.graphs import Attends, LayerDone, TileShape
 from baton.engine.execution.layer_caches import LayerCaches
 from baton.engine.kernels import (
@@ -30,6 +29,7 @@ from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import NO_IMAGES, SHORT
 from baton.engine.model_config import ModelConfig, Span
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, SharedCache
+from baton.kv_names.cache_kinds import ATTENTION
 
 
 class AttentionShape(NamedTuple):

@@ -8,8 +8,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from baton.encode_worker.embeddings import EmbeddingFormat
-from baton.encode_worker.encoder import Encoder
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.cache_limits import CacheLimits, gib
 from baton.engine.execution.image_encoder import encoder_of
@@ -23,8 +21,10 @@ from baton.engine.loader import load_model
 from baton.engine.loader.draft_heads import FoundHead
 from baton.engine.models.draft_heads import DraftHead
 from baton.engine.models.llama import Llama
-from baton.machine.background import at_low_priority
-from baton.machine.kept_pages import Shelf
+from baton.system.background import at_low_priority
+from baton.system.kept_pages import Shelf
+from baton.vision.embeddings import EmbeddingFormat
+from baton.vision.encoder import Encoder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.elastic_cache import memory_of, tensor_at
 from baton.engine.layers.linear import packed_like
-from baton.machine.device_memory import DeviceMemory, Page
+from baton.system.device_memory import DeviceMemory, Page
 
 PAGE = 2 << 20
 ALIGNMENT = 512

@@ -17,7 +17,7 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
 from baton.engine.models.cache_spec import CacheSpec
-from baton.machine.kept_pages import MOST_PAGES
+from baton.system.kept_pages import MOST_PAGES
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from baton.content.cache_kinds import LATENT
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.cache_limits import CacheLimits
 from baton.engine.layers.weights import PlainFormat
+from baton.kv_names.cache_kinds import LATENT
 
 COMPUTES = "execution", "kernels", "layers", "loader", "models"
 """Rooms of the engine. Each has code that makes weights, adds, or rounds."""

@@ -25,7 +25,7 @@ from baton.engine.execution.start import Started, start_rank
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader.live_weights import LoadedModel, NewWeights
 from baton.engine.step import Step
-from baton.machine.kept_pages import KeptMemory
+from baton.system.kept_pages import KeptMemory
 
 
 class Follower:

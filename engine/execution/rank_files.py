@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.machine.kept_pages import CannotShareError
+from baton.system.kept_pages import CannotShareError
 
 
 @dataclass(frozen=True, slots=True)

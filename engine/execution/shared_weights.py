@@ -32,8 +32,8 @@ from baton.engine.execution.memory_sums import sums_of
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.linear import packed_at, packed_memory
 from baton.engine.layers.ranks import Ranks
-from baton.machine.device_memory import DeviceMemory, Page
-from baton.machine.kept_pages import MOST_PAGES, CannotShareError, KeptPages, Shelf, adopted, close, exported
+from baton.system.device_memory import DeviceMemory, Page
+from baton.system.kept_pages import MOST_PAGES, CannotShareError, KeptPages, Shelf, adopted, close, exported
 
 MOST_APART = 256 << 20
 """Bytes of weights that may differ from those of the pages, and so have memory beside them."""

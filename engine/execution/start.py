@@ -17,10 +17,6 @@ from typing import TypeVar
 
 import torch
 
-from baton.content import content_root
-from baton.content.cache_kinds import CacheArray
-from baton.encode_worker.embeddings import EmbeddingFormat
-from baton.encode_worker.encoder import Encoder
 from baton.engine.api.config import EngineConfig, MemoryTag, versioned
 from baton.engine.execution.cache_limits import CacheLimits, choose_limits, layer_caches
 from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan, memory_of
@@ -48,7 +44,11 @@ from baton.engine.loader import choose_format, draft_head, open_checkpoint
 from baton.engine.loader.live_weights import LoadedModel
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
-from baton.machine.step_model import StepModel
+from baton.kv_names import content_root
+from baton.kv_names.cache_kinds import CacheArray
+from baton.steps.step_model import StepModel
+from baton.vision.embeddings import EmbeddingFormat
+from baton.vision.encoder import Encoder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Started:
     model_fingerprint: str
     content_root: Callable[[str], bytes]
     """By the fingerprint of the model: the root of all that KV depends on beside the tokens and their salt
-    (`content`)."""
+    (`kv_names`)."""
     numerics: str
     """What bits depend on beside the model. Empty: they also depend on the batch (`numerics_of`)."""
     source: str

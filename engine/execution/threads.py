@@ -4,7 +4,7 @@ import torch
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.ranks import Ranks
-from baton.machine import cpu_names, usable_cpus
+from baton.system import cpu_names, usable_cpus
 
 
 def set_threads(config: EngineConfig, ranks: Ranks) -> None:

@@ -30,9 +30,9 @@ from baton.engine.execution.runner import ModelRunner
 from baton.engine.step import NOT_FINITE, NOT_SCORED, Draws, Scored, Step, Variant
 from baton.engine.step_adjustments import Adjustments, Penalties
 from baton.engine.step_drafts import Draft
-from baton.machine.learned_steps import row_sizes, token_sizes
-from baton.machine.measured_steps import measure
-from baton.machine.step_model import StepModel
+from baton.steps.learned_steps import row_sizes, token_sizes
+from baton.steps.measured_steps import measure
+from baton.steps.step_model import StepModel
 
 TOP_LOGPROBS = 20
 PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN)] + [(n, Variant.GREEDY) for n in (48, 96, 384, 768, 192)]

@@ -1,6 +1,6 @@
 """Tensors in the GPU memory of a trainer on the same host.
 
-`baton.weights` writes the file (`machine.trainer_files`), which has handles of CUDA IPC in place of values:
+`baton.weights` writes the file (`engine.trainer_files`), which has handles of CUDA IPC in place of values:
 
     {"memory": [handle, …],
      "tensors": {name: {"dtype": "bfloat16", "shape": [2, 3], "memory": 0, "offset": 512}, …}}
@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from baton.engine import trainer_files
 from baton.engine.layers.ranks import Shard
 from baton.engine.loader.settings import read_json
-from baton.machine import cuda_driver, trainer_files
-from baton.machine.cuda_driver import CudaError
+from baton.system import cuda_driver
+from baton.system.cuda_driver import CudaError
 
 MOST_DIMENSIONS = 8
 COPY_CHECK = 0.1

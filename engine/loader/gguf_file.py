@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from baton.content.gguf import GGUFHeader
+from baton.engine.gguf_header import GGUFHeader
 from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import Checkpoint, Groups
 from baton.engine.loader.gguf_groups import UNPACK

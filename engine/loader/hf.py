@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from baton.engine import trainer_files
 from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import Checkpoint
 from baton.engine.loader import device_file
@@ -22,7 +23,6 @@ from baton.engine.loader.hf_config import read_config
 from baton.engine.loader.rearranged import Files
 from baton.engine.loader.settings import read_json
 from baton.engine.model_config import ModelConfig
-from baton.machine import trainer_files
 
 INDEX = "model.safetensors.index.json"
 OTHER_FORMATS = ["*/*", "consolidated*"]

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from baton.content.images import image_settings, processor_settings
 from baton.engine.loader.families import family_of
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.rope_config import local_rope, one_rope, rope_scaling, rope_theta, ropes, rotary_dim
@@ -19,6 +18,7 @@ from baton.engine.model_config import (
     YarnScaling,
     known_ids,
 )
+from baton.vision.images import image_settings, processor_settings
 
 LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 GRANITE = "GraniteMoeHybridForCausalLM"

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from baton.content import gguf
+from baton.engine import gguf_header
 from baton.engine.loader.settings import read_json
 
 
@@ -12,7 +12,7 @@ def tokenizer_json(source: str) -> str:
     no tokenizer, or if its kind is not supported."""
     path = Path(source)
     if path.is_file():
-        return gguf.tokenizer_json(gguf.GGUFHeader(path, vocabulary=True))
+        return gguf_header.tokenizer_json(gguf_header.GGUFHeader(path, vocabulary=True))
     try:
         return (path / "tokenizer.json").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -24,7 +24,7 @@ def vocabulary(source: str) -> dict[str, int]:
     `ValueError` if tokenizer.json is not a tokenizer."""
     path = Path(source)
     if path.is_file():
-        tokens = gguf.GGUFHeader(path, vocabulary=True).metadata.get("tokenizer.ggml.tokens") or []
+        tokens = gguf_header.GGUFHeader(path, vocabulary=True).metadata.get("tokenizer.ggml.tokens") or []
         return {token: token_id for token_id, token in enumerate(tokens)}
     if not (path / "tokenizer.json").is_file():
         return {}

@@ -5,8 +5,8 @@ Knows nothing of requests and of the formats of checkpoints.
 
 from collections.abc import Iterable, Sequence
 
-from baton.content.cache_kinds import CacheArray, Window
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec
+from baton.kv_names.cache_kinds import CacheArray, Window
 
 
 def attention_caches(cache: Sequence[CacheSpec]) -> list[AttentionCache]:

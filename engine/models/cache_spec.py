@@ -1,4 +1,4 @@
-"""What a layer caches: arrays of the kinds in `content.cache_kinds`, and the tensors that its kernels take
+"""What a layer caches: arrays of the kinds in `kv_names.cache_kinds`, and the tensors that its kernels take
 for them. Pools, memory sizing, tiers and the layout on the wire read only the arrays and their `planes`."""
 
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import ATTENTION, INDEX, STATE, CacheArray, CacheKind, Window
 from baton.engine.kernels import FP8, KV, Fp8KV, IndexedLatents, LayerState, parts
 from baton.engine.model_config import Span
+from baton.kv_names.cache_kinds import ATTENTION, INDEX, STATE, CacheArray, CacheKind, Window
 
 
 class Places(NamedTuple):

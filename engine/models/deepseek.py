@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import INDEX, LATENT, latent_head_dim
 from baton.engine.kernels import FP8, Index, IndexLayer, LatentHeads, LatentNorm, LinearMethod
 from baton.engine.kernels.attention.index import hadamard
 from baton.engine.layers.norm import InputNorm, RMSNorm
@@ -16,6 +15,7 @@ from baton.engine.layers.weights import Stack, Weights
 from baton.engine.model_config import IndexConfig, ModelConfig
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, IndexedLatentCache
 from baton.engine.models.llama import AttendLatent, Llama
+from baton.kv_names.cache_kinds import INDEX, LATENT, latent_head_dim
 
 NORM_EPS = 1e-6
 """Of the norms of queries and latents, whatever the configuration says of the others."""

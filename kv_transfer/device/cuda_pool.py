@@ -23,7 +23,7 @@ from baton.kv_transfer.staging import (
     landing_bytes,
 )
 from baton.kv_transfer.transport import PagedKV
-from baton.machine.cuda_driver import CudaError, copy
+from baton.system.cuda_driver import CudaError, copy
 
 _SLICES = 8  # that one kernel gathers at most
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from baton.content.cache_kinds import FP8
+from baton.kv_names.cache_kinds import FP8
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.dense_slices import dense_planes
 from baton.kv_transfer.device.pool import (

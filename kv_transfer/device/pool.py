@@ -1,5 +1,5 @@
 """The interface of a rank's KV cache, as a sender or a receiver uses it: `Pool`. And what its implementations
-share: where the parts of a cache (`content.cache_kinds`) and of a slice lie."""
+share: where the parts of a cache (`kv_names.cache_kinds`) and of a slice lie."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
-from baton.content.cache_kinds import FP8, ITEM_BYTES, CacheArray, Range
+from baton.kv_names.cache_kinds import FP8, ITEM_BYTES, CacheArray, Range
 from baton.kv_transfer.layout import KVLayout, Slice
 from baton.kv_transfer.peer_memory import PeerMemory
 from baton.kv_transfer.protocol.local_messages import Staged

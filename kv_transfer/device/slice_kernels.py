@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import torch
 
-from baton.content.cache_kinds import ITEM_BYTES, CacheArray
+from baton.kv_names.cache_kinds import ITEM_BYTES, CacheArray
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.pool import Staged, Window, arrays_sent, tensor_planes, window

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from baton.kv_transfer.device.pool import Event
-from baton.machine.cuda_driver import copy
+from baton.system.cuda_driver import copy
 
 _LEAST = 512  # words of a table
 _FEW = 16  # tables that are made ahead: pinning more waits for the device

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.endpoint.injector import Injector
@@ -166,7 +166,7 @@ class Receiver:
         """Fetches chunks of 64 tokens from the prefix cache of a worker, as far as it has them. If the layout
         has states, those after the last chunk that comes go into `state_slot`.
 
-        `chunks`: at most `MAX_CHUNKS` names (`content`). `first_chunk`: the position of the first one in the
+        `chunks`: at most `MAX_CHUNKS` names (`kv_names`). `first_chunk`: the position of the first one in the
         prompt, in chunks. The events of `poll` have `fetch_id` as their `decode_id`. Injected has the bytes
         of the chunks that came, from the first on, and a first token without meaning. A fetch that fails is
         not tried again."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.endpoint.other_ranks import STORE, OtherRanks
 from baton.kv_transfer.endpoint.ranked_pool import open_ranks
 from baton.kv_transfer.endpoint.store_offers import Lent, StoreOffers

@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.endpoint.store_orders import StoreOrders
 from baton.kv_transfer.shared_store.chunk_object import name_of, section_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.device.pool import Event, Pool
 from baton.kv_transfer.protocol.local_messages import (

@@ -35,8 +35,8 @@ from baton.kv_transfer.config import PAGE, TransferConfig
 from baton.kv_transfer.memory_reader import MemoryReader, SliceToRead
 from baton.kv_transfer.nixl.slots import NixlSlots, make_slots
 from baton.kv_transfer.protocol.messages import MAX_HANDLE_BYTES, Export
-from baton.machine import usable_cpus
-from baton.machine.cuda_driver import CudaError
+from baton.system import usable_cpus
+from baton.system.cuda_driver import CudaError
 
 log = logging.getLogger("baton.kv")
 

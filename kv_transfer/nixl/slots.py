@@ -17,7 +17,7 @@ from baton.kv_transfer.config import PAGE
 from baton.kv_transfer.cuda_memory import ExportedMemory, Slots
 from baton.kv_transfer.peer_memory import export_arena
 from baton.kv_transfer.protocol.messages import Export
-from baton.machine.cuda_driver import allocate, enter_device, read
+from baton.system.cuda_driver import allocate, enter_device, read
 
 
 class ArenaSlots(Slots):

@@ -10,7 +10,7 @@ from baton.kv_transfer.process.tcp_session import CROWDED, Session
 from baton.kv_transfer.protocol.acks import Acks
 from baton.kv_transfer.protocol.fetches import MENDABLE, PeerKey
 from baton.kv_transfer.protocol.messages import Ack
-from baton.machine.system import split_address
+from baton.system.addresses import split_address
 
 log = logging.getLogger("baton.kv")
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol.frame import Header

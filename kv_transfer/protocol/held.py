@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.config import MOST_PINS, TransferDeadlines
 from baton.kv_transfer.protocol.local_messages import FetchWaits, PinOut, ReleasedOut, StopOut
 from baton.kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, Have, Reason

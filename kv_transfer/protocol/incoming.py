@@ -9,7 +9,7 @@ import enum
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from baton.content.cache_kinds import Range
+from baton.kv_names.cache_kinds import Range
 from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol.frame import Header, Refusal
 from baton.kv_transfer.protocol.messages import Commit, FirstToken

@@ -30,12 +30,12 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 import msgspec
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.config import PAGE
 from baton.kv_transfer.layout import KVLayout, Slice, cut
 from baton.kv_transfer.shared_store.chunk_object import SEAL_BYTES
-from baton.machine import usable_cpus
+from baton.system import usable_cpus
 
 STORE_MODULE = "baton.kv_transfer.shared_store"
 """Run with `-m`, it is the store process."""

@@ -35,7 +35,7 @@ from baton.kv_transfer.shared_store import EXIT_UNUSABLE, READERS, StoreGone, St
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, section_of
 from baton.kv_transfer.shared_store.client import ClientProcess
 from baton.kv_transfer.wait import wait
-from baton.machine.system import die_with_parent
+from baton.system.processes import die_with_parent
 
 log = logging.getLogger("baton.kv.store")
 

@@ -32,7 +32,7 @@ from baton.kv_transfer.shared_store import (
     parse,
 )
 from baton.kv_transfer.spawn import spawn
-from baton.machine.system import die_with_parent
+from baton.system.processes import die_with_parent
 
 CLIENT_MODULE = "baton.kv_transfer.shared_store.client"
 RETRY = 2.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
-from baton.content.cache_kinds import FP8
+from baton.kv_names.cache_kinds import FP8
 from baton.kv_transfer.device.pool import tensor_planes
 from baton.kv_transfer.transport import PagedKV
 

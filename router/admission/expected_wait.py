@@ -17,8 +17,8 @@ Pure: the caller passes counts and times.
 import math
 from typing import NamedTuple
 
-from baton.machine.averages import Average
 from baton.router.policy.placement import PrefillWindow
+from baton.steps.averages import Average
 
 FORGET_SECONDS = 30.0
 """Time constant with which older measurements count less."""

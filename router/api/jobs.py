@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from baton.content import ImageSpan, prompt_hints, with_adapter
-from baton.content.images import CHANNELS, MOST_PIXELS
+from baton.kv_names import ImageSpan, prompt_hints, with_adapter
 from baton.router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions, GenerationBody
 from baton.router.api.sampling import TOKEN_ID
 from baton.router.api.structured import Structure
 from baton.router.api.validation import validate
 from baton.router.errors import ContextLengthExceeded, InvalidRequest
 from baton.rpc import worker_pb2 as pb
+from baton.vision.images import CHANNELS, MOST_PIXELS
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPT_LOGPROBS = 4 << 20

@@ -13,7 +13,6 @@ from functools import partial
 from itertools import accumulate
 from urllib.parse import quote
 
-from baton.machine.tracing import valid_traceparent
 from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.entry import Entry, entering, holding
 from baton.router.admission.key_counts import KeyCounts
@@ -32,6 +31,7 @@ from baton.router.preparation.media import MediaFetcher
 from baton.router.preparation.prepare import Converted, Generated, Kind, NeedsFiles, Prepared, Served
 from baton.router.text.sealed import seal_key
 from baton.rpc import worker_pb2 as pb
+from baton.system.tracing import valid_traceparent
 
 TOKEN_BYTES = 4
 """Bytes of a body for each prompt token, as an estimate before the prompt is tokenized."""

@@ -9,7 +9,6 @@ import grpc
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from baton.machine.system import cannot_listen, url_host
 from baton.router import access_log
 from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.entry import Entry
@@ -21,6 +20,7 @@ from baton.rpc.channel import create_public_server
 from baton.rpc.health import HealthServicer
 from baton.rpc.port import message_of
 from baton.rpc.tls import add_port
+from baton.system.addresses import cannot_listen, url_host
 
 log = logging.getLogger(__name__)
 

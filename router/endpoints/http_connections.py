@@ -27,11 +27,12 @@ from aiohttp import web
 from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
-from baton.machine.connections import Connection, Connections
-from baton.machine.system import cannot_listen, cannot_write, listening_socket
 from baton.router import errors
 from baton.router.endpoints.frontend import request_name
 from baton.router.errors import ApiError
+from baton.system.addresses import cannot_listen, listening_socket
+from baton.system.connections import Connection, Connections
+from baton.system.directories import cannot_write
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from baton.machine.system import url_host, without_mapping
 from baton.router import access_log
 from baton.router.active_request import ActiveRequest
 from baton.router.admission.entry import Entry
@@ -32,6 +31,7 @@ from baton.router.endpoints.stored_responses import Events, StoredResponse, Stor
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest
 from baton.router.generation.output import MAX_TAKEN, Delta
 from baton.router.preparation.prepare import Peek, resolved
+from baton.system.addresses import url_host, without_mapping
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from typing import Any, get_args
 
 from aiohttp import web
 
-from baton.machine.words import counted
 from baton.router import errors
 from baton.router.api.bodies import MemoryBody, MemoryTag
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
 from baton.rpc.pause import Mode, NotPaused, Workers, workers_at
+from baton.system.words import counted
 
 PATHS = "/pause", "/resume", "/is_paused", "/release_memory_occupation", "/resume_memory_occupation"
 LONGEST = 7 * 24 * 3600.0

@@ -10,7 +10,6 @@ from typing import Any
 from aiohttp import web
 
 from baton import version
-from baton.machine.system import url_host
 from baton.router import access_log, errors
 from baton.router.active_request import Services
 from baton.router.admission.keys import ANY_CLIENT, KeyRing
@@ -28,6 +27,7 @@ from baton.router.endpoints.request_body import read_body
 from baton.router.history import REQUESTS
 from baton.router.preparation.prepare import Converted
 from baton.router.status import PAUSES, health, request_timeline, router_status, scrape_targets
+from baton.system.addresses import url_host
 
 
 class Cors:

@@ -4,13 +4,13 @@ import uuid
 
 from aiohttp import web
 
-from baton.machine.words import counted
 from baton.router import errors
 from baton.router.api.bodies import UpdateWeightsBody
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
 from baton.rpc.pools import in_turns
 from baton.rpc.weights import NotReplaced, named, replace_weights
+from baton.system.words import counted
 
 PATHS = "/get_world_size", "/update_weights_from_disk"
 CONNECT_WITHIN = 5.0  # seconds

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from baton.machine import memory_share
 from baton.router.admission.keys import ANY_CLIENT
 from baton.router.errors import BodyTooLarge, NotFound
+from baton.system import memory_share
 
 MAX_RESPONSES = 1000
 """Of each API key."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from typing import Any
 
-from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
 from baton.router.generation.failures import FailureCount
@@ -20,6 +19,7 @@ from baton.router.policy.prefill import PrefillRequest
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Attempt, AttemptEvent
 from baton.rpc import worker_pb2 as pb
+from baton.system.tracing import Span
 
 
 class PrefillState(IntEnum):

@@ -9,8 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.machine.logs import of_request
-from baton.machine.tracing import Span
 from baton.router import prompt_logprobs
 from baton.router.admission.parked import Deadline, Parked, Waits
 from baton.router.admission.queue import Turn, TurnResult
@@ -26,6 +24,8 @@ from baton.router.policy.planner import Lack, plan
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Attempt, AttemptEvent, NotEncoded, Worker
 from baton.rpc import worker_pb2 as pb
+from baton.system.logs import of_request
+from baton.system.tracing import Span
 
 log = logging.getLogger(__name__)
 _DEADLINES: dict[type[ApiError], str] = {TimedOut: "request", Paused: "pause"}

@@ -11,7 +11,7 @@ in `simulator`.
 3. `plan` (`planner`) takes a request, what workers hold of it, and a `Fleet`. It returns a `Plan`, or what
    the request lacks. The router submits it, and the simulator runs it.
 4. Its costs: `placement.place` compares a handover with one worker that computes the prompt and decodes, by
-   the model of steps that each worker reports (`machine.step_model`, `pace`). `split.split` splits a prompt
+   the model of steps that each worker reports (`steps.step_model`, `pace`). `split.split` splits a prompt
    between several workers. `Prefixes` names a worker that has more of the prompt cached.
 5. `regime.apart` decides for the whole fleet what single plans do not find: prefill workers decode nothing.
 """

@@ -6,7 +6,7 @@ the number of those that ended themselves. For exponential lengths this mean is 
 
 from collections.abc import Hashable, Sequence
 
-from baton.machine.averages import Average
+from baton.steps.averages import Average
 
 MOST_NAMES = 10_000
 """Sessions, keys and models that are remembered: 2 MB."""

@@ -1,6 +1,6 @@
 """An index from chunk to the workers that have the chunk in their prefix cache.
 
-A chunk is 64 tokens, known by 60 bits of its name (`content`). A worker counts as having a chunk
+A chunk is 64 tokens, known by 60 bits of its name (`kv_names`). A worker counts as having a chunk
 after it reports it. It also counts while a prompt with the chunk, which this router sent, waits for its first
 token: the next request with the same prefix may come before the report. When the attempt ends, only the
 report counts.
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from baton.content import CHUNK_TOKENS, HINT_BITS, MOST_STORED, Tier
+from baton.kv_names import CHUNK_TOKENS, HINT_BITS, MOST_STORED, Tier
 from baton.rpc import worker_pb2 as pb
 
 MAX_LEVELS = 8

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from baton.machine.step_model import StepModel, interpolated, long_seconds
+from baton.steps.step_model import StepModel, interpolated, long_seconds
 
 MOST_BUSY = 0.9
 """The most of its time that a worker counts as computing prompts. Guards from divisions by zero: the formula

@@ -48,13 +48,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from baton.machine.step_model import LARGE, StepModel
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.pace import MOST_BUSY, Pace, pace
 from baton.router.policy.plan import Place, Plan, Range, Reason
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefixes import PrefixSource
 from baton.rpc import worker_pb2 as pb
+from baton.steps.step_model import LARGE, StepModel
 
 TTFT_GAPS = 20.0
 """Without a target for the first token users wait for it as long as for so many gaps. So it follows the model

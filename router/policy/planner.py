@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from baton.content import Tier
+from baton.kv_names import Tier
 from baton.router.policy import placement, split
 from baton.router.policy.fleet import Fleet, Seen
 from baton.router.policy.placement import Offer

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from baton.content import ImageSpan
+from baton.kv_names import ImageSpan
 from baton.router.policy.chunk_index import Overlap
 
 POINTS_PER_WORKER = 128
@@ -116,7 +116,7 @@ class PrefillRequest:
     tokens: int
     """Positions that need KV, including cached ones: the prompt and the output so far."""
     chunks: Sequence[int] = ()
-    """Hints of the prompt's full 64-token chunks (`content`). Output tokens may have none."""
+    """Hints of the prompt's full 64-token chunks (`kv_names`). Output tokens may have none."""
     avoid: Collection[str] = ()
     """Workers to choose only if there is no other."""
     arrival: int = 0

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from baton.content import CHUNK_TOKENS, Tier
-from baton.machine.averages import Average
+from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.prefill import MAX_ROWS, PrefillRequest, PrefillSnapshot, Ring
 from baton.rpc import bounded_report
 from baton.rpc import worker_pb2 as pb
+from baton.steps.averages import Average
 
 UNKNOWN_SPEED = 1_000.0
 """Tokens/s of a worker that has no measured speed, if no other worker has one."""

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from baton.content import CHUNK_TOKENS, Tier
+from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.router.policy.chunk_index import Overlap
 from baton.router.policy.fleet import Fleet, Seen
 from baton.router.policy.prefill import PrefillRequest

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.plan import Plan, Range
 from baton.rpc import worker_pb2 as pb
 

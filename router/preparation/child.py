@@ -18,7 +18,6 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-from baton.machine import memory_share
 from baton.router.admission.keys import ApiKey
 from baton.router.admission.slots import Slots
 from baton.router.api.bodies import ChatOptions, CompletionOptions
@@ -38,6 +37,7 @@ from baton.router.preparation.prepare import (
     prepare,
 )
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.system import memory_share
 
 SMALL_BYTES = 16 << 10
 """A body up to this size takes 10 ms at most. A thread prepares it, which saves the way to a child. Most of

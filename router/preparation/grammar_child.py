@@ -10,7 +10,8 @@ from functools import cache
 from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from baton.machine.grammars import TOO_MUCH, Alphabet, error_of, limited
+from baton.grammars.compiler import TOO_MUCH, Alphabet, error_of
+from baton.grammars.trials import limited
 from baton.router.api.structured import MAX_LENGTH, Structure
 from baton.router.errors import InvalidRequest
 from baton.router.preparation import demand, pipe

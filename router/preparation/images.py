@@ -18,12 +18,12 @@ from functools import cache
 from itertools import islice, pairwise
 from typing import Any, NamedTuple, TypeVar
 
-from baton.content.images import MOST_PIXELS, ImageSettings
-from baton.machine import usable_cpus
-from baton.machine.words import counted
 from baton.router.api.fields import ShownImage
 from baton.router.api.jobs import PlacedImage
 from baton.router.errors import InvalidRequest, Unsupported
+from baton.system import usable_cpus
+from baton.system.words import counted
+from baton.vision.images import MOST_PIXELS, ImageSettings
 
 T = TypeVar("T")
 

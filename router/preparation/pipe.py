@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 import msgspec
 from setproctitle import setproctitle
 
-from baton.machine.logs import stack_without_text
-from baton.machine.memory import trim
-from baton.machine.system import die_with_parent
 from baton.router.errors import ApiError
+from baton.system.logs import stack_without_text
+from baton.system.memory import trim
+from baton.system.processes import die_with_parent
 
 _NICE = 5
 """A lower priority than the event loop, for machines with few cores."""

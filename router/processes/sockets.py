@@ -12,7 +12,8 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
-from baton.machine.system import binding, cannot_listen, family, waited_for_cpu
+from baton.system.addresses import binding, cannot_listen, family
+from baton.system.processes import waited_for_cpu
 
 REPLY_SECONDS = 10.0
 """A process that takes longer counts as hung. The time in which it waits for a CPU does not count."""

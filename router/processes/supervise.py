@@ -22,8 +22,6 @@ from typing import Any, TypeVar
 import setproctitle
 from aiohttp import web
 
-from baton.machine.connections import Connections
-from baton.machine.system import report, url_host
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, ApiKey, follow_keys, to_json
 from baton.router.child_pool import ForkServer
@@ -39,6 +37,9 @@ from baton.router.processes.process import RouterProcess
 from baton.router.processes.sockets import reserve
 from baton.router.status import Condition, all_are, health, merged_status, pause_of, scrape_targets
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.system.addresses import url_host
+from baton.system.connections import Connections
+from baton.system.processes import report
 
 log = logging.getLogger(__name__)
 

@@ -1,11 +1,11 @@
-"""Rewrites schemas until the compiler takes them. For a process that is `machine.grammars.limited`."""
+"""Rewrites schemas until the compiler takes them. For a process that is `grammars.trials.limited`."""
 
 import json
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.machine.grammars import compiled, error_of
+from baton.grammars.compiler import compiled, error_of
 from baton.router.schemas.rewriter import Rewritten, rewritten
 from baton.router.tools.regex import anywhere, literal, of_ascii
 

@@ -7,14 +7,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from baton.content.gguf import GGUFHeader, token_of, tokenizer_json
-from baton.content.images import (
-    PREPROCESSOR,
-    PROCESSOR,
-    ImageSettings,
-    image_settings,
-    processor_settings,
-)
+from baton.engine.gguf_header import GGUFHeader, token_of, tokenizer_json
+from baton.vision.images import PREPROCESSOR, PROCESSOR, ImageSettings, image_settings, processor_settings
 
 TEMPLATE_FILES = {
     "default": "chat_template.jinja",

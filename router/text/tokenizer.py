@@ -13,14 +13,14 @@ from typing import Any, Self
 import msgspec
 from tokenizers import Tokenizer
 
-from baton.content import vocabulary_fingerprint
-from baton.content.images import ImageSettings
+from baton.kv_names import vocabulary_fingerprint
 from baton.router.text.chat import ChatEncoder, ChatTemplate, encode
 from baton.router.text.model_files import context_length, images_of, locate, read_directory, read_gguf
 from baton.router.tools.formats import FORMATS, format_of
 from baton.router.tools.harmony import SPECIALS
 from baton.router.tools.parser import ToolParser
 from baton.router.tools.reasoning import REASONING, Way, reasoning_of
+from baton.vision.images import ImageSettings
 
 
 class ModelTokenizer:

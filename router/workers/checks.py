@@ -14,8 +14,8 @@ from operator import attrgetter, le, lt
 
 import grpc
 
-from baton.machine.step_model import LARGEST_FACTOR, StepModel
 from baton.rpc import worker_pb2 as pb
+from baton.steps.step_model import LARGEST_FACTOR, StepModel
 
 MODEL_FLAGS = "--model", "--revision"
 SAME_MODEL = "Give the router and all workers the same --model and --revision."
@@ -25,7 +25,7 @@ NEW_WEIGHTS = (
 )
 LAYOUT = "KV layout"
 _TILE = re.compile(r"%\d+")
-"""Where in a layout it says at which positions that of a window may begin (`content.cache_kinds`)."""
+"""Where in a layout it says at which positions that of a window may begin (`kv_names.cache_kinds`)."""
 _LAYERS = re.compile(r"\blayers=\d+")
 SAME_DRAFTS = "Give all workers the same --speculative-config: the layers of its drafts keep KV, too."
 SAME_ENGINE = (

@@ -18,11 +18,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.machine.logs import of_request
 from baton.router.api.jobs import PlacedImage
 from baton.router.errors import ApiError, Failed, NoWorker
 from baton.router.workers.worker import Attempt, NotEncoded, Worker
 from baton.rpc import worker_pb2 as pb
+from baton.system.logs import of_request
 
 log = logging.getLogger(__name__)
 

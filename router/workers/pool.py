@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.content import CHUNK_TOKENS
-from baton.machine.step_model import LARGE
+from baton.kv_names import CHUNK_TOKENS
 from baton.router.config import RouterConfig
 from baton.router.policy import placement as policy
 from baton.router.policy import regime
@@ -22,6 +21,7 @@ from baton.router.workers.roster import Roster
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import POOL_NAMES, Worker
 from baton.rpc import worker_pb2 as pb
+from baton.steps.step_model import LARGE
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 import grpc
 import grpc.aio
 
-from baton.machine.words import counted
 from baton.router import prompt_logprobs
 from baton.router.config import RouterConfig
 from baton.router.policy.decode import DecodeLoad
@@ -41,6 +40,7 @@ from baton.rpc.adapters import set_adapters
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.weights import NotReplaced, replace_weights
+from baton.system.words import counted
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import grpc.aio
 
-from baton.machine.logs import of_request
-from baton.machine.step_model import StepModel
-from baton.machine.tracing import Span
 from baton.router.errors import ApiError
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.plan import Plan
@@ -34,6 +31,9 @@ from baton.router.workers.breaker import CircuitBreaker
 from baton.router.workers.checks import clear_invalid_rates, step_model
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.stubs import WorkerStub
+from baton.steps.step_model import StepModel
+from baton.system.logs import of_request
+from baton.system.tracing import Span
 
 if TYPE_CHECKING:
     from baton.router.api.jobs import PlacedImage

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from baton.bench.load.report.table import rows_of
-from baton.machine.quantiles import percentile
+from baton.steps.quantiles import percentile
 from tests.within import WITHIN
 
 PORT = 8197

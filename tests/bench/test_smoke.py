@@ -47,10 +47,10 @@ from baton.bench.lab.router import __main__ as router
 from baton.bench.lab.router import ends
 from baton.bench.lab.shapes import SHAPES, write_shape
 from baton.bench.report import Report, commit, machine
-from baton.content.images import ImageSettings
-from baton.encode_worker.tower_graphs import TowerGraphs
 from baton.kv_transfer import TraceWriter
 from baton.rpc import worker_pb2 as pb
+from baton.vision.images import ImageSettings
+from baton.vision.tower_graphs import TowerGraphs
 from tests.engine.conftest import TINY_SPARSE
 from tests.engine.replays import Capture
 from tests.forked import forking

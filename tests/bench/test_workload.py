@@ -243,7 +243,7 @@ def test_the_error_of_a_broken_trace_names_the_line(tmp_path: Path, text: str, m
 def test_a_line_without_an_end_is_refused(
     monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any]
 ) -> None:
-    monkeypatch.setattr("baton.machine.lines.LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("baton.system.lines.LONGEST_LINE", 1 << 20)
     with pytest.raises(ValueError, match=r"/dev/zero.*line 1: is longer than 1048576 bytes"):
         read(Path("/dev/zero"))
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import grpc.aio
 from tokenizers import Tokenizer
 
-from baton.content import CHUNK_TOKENS, prompt_hints
+from baton.kv_names import CHUNK_TOKENS, prompt_hints
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 from tests.fake_worker import EOS, FakeWorker, Outputs

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.router.api.anthropic.body import MessagesBody
 from baton.router.api.bodies import ChatBody
 from baton.router.api.openai_responses.body import ResponsesBody

@@ -14,7 +14,7 @@ import typer.main
 import typer.testing
 
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
-from baton.machine.python_path import PACKAGES
+from baton.system.python_path import PACKAGES
 from baton.worker import WorkerConfig
 from tests.within import within
 

@@ -18,7 +18,7 @@ from baton.cluster.options.engine import EngineOptions
 from baton.cluster.options.roles import FrontOptions
 from baton.cluster.supervision.blueprint import check_ports
 from baton.cluster.tools.doctor.node import the_model
-from baton.machine.system import make_directory
+from baton.system.directories import make_directory
 
 
 def test_a_port_that_is_taken_is_named() -> None:

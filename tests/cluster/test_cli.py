@@ -33,8 +33,8 @@ from baton.cluster.gpus import visible_gpus
 from baton.cluster.options import clients, engine, pools, roles
 from baton.cluster.supervision.blueprint import Blueprint
 from baton.engine import EngineConfig
-from baton.machine.python_path import PACKAGES
 from baton.router.config import RouterConfig
+from baton.system.python_path import PACKAGES
 from baton.worker.config import WorkerConfig
 
 
@@ -458,7 +458,7 @@ def test_encoders_are_workers_and_the_others_then_have_none(
     assert [config.role for config in started] == ["prefill", "decode", "encode", "encode"]
     assert [config.engine.encoder_pool for config in started] == [True, True, False, False]
     for encoder in started[2:]:
-        assert encoder.engine_module == "baton.cluster.encoder_process"
+        assert encoder.engine_module == "baton.encode_worker.process"
         assert encoder.kv_store is None
         assert not encoder.replace_engine
         assert not encoder.engine.enable_prefix_caching

@@ -23,10 +23,10 @@ from baton.cluster.cli import app
 from baton.cluster.tools import status
 from baton.cluster.tools.ask_workers import report_of
 from baton.cluster.tools.status import device_of, name_of
-from baton.machine.python_path import PACKAGES
-from baton.machine.words import counted
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.plain import plain
+from baton.system.python_path import PACKAGES
+from baton.system.words import counted
 from tests.fake_worker import SECRET, FakeWorker
 from tests.within import WITHIN
 

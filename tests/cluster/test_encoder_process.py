@@ -4,11 +4,11 @@ import threading
 
 import numpy as np
 
-from baton.cluster.encoder_process import EncoderLoop
-from baton.encode_worker.encoder import Encoder
-from baton.encode_worker.turns import Turns
+from baton.encode_worker.process import EncoderLoop
+from baton.encode_worker.serving import ServedEmbeddings
+from baton.vision.encoder import Encoder
+from baton.vision.turns import Turns
 from baton.worker import messages
-from baton.worker.engine_process.served_embeddings import ServedEmbeddings
 from baton.worker.ipc import ServiceLink
 from baton.worker.messages import Origin
 from tests.stand_in import stand_in

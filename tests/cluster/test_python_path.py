@@ -10,9 +10,9 @@ from baton.cluster.check_model import faults
 from baton.cluster.model import ResolvedModel
 from baton.cluster.options.engine import EngineOptions
 from baton.cluster.supervision.rundir import Janitor
+from baton.grammars.trials import Trials
 from baton.kv_transfer.spawn import spawn
-from baton.machine.grammars import Trials
-from baton.machine.python_path import PACKAGES, python_path
+from baton.system.python_path import PACKAGES, python_path
 from tests.within import WITHIN
 
 

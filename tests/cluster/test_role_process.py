@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import baton.machine.system
+import baton.system.processes
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
 from tests.loop_clock import Clock
 from tests.within import WITHIN, within
@@ -242,7 +242,7 @@ async def test_a_role_that_cannot_be_watched_is_ended_and_tried_again(
         tried.append(pid)
         if len(tried) == 1:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        await baton.machine.system.process_end(pid)
+        await baton.system.processes.process_end(pid)
 
     monkeypatch.setattr("baton.cluster.supervision.role_process.process_end", process_end)
     state = await until_ready(start())

@@ -13,7 +13,7 @@ import pytest
 
 from baton.cluster.supervision import rundir
 from baton.cluster.supervision.rundir import Janitor, RunDir
-from baton.machine.python_path import PACKAGES
+from baton.system.python_path import PACKAGES
 from tests.within import within
 
 OWNER = """

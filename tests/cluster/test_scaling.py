@@ -21,9 +21,9 @@ from baton.cluster.autoscaling.scaling import (
     Sample,
     Scaler,
 )
-from baton.machine.quantiles import percentile
-from baton.machine.step_model import StepModel
 from baton.rpc import worker_pb2 as pb
+from baton.steps.quantiles import percentile
+from baton.steps.step_model import StepModel
 
 SPEED = 10_000.0  # tokens/s of one prefill worker
 PROMPT = 2000

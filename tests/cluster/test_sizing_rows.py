@@ -18,8 +18,8 @@ from baton.bench.load.measurement.quantiles import Series, interval
 from baton.bench.load.traffic.workload import AGENTS, Arrivals, Distribution, Synthetic
 from baton.cluster.tools.sizing.simulated import Served, Workers, serve
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds
-from baton.content import CHUNK_TOKENS
 from baton.engine.loader.hf_config import model_config_from_hf
+from baton.kv_names import CHUNK_TOKENS
 from baton.router.admission.fairness import FairQueue
 from baton.simulator.agents import CONTEXT, PREFIX, agents, chunk_name
 from baton.simulator.requests import Request

@@ -15,7 +15,7 @@ from baton.cluster.cli import app
 from baton.cluster.options.roles import StoreOptions, StoreRole
 from baton.cluster.supervision.blueprint import Blueprint
 from baton.kv_transfer.shared_store.chunk_object import StoreKeys
-from baton.machine.system import free_port
+from baton.system.addresses import free_port
 from baton.worker import WorkerConfig  # noqa: F401 - the options of workers need it
 
 URL = "mooncake://127.0.0.1:50051"

@@ -27,8 +27,8 @@ from baton.cluster.cli import app
 from baton.cluster.options.clients import EndpointOptions
 from baton.cluster.tools.status import merged
 from baton.cluster.tools.top import Page, Scrape, frame, headline, page_text, parse, row, scrape
-from baton.machine.python_path import PACKAGES
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.system.python_path import PACKAGES
 from tests.router.conftest import make_cluster
 from tests.within import WITHIN
 

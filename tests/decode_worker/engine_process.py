@@ -6,7 +6,7 @@ compute the KV of the tiny model. Then a worker would compute it, and tests woul
 """
 
 from baton.cluster.engine_process import run
-from baton.machine.link import Link
+from baton.engine.core.link import Link
 from baton.worker.engine_process.start import EngineProcessConfig, start
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.content import Tier
 from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStats
 from baton.engine.api.stats import EncoderStats, MemoryStats
+from baton.kv_names import Tier
 from baton.worker.messages import EngineStatus, RequestCounts
 from baton.worker.service_process.metrics import Metrics
 

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster.supervision.runner import BATON
-from baton.machine.python_path import PACKAGES
+from baton.system.python_path import PACKAGES
 from tests.fake_kubernetes import FakeKubernetes, endpoint
 from tests.within import WITHIN, within
 

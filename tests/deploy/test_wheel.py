@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.machine.system import free_port
+from baton.system.addresses import free_port
 from tests.within import WITHIN
 
 pytestmark = pytest.mark.all

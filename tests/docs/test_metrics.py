@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from prometheus_client import Metric
 
-from baton.content import Tier
 from baton.engine import EncoderStats, EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
+from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
 from baton.router.admission.queue import Admission
 from baton.router.metrics import Metrics as RouterMetrics

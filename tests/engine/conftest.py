@@ -16,7 +16,7 @@ from baton.engine.execution.events import record
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Kernels
-from baton.machine.kept_pages import KeptMemory
+from baton.system.kept_pages import KeptMemory
 from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 from tests.interpreter import watch_memory

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.content.cache_kinds import latent_head_dim
 from baton.engine.kernels import KV, Fp8KV, Kernels, LatentHeads, LatentNorm
 from baton.engine.model_config import LatentConfig
+from baton.kv_names.cache_kinds import latent_head_dim
 from tests.engine.attention_step import Step, placed
 from tests.engine.kernel_checks import F32, close, normal
 

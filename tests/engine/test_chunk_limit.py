@@ -7,8 +7,8 @@ import pytest
 
 from baton.engine import MixedStep
 from baton.engine.core.meters import LEAST, LONG, Batch, ChunkLimit
-from baton.machine.learned_steps import LearnedSteps, row_sizes, token_sizes
-from baton.machine.step_model import StepModel
+from baton.steps.learned_steps import LearnedSteps, row_sizes, token_sizes
+from baton.steps.step_model import StepModel
 from tests.engine.conftest import MakeEngine
 
 STEP, TOKEN = 0.010, 0.0001

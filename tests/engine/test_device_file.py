@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.loader import device_file
-from baton.machine import cuda_driver
-from baton.machine.cuda_driver import CudaError
+from baton.system import cuda_driver
+from baton.system.cuda_driver import CudaError
 from baton.weights import Checkpoint
 from tests.device import DEVICE
 from tests.engine.checkpoints import load
@@ -145,7 +145,7 @@ def test_weights_of_a_trainer_stay_where_they_are(
 COPYING = """
 import sys
 from pathlib import Path
-from baton.machine import trainer_files
+from baton.engine import trainer_files
 trainer_files.write(Path(sys.argv[1]), "{}")
 print(flush=True)
 sys.stdin.read()

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from baton.engine.execution.elastic_cache import tensor_at
-from baton.machine.device_memory import DeviceMemory, Exported, open_device_memory
+from baton.system.device_memory import DeviceMemory, Exported, open_device_memory
 from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 
 NUMBER = None if DEVICE == "cpu" else 0
 READER = f"""
 import ctypes, socket, sys
-from baton.machine.device_memory import Exported, open_device_memory
+from baton.system.device_memory import Exported, open_device_memory
 if {DEVICE == "cuda"}:
     import torch
     torch.cuda.init(); torch.zeros(1, device="cuda")
@@ -40,8 +40,8 @@ else:
 """
 MAKER = f"""
 import ctypes, os, signal, sys
-from baton.machine.device_memory import open_device_memory
-from baton.machine.kept_pages import KeptPages
+from baton.system.device_memory import open_device_memory
+from baton.system.kept_pages import KeptPages
 from baton.worker.kept_files import KeptFiles
 if {DEVICE == "cuda"}:
     import torch
@@ -66,7 +66,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 WRITER = f"""
 import ctypes, sys
-from baton.machine.device_memory import open_device_memory
+from baton.system.device_memory import open_device_memory
 if {DEVICE == "cuda"}:
     import torch
     torch.zeros(1, device="cuda")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from baton.bench.lab.shapes import BAMBA, write_shape
-from baton.content.cache_kinds import Window
 from baton.engine import Engine, EngineRequest, SamplingParams
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.elastic import Budget, Cells, Lacking, Move
@@ -25,6 +24,7 @@ from baton.engine.execution import elastic_cache, memory_sizing
 from baton.engine.execution.memory_sizing import MemoryUse, PoolSize
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import read_config
+from baton.kv_names.cache_kinds import Window
 from tests.device import DEVICE
 from tests.engine.conftest import TINY_QWEN3_5, MakeEngine, TinyOf, request_of, save_tiny, tokens_of
 from tests.engine.scheduling import ROOT, make, of_slots, step

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.bench.lab.shapes import DENSE, SHAPES
-from baton.content.cache_kinds import latent_head_dim
 from baton.engine import Engine, EngineConfig, SpeculativeConfig, build_engine
 from baton.engine.execution import numerics
 from baton.engine.kernels import (
@@ -43,6 +42,7 @@ from baton.engine.kernels.quantized.reference import four_bits, of_experts
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.loader import check_model
 from baton.engine.model_config import LatentConfig, Scoring, Span
+from baton.kv_names.cache_kinds import latent_head_dim
 from tests.device import DEVICE
 from tests.engine.conftest import request_of, run
 from tests.engine.drafting import draft_always

@@ -23,7 +23,7 @@ from baton.engine.execution.sampler import adjust
 from baton.engine.grammar import SPARE_SECONDS, Grammars, Matcher, too_dear
 from baton.engine.grammar_compiler import Compiler, Key, Shared
 from baton.engine.loader.tokenizer_json import tokenizer_json
-from baton.machine.grammars import LIMITS, Alphabet, compiled
+from baton.grammars.compiler import LIMITS, Alphabet, compiled
 from tests.engine.conftest import MakeEngine, request_of, run, tokens_of
 from tests.engine.scheduling import end, live_of
 from tests.engine.told_device import ToldDevice

@@ -19,9 +19,6 @@ import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from baton.cluster import check_model
-from baton.content.images import ImageSettings
-from baton.encode_worker.embeddings import Embeddings
-from baton.encode_worker.pinned_memory import PinnedMemory
 from baton.engine import Engine, EngineConfig, EngineRequest, Image, SpeculativeConfig, check_request
 from baton.engine.core.prompt_images import PromptImages
 from baton.engine.execution import runner
@@ -29,6 +26,9 @@ from baton.engine.kernels.upload import LARGE, upload
 from baton.engine.loader import model_fingerprint
 from baton.engine.loader.hf_config import read_config
 from baton.engine.step import Pieces
+from baton.vision.embeddings import Embeddings
+from baton.vision.images import ImageSettings
+from baton.vision.pinned_memory import PinnedMemory
 from tests.device import DEVICE
 from tests.engine import checkpoints
 from tests.engine.checkpoints import edited_tensors

@@ -21,9 +21,9 @@ from baton.engine.execution.kept_cache import Keep, KeptCache, Measured, measure
 from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.cache_spec import AttentionCache, Places
-from baton.machine.device_memory import open_device_memory
-from baton.machine.kept_pages import CannotShareError, KeptPages, close
-from baton.machine.step_model import StepModel
+from baton.steps.step_model import StepModel
+from baton.system.device_memory import open_device_memory
+from baton.system.kept_pages import CannotShareError, KeptPages, close
 from baton.worker.engine_process.offload import offload_pumps
 from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from baton.cluster.tools.sizing import MODELS
-from baton.content.cache_kinds import FP8, INDEX, LATENT, CacheArray
 from baton.engine import EngineRequest, SamplingParams
 from baton.engine.arrange import arrange
 from baton.engine.core.offload_tier import OffloadTier
@@ -27,6 +26,7 @@ from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import LatentConfig
 from baton.engine.models import cache_bytes_per_token
 from baton.engine.step import Draws, Step, Variant
+from baton.kv_names.cache_kinds import FP8, INDEX, LATENT, CacheArray
 from baton.kv_transfer.layout import KVLayout
 from tests.device import DEVICE
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load

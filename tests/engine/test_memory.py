@@ -24,7 +24,7 @@ from baton.engine.loader.hf_config import read_config
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
-from baton.machine.learned_steps import row_sizes, token_sizes
+from baton.steps.learned_steps import row_sizes, token_sizes
 from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, request_of, run, save_tiny

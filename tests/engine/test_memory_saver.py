@@ -10,7 +10,7 @@ import torch
 
 from baton.engine import Engine
 from baton.engine.execution.memory_saver import MemorySaver
-from baton.machine.device_memory import DeviceMemory, HostMemory, Page
+from baton.system.device_memory import DeviceMemory, HostMemory, Page
 from tests.device import DEVICE
 from tests.engine.checkpoints import load
 from tests.engine.conftest import request_of, run

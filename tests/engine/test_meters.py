@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 
 from baton.engine.core.meters import Batch, ChunkLimit, Meters
-from baton.machine.learned_steps import LearnedSteps, row_sizes, token_sizes
-from baton.machine.step_model import LARGE, StepModel
+from baton.steps.learned_steps import LearnedSteps, row_sizes, token_sizes
+from baton.steps.step_model import LARGE, StepModel
 from tests.engine.conftest import MakeEngine
 from tests.engine.scheduling import add, make, step
 

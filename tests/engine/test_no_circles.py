@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import pytest
 
-from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.making_room import to_drop
 from baton.engine.core.prefix_exchange import Import, Pin
 from baton.engine.core.scheduler import Scheduler
+from baton.kv_names import CHUNK_TOKENS
 from tests.engine.scheduling import BLOCK, make, step
 
 ROUNDS = 3000

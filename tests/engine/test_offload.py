@@ -11,17 +11,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.content import Tier
 from baton.engine.api.config import TierCells
 from baton.engine.api.request import CachedBlock, EngineRequest, Hooks
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core import offload_tier
 from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.link import RETRY
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import CellCopy, OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import Pin
-from baton.machine.link import RETRY
+from baton.kv_names import Tier
 from tests.engine.scheduling import hooks_to, make
 
 BLOCK = 16

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.content import CHUNK_TOKENS, Tier
 from baton.engine.api.config import TierCells
 from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.prefix_exchange import Import
 from baton.engine.core.prefix_names import PrefixNames
+from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.kv_transfer.endpoint.store_offers import LATER
 from baton.worker.engine_process.shared_store import StoreSource
 from tests.engine.scheduling import ROOT, make

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from baton.content import CHUNK_TOKENS, extend_names, salted
 from baton.engine.core.prefix_names import PrefixNames
+from baton.kv_names import CHUNK_TOKENS, extend_names, salted
 
 TOKENS = random.Random(0).choices(range(50000), k=1000)
 

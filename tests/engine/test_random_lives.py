@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from baton.content import CHUNK_TOKENS
 from baton.engine import Engine, EngineRequest, Output, SpeculativeConfig, StructuredOutput
 from baton.engine.core import state_copies
 from baton.engine.core.live_request import LiveRequest
@@ -22,6 +21,7 @@ from baton.engine.execution import memory_sizing
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.kernels import LayerState, parts
 from baton.engine.step import Step
+from baton.kv_names import CHUNK_TOKENS
 from tests.engine.conftest import (
     LateEvent,
     MakeEngine,

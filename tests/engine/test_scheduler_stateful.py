@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.content import CHUNK_TOKENS
-from baton.content.cache_kinds import Window
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core import state_copies
@@ -22,6 +20,8 @@ from baton.engine.core.speculation import PromptLookup, Speculation
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.step_builder import Schedule, build_step
 from baton.engine.step import Step
+from baton.kv_names import CHUNK_TOKENS
+from baton.kv_names.cache_kinds import Window
 from tests.engine.scheduling import make
 
 DRAFTS = 2

@@ -26,7 +26,7 @@ from baton.engine.execution.start import Started, start_rank
 from baton.engine.kernels.scratch import Scratch
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
-from baton.machine.kept_pages import KeptMemory, close
+from baton.system.kept_pages import KeptMemory, close
 from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json

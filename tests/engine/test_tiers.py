@@ -7,12 +7,12 @@ from typing import cast
 
 import pytest
 
-from baton.content import Tier
 from baton.engine import Engine
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.offload_tier import OffloadTier
+from baton.kv_names import Tier
 from baton.kv_transfer.stores import CellStore, HostStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.worker.engine_process import offload

@@ -20,13 +20,13 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import LATENT, STATE, CacheArray
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import KV, Fp8KV, parts
 from baton.engine.models.cache_spec import AttentionCache
+from baton.kv_names.cache_kinds import LATENT, STATE, CacheArray
 from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.wait import wait

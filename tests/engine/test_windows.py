@@ -19,7 +19,6 @@ import torch
 
 import baton.bench.lab.shapes as bench
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import Window, first_read, last_unread
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams
 from baton.engine.api.config import SpeculativeConfig
 from baton.engine.core.offload_tier import OffloadTier
@@ -31,6 +30,7 @@ from baton.engine.execution.start import moves_memory
 from baton.engine.execution.warmup import rehearsal_in, warm_up
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import model_config_from_hf
+from baton.kv_names.cache_kinds import Window, first_read, last_unread
 from baton.kv_transfer import KVLayout
 from baton.kv_transfer.wait import wait
 from baton.worker.engine_process.offload import offload_pumps

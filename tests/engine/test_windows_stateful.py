@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from baton.content import CHUNK_TOKENS, cache_kinds
-from baton.content.cache_kinds import Window, first_read
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.elastic import Cells, Move
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.prefix_exchange import Import
 from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
+from baton.kv_names import CHUNK_TOKENS, cache_kinds
+from baton.kv_names.cache_kinds import Window, first_read
 from tests.engine.scheduling import make, step
 from tests.engine.test_scheduler_stateful import DRAFTS, FIRST_TOKEN, OPERATIONS, Operations
 

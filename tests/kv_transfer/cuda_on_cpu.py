@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from baton.kv_transfer.device import copy_kernels
-from baton.machine import cuda_driver
+from baton.system import cuda_driver
 
 Work = Callable[[], object]
 LOOKS = 50

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import STATE, CacheArray
+from baton.kv_names.cache_kinds import STATE, CacheArray
 from baton.kv_transfer import channel as ch
 from baton.kv_transfer.protocol import local_messages as lm
 from baton.kv_transfer.protocol import shared

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.content.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind, Window
+from baton.kv_names.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind, Window
 from baton.kv_transfer.arena import Arena, channel_pair
 from baton.kv_transfer.endpoint import other_ranks
 from baton.kv_transfer.endpoint.other_ranks import TIERS, Line, OtherRanks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.content.cache_kinds import ATTENTION, STATE, CacheArray
+from baton.kv_names.cache_kinds import ATTENTION, STATE, CacheArray
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.host_pool import converted

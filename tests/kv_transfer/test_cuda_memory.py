@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from baton.kv_transfer.protocol.messages import Export
-from baton.machine.cuda_driver import copy
+from baton.system.cuda_driver import copy
 
 pytestmark = pytest.mark.gpu
 SLOTS, SLOT_BYTES = 4, 64 << 20
 OWNER = f"""
 import os, sys, msgspec, torch
 from baton.kv_transfer.cuda_memory import ExportedMemory
-from baton.machine.cuda_driver import copy
+from baton.system.cuda_driver import copy
 numbers = torch.arange({SLOTS * SLOT_BYTES // 4}, dtype=torch.int32, device="cuda")
 memory = ExportedMemory({SLOTS}, {SLOT_BYTES}, bytes(16))
 copy(memory.address, numbers.data_ptr(), {SLOTS * SLOT_BYTES}, torch.cuda.current_stream().cuda_stream)

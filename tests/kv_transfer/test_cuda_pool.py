@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.content.cache_kinds import ATTENTION, STATE, CacheArray, CacheKind, Unit, Window
+from baton.kv_names.cache_kinds import ATTENTION, STATE, CacheArray, CacheKind, Unit, Window
 from baton.kv_transfer import staging
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import ExportedMemory, Slots

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.content.cache_kinds import STATE, CacheArray
+from baton.kv_names.cache_kinds import STATE, CacheArray
 from baton.kv_transfer.layout import KVLayout, Slice, cut, slice_bytes
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.incoming import Fault, Incoming, TransferState

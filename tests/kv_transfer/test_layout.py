@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.content.cache_kinds import LATENT, STATE, CacheArray
+from baton.kv_names.cache_kinds import LATENT, STATE, CacheArray
 from baton.kv_transfer.layout import (
     Slice,
     cut,

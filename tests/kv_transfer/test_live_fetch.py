@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from baton.content.cache_kinds import ATTENTION, STATE, CacheArray, Window
+from baton.kv_names.cache_kinds import ATTENTION, STATE, CacheArray, Window
 from baton.kv_transfer import KVLayout
 from baton.kv_transfer.endpoint.live_fetch import LayersThere
 from baton.kv_transfer.layout import Slice, cut

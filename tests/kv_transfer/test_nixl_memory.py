@@ -17,7 +17,7 @@ from baton.kv_transfer.memory_reader import SliceToRead
 from baton.kv_transfer.nixl import slots as nixl_slots
 from baton.kv_transfer.nixl.memory import NixlMemory, listen_on
 from baton.kv_transfer.protocol.encryption import Seal
-from baton.machine.cuda_driver import CudaError
+from baton.system.cuda_driver import CudaError
 from tests.stand_in import stand_in
 
 from .conftest import until

@@ -28,7 +28,7 @@ from baton.kv_transfer.peer_memory import (
     join,
 )
 from baton.kv_transfer.protocol.messages import Export
-from baton.machine import cuda_driver
+from baton.system import cuda_driver
 from tests.layouts import kv_layout, paged
 
 LAYOUT = kv_layout(1, 1, 8, "float32")

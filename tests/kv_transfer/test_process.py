@@ -19,7 +19,7 @@ import baton.kv_transfer as kv
 from baton.kv_transfer.process.tcp import _connecting
 from baton.kv_transfer.spawn import WaitingTransfer
 from baton.kv_transfer.wait import wait
-from baton.machine.system import url_host
+from baton.system.addresses import url_host
 from tests.kv_transfer.transfer_process import TransferProcess, deadlines, logging_to
 from tests.layouts import kv_layout
 from tests.within import WITHIN

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.content import CHUNK_TOKENS
-from baton.content.cache_kinds import LATENT, STATE, CacheArray
+from baton.kv_names import CHUNK_TOKENS
+from baton.kv_names.cache_kinds import LATENT, STATE, CacheArray
 from baton.kv_transfer.arena import Arena, channel_pair, memory_file
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.endpoint.other_ranks import OtherRanks

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import STATE, CacheArray
+from baton.kv_names.cache_kinds import STATE, CacheArray
 from tests.layouts import kv_layout
 
 from . import second_wire as wire

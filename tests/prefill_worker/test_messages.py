@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from baton.content import Tier
+from baton.kv_names import Tier
 from baton.kv_transfer.protocol import local_messages as local
 from baton.prefill_worker.parts import pair_id
 from baton.rpc import worker_pb2 as pb

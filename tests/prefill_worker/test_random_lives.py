@@ -16,11 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from baton.content import Tier, extend_names, salted
 from baton.decode_worker.role import DecodeRole
 from baton.engine import EngineRequest, SamplingParams
 from baton.engine.api.config import SpeculativeConfig
 from baton.engine.execution import elastic_cache, memory_sizing
+from baton.kv_names import Tier, extend_names, salted
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.layout import Range, cut, slice_bytes

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.content import extend_names, salted
 from baton.engine.core.live_request import LiveRequest
+from baton.kv_names import extend_names, salted
 from baton.kv_transfer.protocol import local_messages as local
 from baton.worker import messages
 from baton.worker.messages import Code

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.machine.step_model import StepModel
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.prefill import sticky
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.rpc import worker_pb2 as pb
+from baton.steps.step_model import StepModel
 
 
 @dataclass(eq=False)

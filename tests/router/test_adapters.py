@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.content import prompt_hints, with_adapter
+from baton.kv_names import prompt_hints, with_adapter
 from baton.router.admission.keys import ApiKey
 from baton.router.api.jobs import Job, make_jobs
 from baton.router.endpoints import frontend

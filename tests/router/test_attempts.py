@@ -5,12 +5,12 @@ from typing import cast
 
 import pytest
 
-from baton.machine.tracing import Span
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.plan import Plan
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.worker import Attempt, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
+from baton.system.tracing import Span
 
 
 class RecordedSpan:

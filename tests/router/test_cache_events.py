@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.content import Tier, prompt_hints
+from baton.kv_names import Tier, prompt_hints
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.prefill import PrefillRequest

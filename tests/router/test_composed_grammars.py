@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.machine.grammars import TOO_MUCH, Trials
+from baton.grammars.compiler import TOO_MUCH
+from baton.grammars.trials import Trials
 from baton.router.api.messages import Tool
 from baton.router.api.structured import Structure
 from baton.router.errors import InvalidRequest, Unsupported

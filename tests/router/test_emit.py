@@ -7,7 +7,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
 from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict
@@ -16,6 +15,7 @@ from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Attempt, Worker
 from baton.rpc import worker_pb2 as pb
+from baton.system.tracing import Span
 
 WORKER = Worker("w", PrefillLoads(), lambda: None, lambda _: None)
 PLAN = Plan("handover", decode=0)

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 
-from baton.machine.tracing import Tracer
 from baton.router import status
 from baton.router.active_request import Services
 from baton.router.admission.queue import Admission
@@ -22,6 +21,7 @@ from baton.router.workers.pool import WorkerPool
 from baton.router.workers.roster import Roster
 from baton.router.workers.worker import Attempt, NotEncoded, SendQueue, Unsent, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
+from baton.system.tracing import Tracer
 from tests.loop_clock import Clock
 from tests.stand_in import stand_in
 

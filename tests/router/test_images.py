@@ -19,13 +19,13 @@ import pytest
 from msgspec import msgpack
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from baton.content.images import ImageSettings
 from baton.router.api import jobs
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest, Unsupported
 from baton.router.preparation import images, pipe
 from baton.router.preparation.child import answer_to, read_prepared, request_head, share_pixels
 from baton.router.preparation.prepare import NeedsChild, NeedsFiles, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.vision.images import ImageSettings
 from tests.engine.conftest import IMAGE_TOKEN, save_seeing_tokenizer, save_tiny
 
 SERVED = Served(("vl",), 256)
@@ -193,7 +193,7 @@ def test_an_image_of_low_detail_is_small(tokenizer: ModelTokenizer, monkeypatch:
     url = url_of(file_of(picture(size=(80, 80))))
     [[whole]] = prepared(tokenizer, chat(url, detail="high")).images
     assert (whole.rows, whole.columns) == (10, 10)
-    monkeypatch.setattr("baton.content.images.LOW_PIXELS", 40 * 40)
+    monkeypatch.setattr("baton.vision.images.LOW_PIXELS", 40 * 40)
     [[small]] = prepared(tokenizer, chat(url, detail="low")).images
     assert (small.rows, small.columns) == (5, 5)
     assert small.name != whole.name

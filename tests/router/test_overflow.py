@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.content import prompt_hints
+from baton.kv_names import prompt_hints
 from baton.router.policy import regime
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.text.tokenizer import ModelTokenizer

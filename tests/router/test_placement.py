@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.content import ImageSpan, Tier
-from baton.machine.step_model import StepModel
+from baton.kv_names import ImageSpan, Tier
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.decode import DecodeCaches, DecodeLoad
 from baton.router.policy.pace import Pace
@@ -20,6 +19,7 @@ from baton.router.policy.prefill import COMPARED, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.policy.prefixes import PrefixSource
 from baton.rpc import worker_pb2 as pb
+from baton.steps.step_model import StepModel
 
 from .fleets import SeenWorker, fleet_of
 

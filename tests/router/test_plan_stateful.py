@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from baton.machine.tracing import Tracer
 from baton.router.admission.entry import entering
 from baton.router.admission.keys import ANY_CLIENT, Account
 from baton.router.admission.parked import Deadline
@@ -33,6 +32,7 @@ from baton.router.workers.pool import WorkerPool
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import SendQueue, Worker
 from baton.rpc import worker_pb2 as pb
+from baton.system.tracing import Tracer
 
 PREFILL, DECODE = pb.POOL_PREFILL, pb.POOL_DECODE
 METRICS = Metrics("plans")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.content import CHUNK_TOKENS, Tier
+from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork

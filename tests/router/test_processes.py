@@ -21,8 +21,7 @@ import grpc.aio
 import psutil
 import pytest
 
-from baton.content import prompt_hints
-from baton.machine.system import report, url_host
+from baton.kv_names import prompt_hints
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import listen
@@ -31,6 +30,8 @@ from baton.router.processes.sockets import reserve
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
 from baton.rpc.stubs import InferenceStub
+from baton.system.addresses import url_host
+from baton.system.processes import report
 from tests.fake_worker import SECRET
 from tests.within import WITHIN
 

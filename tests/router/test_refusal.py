@@ -16,8 +16,6 @@ from aiohttp import web
 
 from baton.cluster.options.clients import EndpointOptions
 from baton.cluster.tools.http import fetch
-from baton.machine.python_path import PACKAGES
-from baton.machine.system import free_port as unused_port
 from baton.router.ask import first_description
 from baton.router.config import RouterConfig
 from baton.router.workers import checks
@@ -26,6 +24,8 @@ from baton.rpc.channel import connect, create_public_server
 from baton.rpc.health import HealthServicer
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
+from baton.system.addresses import free_port as unused_port
+from baton.system.python_path import PACKAGES
 from tests.conftest import Certificates
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 from tests.within import WITHIN

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.machine.step_model import StepModel
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.prefill_loads import Demand
 from baton.router.policy.regime import apart
 from baton.rpc import worker_pb2 as pb
+from baton.steps.step_model import StepModel
 
 from .fleets import SeenWorker
 

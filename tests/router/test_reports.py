@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from baton.machine.step_model import StepModel
 from baton.router.workers.checks import clear_invalid_rates, step_model, token_defect
 from baton.rpc import worker_pb2 as pb
+from baton.steps.step_model import StepModel
 
 
 def token(token_id: int = 1, **logprobs) -> pb.TokenEvent:

@@ -33,7 +33,7 @@ async def test_a_file_of_requests(cluster: Cluster, tmp_path: Path) -> None:
 
 
 async def test_a_line_without_an_end_is_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.machine.lines.LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("baton.system.lines.LONGEST_LINE", 1 << 20)
     with pytest.raises(ValueError, match="line 1: is longer than 1048576 bytes"):
         await send(EndpointOptions(url=cluster.url), Path("/dev/zero"), io.StringIO(), 1)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.machine.grammars import Alphabet, source
+from baton.grammars.compiler import Alphabet, source
 from baton.router.schemas.enforce import CompilerProbe, enforceable
 from baton.router.schemas.lookahead import without_lookahead
 from baton.router.schemas.rewriter import rewritten

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.plan import Plan
 from baton.router.policy.split import HOP_SECONDS, LEAST_GAIN, PromptCost, SplitWorker, may_gain
 from baton.router.policy.split import split as split_by_row

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.content import prompt_hints
+from baton.kv_names import prompt_hints
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 from tests.fake_worker import FakeWorker

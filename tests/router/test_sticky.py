@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.content import Tier
+from baton.kv_names import Tier
 from baton.router.policy.prefill import PrefillRequest, round_robin, sticky
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from tests.router.test_prefill_loads import status

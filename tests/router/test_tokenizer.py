@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-from baton.content import vocabulary_fingerprint
 from baton.engine.loader.tokenizer_json import vocabulary
+from baton.kv_names import vocabulary_fingerprint
 from baton.router.api.messages import Message
 from baton.router.text.chat import ChatTemplate, ChatTemplateError
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer

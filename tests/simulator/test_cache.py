@@ -3,7 +3,7 @@
 import pytest
 
 from baton.bench.lab.routing_sim.agents import TRACE, trace
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.simulator.agents import agents
 from baton.simulator.cache import KvMemory, Lease
 from baton.simulator.placement import Kind, simulate

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.content import CHUNK_TOKENS
-from baton.machine.quantiles import percentile
-from baton.machine.step_model import StepModel
+from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.answers import AnswerLengths
 from baton.router.policy.decode import DecodeCaches
 from baton.router.workers.checks import clear_invalid_rates
@@ -22,6 +20,8 @@ from baton.simulator.placement_outcome import Quantiles
 from baton.simulator.requests import Request
 from baton.simulator.step_worker import Worker
 from baton.simulator.trace import Load, Session, Turn
+from baton.steps.quantiles import percentile
+from baton.steps.step_model import StepModel
 
 LOAD = Load(2000, 150, 10)
 """Of four workers: 0 and 1 are prefill workers."""

@@ -7,10 +7,10 @@ import pytest
 
 from baton.bench.lab.routing_sim.baselines import POLICIES
 from baton.bench.lab.routing_sim.traces import h200, multi_turn, size
-from baton.machine.quantiles import percentile
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.simulator.prefill import Outcome, Queued, Setting, Simulation, SimWorker
 from baton.simulator.trace import Session, Trace, Turn, hit_tokens
+from baton.steps.quantiles import percentile
 
 
 def simulate(trace: Trace, policy: str, *, workers: int = 8, changes=()) -> Outcome:

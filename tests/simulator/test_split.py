@@ -4,8 +4,8 @@ import statistics
 
 import pytest
 
-from baton.machine.quantiles import percentile
 from baton.simulator.split import alone_seconds, simulate
+from baton.steps.quantiles import percentile
 
 
 @pytest.mark.parametrize("workers", [4, 64])

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from baton.machine.python_path import PACKAGES
+from baton.system.python_path import PACKAGES
 
 _CONTROL = """
 import json, os, secrets, sys, threading
 from pathlib import Path
 from baton.cluster.supervision.processes import adopt_orphans
-from baton.machine.python_path import PACKAGES
+from baton.system.python_path import PACKAGES
 from baton.cluster.supervision.processes import end_descendants
 
 directory = Path(sys.argv[1])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 
 from .serve import Serve
 

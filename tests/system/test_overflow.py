@@ -13,7 +13,7 @@ import pytest
 
 from baton.bench.lab.harness.cluster import LocalCluster
 from baton.bench.lab.harness.streams import Case, expected
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from tests.within import WITHIN
 
 from .recovery import FLAGS, SHORT, Broken, each_has, hold, wait_exit

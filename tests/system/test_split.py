@@ -13,7 +13,7 @@ import pytest
 from baton.bench.lab.harness.cluster import LocalCluster, Worker, leaks_when_idle, status
 from baton.bench.lab.harness.streams import Case, Stream, cases, expected, new_session, read
 from baton.bench.lab.harness.workers import metric
-from baton.machine import cpu_engines
+from baton.system import cpu_engines
 from tests.within import WITHIN
 
 from .recovery import PATIENT, UNHURRIED, Broken, each_has

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.content import ImageSpan, Tier, prompt_hints, with_adapter
+from baton.kv_names import ImageSpan, Tier, prompt_hints, with_adapter
 from baton.vllm_worker.cached_blocks import CachedBlocks, identifier
 
 ROOT = b"r" * 32

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.content.cache_kinds import LATENT, STATE, CacheArray, Window
+from baton.kv_names.cache_kinds import LATENT, STATE, CacheArray, Window
 from baton.vllm_worker.caches import Caches, Heads, caches_of, clear_rest, clear_states, layer_place
 from baton.vllm_worker.metadata import Begun, BlockTable, block_ids
 from tests.layouts import kv_layout

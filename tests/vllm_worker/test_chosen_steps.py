@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from baton.engine.core.meters import LONG
-from baton.machine.step_model import StepModel
 from baton.simulator.steps import H200_8B
+from baton.steps.step_model import StepModel
 from baton.vllm_worker.chosen_steps import CONTEXTS, DECODES, PROMPT, Chosen, Round, rounds
 from baton.vllm_worker.mixed_steps import MixedSteps
 

@@ -7,7 +7,7 @@ import pytest
 from baton.engine import StructuredOutput
 from baton.vllm_worker.grammars import Gate
 from baton.vllm_worker.sampling import _structure
-from tests.machine.test_grammars import chain
+from tests.grammars.test_trials import chain
 
 
 async def test_a_grammar_that_would_end_vllm_is_refused_and_others_pass() -> None:

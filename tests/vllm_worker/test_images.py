@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.bench.lab.harness.workers import metric
-from baton.content import ImageSpan
+from baton.kv_names import ImageSpan
 from baton.router.text.model_files import images_of
 from tests.engine.conftest import IMAGE_TOKEN, TINY_QWEN3_VL, save_seeing_tokenizer, save_tiny
 from tests.engine.test_images import expected_of

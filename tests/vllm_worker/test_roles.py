@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from baton.content import extend_names, salted
 from baton.engine import EngineConfig, EngineRequest, Image, Logprobs, SamplingParams
+from baton.kv_names import extend_names, salted
 from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Pool, Started

@@ -9,7 +9,7 @@ import pytest
 
 from baton.engine import EngineStats, MixedStep
 from baton.engine.api.stats import StepStats
-from baton.machine.step_model import StepModel
+from baton.steps.step_model import StepModel
 from baton.vllm_worker.attachment import Costs, Encoded
 from baton.vllm_worker.stats import Load
 from tests.vllm_worker.played import played

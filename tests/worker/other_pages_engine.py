@@ -5,7 +5,7 @@ It runs by `python -m tests.worker.other_pages_engine`.
 """
 
 from baton.cluster import engine_process
-from baton.machine.kept_pages import close
+from baton.system.kept_pages import close
 from baton.worker.engine_process.start import EngineProcessConfig, start
 from tests.worker.held_engine import hold_requests
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from baton.content import CHUNK_TOKENS, Tier, prompt_hints
 from baton.engine.api.request import EngineRequest
+from baton.kv_names import CHUNK_TOKENS, Tier, prompt_hints
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from tests.engine.scheduling import ROOT, hooks_to, make
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.machine import trainer_files
+from baton.engine import trainer_files
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import checkpoint_files
 from baton.worker.service_process.backend import Refused

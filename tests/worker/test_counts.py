@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from baton.content import Tier
 from baton.engine import EngineStats, ExpertStats, OffloadStats
+from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
 from baton.worker.messages import EngineStatus, RequestCounts, StoreStats
 from baton.worker.service_process.counts import added

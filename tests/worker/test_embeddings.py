@@ -14,11 +14,11 @@ import pytest
 import zmq
 
 import baton.kv_transfer as kv
-from baton.encode_worker.embeddings import EmbeddingFormat
-from baton.encode_worker.encoder import Encoder
-from baton.encode_worker.turns import Turns
+from baton.encode_worker.serving import ServedEmbeddings
+from baton.vision.embeddings import EmbeddingFormat
+from baton.vision.encoder import Encoder
+from baton.vision.turns import Turns
 from baton.worker.engine_process.embeddings import FetchedEmbeddings, embedding_layout
-from baton.worker.engine_process.served_embeddings import ServedEmbeddings
 from baton.worker.ipc import ServiceLink
 from baton.worker.messages import ContentSource, ImageWanted, decode_from_engine
 from tests.kv_transfer.transfer_process import TransferProcess

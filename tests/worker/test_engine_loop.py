@@ -7,13 +7,13 @@ import pytest
 
 from baton.decode_worker.role import DecodeRole
 from baton.engine import Engine
+from baton.engine.core.leases import Leases
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.step_loop import StepLoop
 from baton.kv_transfer import Receiver, Sender
 from baton.kv_transfer import wait as waits
 from baton.kv_transfer.wait import SPIN
-from baton.machine.leases import Leases
 from baton.worker import messages
 from baton.worker.engine_process import loop
 from baton.worker.engine_process.attempt import AttemptTable

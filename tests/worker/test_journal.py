@@ -11,7 +11,7 @@ import pytest
 
 from baton.engine import EngineConfig
 from baton.kv_transfer import InjectStats
-from baton.machine import tracing
+from baton.system import tracing
 from baton.worker import messages
 from baton.worker.config import Role, WorkerConfig
 from baton.worker.messages import Code

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from baton.engine import CachedBlock
-from baton.machine.system import free_port
+from baton.system.addresses import free_port
 from baton.worker.engine_process.kv_events import KVEvents, all_blocks_cleared
 from baton.worker.service_process.kv_events import KVEventPublisher
 from tests.cluster_helpers import attached, request, sampling, start_worker, tiny_model

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from baton.content import Tier
 from baton.engine import (
     EngineRequest,
     EngineStats,
@@ -20,7 +19,8 @@ from baton.engine import (
     SpeculationStats,
     StructuredOutput,
 )
-from baton.machine.step_model import StepModel
+from baton.kv_names import Tier
+from baton.steps.step_model import StepModel
 from baton.worker import messages
 from baton.worker.messages import FromEngine, RequestCounts, ToEngine
 from tests.layouts import kv_layout

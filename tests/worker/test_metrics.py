@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from baton.content import Tier
 from baton.engine import EncoderStats, EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
+from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
 from baton.worker.messages import EngineStatus, RequestCounts
 from baton.worker.service_process.metrics import Metrics

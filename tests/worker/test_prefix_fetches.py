@@ -5,13 +5,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from baton.content import CHUNK_TOKENS
 from baton.engine import Engine, EngineRequest
+from baton.engine.core.link import RETRY, Link
 from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExchange
 from baton.engine.core.prefix_names import PrefixNames
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, Receiver, TraceWriter
 from baton.kv_transfer.endpoint.shared_store import SharedStore
-from baton.machine.link import RETRY, Link
 from baton.worker.engine_process import prefix_fetches
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, PrefixLinks, Workers

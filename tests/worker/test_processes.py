@@ -18,8 +18,8 @@ import pytest
 from baton.engine import EngineConfig
 from baton.kv_transfer.shared_store import StoreStart
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
-from baton.machine.kept_pages import CannotShareError
-from baton.machine.system import describe_exit
+from baton.system.kept_pages import CannotShareError
+from baton.system.processes import describe_exit
 from baton.worker import WorkerConfig, messages, processes
 from baton.worker.engine_process import rank_process
 from baton.worker.engine_process.start import RankProcessConfig

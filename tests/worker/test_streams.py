@@ -10,8 +10,8 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
-from baton.content import Tier
 from baton.engine import Logprobs, Output, PromptLogprobs
+from baton.kv_names import Tier
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.processes import TreeError

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from baton.content import with_adapter
-from baton.content.images import ImageSettings
 from baton.engine import Image, Reasoning
+from baton.kv_names import with_adapter
 from baton.rpc import worker_pb2 as pb
+from baton.vision.images import ImageSettings
 from baton.worker.messages import Code
 from baton.worker.service_process.validation import (
     Limits,

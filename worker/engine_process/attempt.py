@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from baton.engine import Logprobs, Output, PromptLogprobs
+from baton.engine.core.leases import Leases
 from baton.kv_transfer import FirstToken
 from baton.kv_transfer.protocol.messages import Reason
-from baton.machine.leases import Leases
 from baton.worker import messages
 from baton.worker.engine_process.states import TRANSITIONS, State
 from baton.worker.messages import Code, FromEngine, Origin, RequestCounts

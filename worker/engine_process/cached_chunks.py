@@ -17,8 +17,8 @@ The engine uses the full blocks of these tokens that end before the last positio
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
-from baton.content import Tier, hint
 from baton.engine import CachedBlock
+from baton.kv_names import Tier, hint
 from baton.worker.messages import CacheChanged
 
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from baton.content import vocabulary_fingerprint
 from baton.engine import CachedBlock, Engine, Hooks, build_engine
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.loader import checkpoint_path, tokenizer_source
 from baton.engine.loader.tokenizer_json import vocabulary
+from baton.kv_names import vocabulary_fingerprint
 from baton.kv_transfer import Heartbeat, TraceWriter, Transport
-from baton.machine.background import at_low_priority
+from baton.system.background import at_low_priority
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks

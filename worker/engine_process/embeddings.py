@@ -23,12 +23,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from baton.content import CHUNK_TOKENS, NAME_BYTES
-from baton.content.cache_kinds import EMBEDDING, ITEM_BYTES, CacheArray
-from baton.encode_worker.embeddings import EmbeddingFormat, Embeddings
+from baton.kv_names import CHUNK_TOKENS, NAME_BYTES
+from baton.kv_names.cache_kinds import EMBEDDING, ITEM_BYTES, CacheArray
 from baton.kv_transfer import FetchFailed, Injected, KVLayout, PagedKV, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import wait
+from baton.vision.embeddings import EmbeddingFormat, Embeddings
 from baton.worker.ipc import ServiceLink
 from baton.worker.messages import ContentSource, ImageWanted
 

@@ -28,7 +28,7 @@ from baton.engine import StepResult
 from baton.engine.step_loop import StepLoop
 from baton.kv_transfer import TraceWriter
 from baton.kv_transfer.wait import spins, wait
-from baton.machine.memory import trim
+from baton.system.memory import trim
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.context import Context

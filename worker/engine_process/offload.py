@@ -9,11 +9,11 @@ from contextlib import suppress
 
 import numpy as np
 
-from baton.content import Tier
 from baton.engine import Engine, EngineConfig
 from baton.engine.api.config import TierCells
 from baton.engine.core.offload_tier import CellCopy, OffloadTier
 from baton.engine.execution.rank import Follower
+from baton.kv_names import Tier
 from baton.kv_transfer.endpoint.other_ranks import NO_RANKS, TIERS, Line, OtherRanks
 from baton.kv_transfer.endpoint.ranked_store import RankedStore
 from baton.kv_transfer.stores import CacheCells, CellStore

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import Engine, EngineRequest
+from baton.engine.core.link import Link
 from baton.engine.core.prefix_exchange import Import, MissingPrefix
+from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter, TransferDeadlines
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
-from baton.machine.link import Link
 from baton.worker.engine_process.attempt import Attempt, Lease
 from baton.worker.messages import ContentSource, PrefixLink, RequestCounts
 

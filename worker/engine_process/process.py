@@ -6,7 +6,7 @@ from collections.abc import Callable
 from baton.engine import Engine
 from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
-from baton.machine.kept_pages import CannotShareError
+from baton.system.kept_pages import CannotShareError
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.context import Context, vocabulary_of

@@ -5,14 +5,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import CachedBlock, Engine, EngineRequest
+from baton.engine.core.link import Link
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
+from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.endpoint.store_offers import LATER, PAUSE, Lent
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
-from baton.machine.link import Link
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import LONGEST, RECENT, PrefixFetch

@@ -9,7 +9,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from baton.content import MOST_STORED, Tier
+from baton.kv_names import MOST_STORED, Tier
 from baton.rpc import worker_pb2 as pb
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ So a worker that starts later gets the weights from any worker that has them, al
 removed them, or when its host never had them. The engine finds the files as links in a directory. It checks
 what it reads from there as it does with any checkpoint.
 
-Weights on GPUs of a trainer have files with handles (`machine.trainer_files`). The trainer changes that
+Weights on GPUs of a trainer have files with handles (`engine.trainer_files`). The trainer changes that
 memory later, and leaves a copy in memory of the host at the path. So these files are not opened here. Only an
 update that the trainer itself makes reads its memory. A worker or an engine process that comes later waits
 for the copy.
@@ -21,8 +21,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Self
 
-from baton.machine import available_memory, trainer_files
+from baton.engine import trainer_files
 from baton.rpc import worker_pb2 as pb
+from baton.system import available_memory
 from baton.worker.service_process.backend import Refused
 
 KINDS = (".json", ".safetensors", ".gguf")

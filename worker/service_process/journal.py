@@ -11,9 +11,9 @@ import logging
 from collections import deque
 from typing import NamedTuple
 
-from baton.machine.logs import of_request
-from baton.machine.tracing import Attributes, Tracer, time_of_day
 from baton.rpc import worker_pb2 as pb
+from baton.system.logs import of_request
+from baton.system.tracing import Attributes, Tracer, time_of_day
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.messages import Code, Origin

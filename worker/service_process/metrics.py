@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry, Histogram, disable_created_metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.content import Tier
 from baton.engine import EncoderStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
+from baton.kv_names import Tier
 from baton.kv_transfer import InjectStats, TransferStats
 from baton.kv_transfer.memory_reader import READERS, reader_of
-from baton.machine.connections import Connections
-from baton.machine.system import listening_socket
+from baton.system.addresses import listening_socket
+from baton.system.connections import Connections
 from baton.worker.messages import Decoded, Encoded, EngineReady, EngineStatus, Prefilled, StoreStats
 
 disable_created_metrics()  # each counter and histogram would get one more series

@@ -4,8 +4,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from baton.content import Tier
 from baton.engine import EngineStats
+from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
 from baton.rpc import worker_pb2 as pb
 from baton.worker.messages import EngineStatus

@@ -13,7 +13,7 @@ from baton.kv_transfer import channel_pair
 from baton.kv_transfer.arena import memory_file
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart
 from baton.kv_transfer.spawn import spawn
-from baton.machine.system import describe_exit
+from baton.system.processes import describe_exit
 from baton.worker.config import WorkerConfig
 from baton.worker.processes import ChildProcess, StartError
 

@@ -26,8 +26,10 @@ from baton.kv_transfer import Arenas, Heartbeat, TransferConfig
 from baton.kv_transfer.config import MOST_PINS
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
-from baton.machine.background import raise_priority
-from baton.machine.system import describe_exit, make_directory, url_host
+from baton.system.addresses import url_host
+from baton.system.background import raise_priority
+from baton.system.directories import make_directory
+from baton.system.processes import describe_exit
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.engine_process.start import (

@@ -16,12 +16,12 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from baton.content import CHUNK_TOKENS, IMAGE_NAME_BYTES, Tier, with_adapter
-from baton.content.images import CHANNELS, MOST_PIXELS, PIXELS_PART, ImageSettings
 from baton.engine import EngineRequest, Image, Reasoning, SamplingParams, StructuredOutput, check_request
-from baton.machine.tracing import valid_traceparent
+from baton.kv_names import CHUNK_TOKENS, IMAGE_NAME_BYTES, Tier, with_adapter
 from baton.rpc import LONGEST_REPORT, bounded_report
 from baton.rpc import worker_pb2 as pb
+from baton.system.tracing import valid_traceparent
+from baton.vision.images import CHANNELS, MOST_PIXELS, PIXELS_PART, ImageSettings
 from baton.worker import messages
 from baton.worker.messages import Code
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from grpc.aio import AioRpcError
 
+from baton.engine import trainer_files
 from baton.engine.api.config import versioned
-from baton.machine import trainer_files
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.stubs import WorkerStub
 from baton.worker import messages

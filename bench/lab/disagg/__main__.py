@@ -51,7 +51,7 @@ from baton.bench.lab.driver import report_of
 from baton.bench.lab.shapes import DENSE, SHAPES, write_shape
 from baton.bench.load.measurement.quantiles import MIN_BLOCKS, QUANTILES, Series, interval
 from baton.bench.report import Row
-from baton.machine.python_path import python_path
+from baton.system.python_path import python_path
 
 FIXED = ("ttft.p50", "ttft.p99", "gap.p99")
 FIGURES = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from baton.bench.lab.harness.processes import Server
-from baton.machine.system import free_port
+from baton.system.addresses import free_port
 
 START_S = 900.0
 STATUS_S = 2.0

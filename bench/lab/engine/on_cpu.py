@@ -26,7 +26,7 @@ from baton.bench.lab.engine.drive import (
 from baton.bench.report import Report, Row
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.machine.quantiles import percentile
+from baton.steps.quantiles import percentile
 
 PROMPT_TOKENS = 64
 BATCH = 16

@@ -40,11 +40,11 @@ from baton.bench.lab.engine.floor import Floor, Fp8Floor
 from baton.bench.lab.kernels.cases import BYTES_PER_S
 from baton.bench.lab.shapes import DENSE, HYBRIDS, LATENT, MOE, SEEING, SHAPES, SPARSE, WINDOWED, write_shape
 from baton.bench.report import Report, Row
-from baton.content import cache_kinds
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.models.cache_spec import SharedCache
-from baton.machine.quantiles import percentile
+from baton.kv_names import cache_kinds
+from baton.steps.quantiles import percentile
 
 CONTEXT = 1064
 BUDGET, LONGEST = 16384, 131072

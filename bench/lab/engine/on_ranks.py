@@ -27,8 +27,8 @@ from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer.spawn import spawn
-from baton.machine import logs
-from baton.machine.python_path import python_path
+from baton.system import logs
+from baton.system.python_path import python_path
 from baton.worker.engine_process.start import RANK_MODULE, RankProcessConfig
 
 SPEED_UP = {2: {"decode.b1": 1.45, "decode.b64": 1.6, "prefill.2000": 1.65, "prefill.8000": 1.7}}

@@ -17,7 +17,7 @@ from baton.bench.lab.engine.drive import drain, greedy, prompt, step_gaps
 from baton.bench.lab.engine.on_gpu import LONGEST, Case, bytes_moved, case_of, engine_of, prefill_ms
 from baton.bench.lab.kernels.cases import BYTES_PER_S
 from baton.bench.report import Report, Row
-from baton.machine.quantiles import percentile
+from baton.steps.quantiles import percentile
 
 BATCHES = (1, 8, 32, 64)
 POSITIONS = (2000, 8000, 32000, 128000)

@@ -30,8 +30,8 @@ from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.role_log import end_of
 from baton.cluster.supervision.runner import write_atomically
-from baton.machine.system import free_port
 from baton.rpc.channel import connect
+from baton.system.addresses import free_port
 
 START_S = 300.0
 STOP_S = 60.0

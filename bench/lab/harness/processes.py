@@ -20,7 +20,7 @@ from typing import IO, TextIO
 import psutil
 
 from baton.cluster.supervision.role_log import end_of
-from baton.machine.python_path import python_path
+from baton.system.python_path import python_path
 
 POLL_S, STOP_S = 0.25, 60.0
 KINDS = ("service", "engine", "transfer")

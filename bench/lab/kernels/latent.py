@@ -7,11 +7,11 @@ from functools import partial
 import torch
 
 from baton.bench.lab.kernels.cases import Case, Cases, Make
-from baton.content.cache_kinds import latent_head_dim
 from baton.engine.kernels import FP8, KV, AttentionMetadata, Fp8KV, LatentHeads, parts
 from baton.engine.kernels.attention import latent_tiling
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.model_config import LatentConfig
+from baton.kv_names.cache_kinds import latent_head_dim
 
 
 @dataclass(frozen=True, slots=True)

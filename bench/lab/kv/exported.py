@@ -61,7 +61,7 @@ class PlainCopy:
             if self._device == "cpu":
                 local.numpy()[:count] = np.frombuffer(remote, np.uint8, count)
             else:
-                from baton.machine.cuda_driver import copy
+                from baton.system.cuda_driver import copy
 
                 copy(local.data_ptr(), remote, count, torch.cuda.current_stream().cuda_stream)
         if self._device != "cpu":

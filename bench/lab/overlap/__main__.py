@@ -62,7 +62,7 @@ from baton.bench.lab.overlap.streams import (
 )
 from baton.bench.lab.shapes import DENSE, SHAPES, write_shape
 from baton.bench.report import Report, Row
-from baton.machine.quantiles import percentile
+from baton.steps.quantiles import percentile
 
 CONTEXT = 1000
 """Prompt tokens of the background streams."""

@@ -32,8 +32,8 @@ from baton.bench.lab.harness.cluster import LocalCluster, two_workers
 from baton.bench.lab.harness.workers import Workers, prompt_of, request
 from baton.bench.lab.shapes import DENSE
 from baton.bench.report import Report, Row
-from baton.machine.quantiles import percentile
 from baton.rpc import worker_pb2 as pb
+from baton.steps.quantiles import percentile
 
 ROUNDS = 9
 NEW_TOKENS = 32

@@ -39,12 +39,12 @@ from baton.bench.lab.driver import MIN_PAIRS, report_of
 from baton.bench.lab.harness.cluster import START_S, LocalCluster
 from baton.bench.lab.router import ends
 from baton.bench.report import Report, Row
-from baton.content import CHUNK_TOKENS, HINT_BITS
-from baton.machine.quantiles import percentile
+from baton.kv_names import CHUNK_TOKENS, HINT_BITS
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.prefill import PrefillRequest, sticky
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.rpc import worker_pb2 as pb
+from baton.steps.quantiles import percentile
 
 LOADED_STEP_S = 0.02
 SATURATED_STEP_S = 0.005

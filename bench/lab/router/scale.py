@@ -50,7 +50,7 @@ from baton.bench.lab.router.ends import END, EVENT, REQUEST_HEAD, cpu_seconds, p
 from baton.bench.lab.router.stand_in import Lanes, Outputs, StandIn
 from baton.bench.report import Report, Row
 from baton.cluster.model import EMBEDDED_NAME
-from baton.content import HINT_BITS
+from baton.kv_names import HINT_BITS
 from baton.rpc import worker_pb2 as pb
 
 STALL_S = 0.05

@@ -35,12 +35,12 @@ from baton.bench.lab.routing_sim.baselines import POLICIES, Flips
 from baton.bench.lab.routing_sim.traces import multi_turn, size
 from baton.bench.report import Report, Row
 from baton.cluster.options.optimize import PROFILES
-from baton.machine.quantiles import percentile
 from baton.simulator import placement
 from baton.simulator import split as shared_prompts
 from baton.simulator.placement_outcome import Quantiles
 from baton.simulator.prefill import Outcome, Setting, Simulation
 from baton.simulator.trace import Trace
+from baton.steps.quantiles import percentile
 
 MAIN = 64
 """Workers of the rows that have bounds."""

@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from baton.bench.load.traffic.trace import MOONCAKE_BLOCK, read_trace
 from baton.bench.report import Report, Row
-from baton.content import CHUNK_TOKENS
-from baton.machine.quantiles import percentile
+from baton.kv_names import CHUNK_TOKENS
 from baton.simulator.agents import agents, chunk_name
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.steps import H200_8B, HALF_32B, Machine
 from baton.simulator.trace import Session, Turn
+from baton.steps.quantiles import percentile
 
 
 class Case(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import xxhash
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.simulator.prefill import Setting
 from baton.simulator.steps import step_seconds
 from baton.simulator.trace import Session, Trace, Turn

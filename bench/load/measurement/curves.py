@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from baton.bench.load.target.answer import Record
-from baton.machine.quantiles import percentile, percentiles
+from baton.steps.quantiles import percentile, percentiles
 
 QUANTILES, BINS = 100, 60
 """Points of a distribution, and of a timeline."""

@@ -1,6 +1,6 @@
 """Quantiles and confidence intervals: one definition for load tests and for comparisons of servers.
 
-A quantile is by nearest rank (`machine.quantiles`). All intervals are of 95 %, by a bootstrap over blocks
+A quantile is by nearest rank (`steps.quantiles`). All intervals are of 95 %, by a bootstrap over blocks
 of requests that follow each other (Carlstein, Annals of Statistics 1986). Requests in one queue depend on
 each other, and so do the gaps of one request: single ones drawn anew would say too little. There are as many
 blocks as a block has requests. Of k blocks each draw takes k - 3, since k would vary too little (Rao and Wu,
@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 
 from baton.bench.report import Row
-from baton.machine.quantiles import percentile
+from baton.steps.quantiles import percentile
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 DRAWS = 1000

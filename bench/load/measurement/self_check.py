@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from baton.bench.load.traffic.client_process import ClientUsage
-from baton.machine.quantiles import percentile
-from baton.machine.words import counted
+from baton.steps.quantiles import percentile
+from baton.system.words import counted
 
 MAX_CPU = 0.9  # of one core, for the busiest client process: above it chunks wait in the client
 MAX_WAITED = 0.2  # share of the time for which a client process was ready to run and had no core

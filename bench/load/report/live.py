@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from baton.bench.load.report.table import ms
 from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.traffic.fleet import Harvest
-from baton.machine.quantiles import percentile
+from baton.steps.quantiles import percentile
 
 _RECENT_SECONDS = 15.0
 _MOST_RECENT = 300

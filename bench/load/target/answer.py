@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from baton.bench.load.target.sse import SSEError, SSEParser
-from baton.machine.words import counted
+from baton.system.words import counted
 
 # Finish reasons of requests that the server gave up: "abort" is vLLM's.
 _ABORTED = {"abort", "error", "cancelled"}

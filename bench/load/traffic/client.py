@@ -19,7 +19,7 @@ from baton.bench.load.target.conversation import Conversation
 from baton.bench.load.target.request import Target, exchange, new_http_session
 from baton.bench.load.target.tokenization import Composer, Tokenization
 from baton.bench.load.traffic.workload import Arrivals, Session, Workload
-from baton.machine.words import counted
+from baton.system.words import counted
 
 # Timers of uvloop have a resolution of 1 ms. So sleep until shortly before, then poll.
 _SPIN_SECONDS = 0.002

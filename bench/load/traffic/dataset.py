@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.bench.load.traffic.workload import Session, Turn
-from baton.machine.lines import bounded_lines
+from baton.system.lines import bounded_lines
 
 CHARACTERS = 4
 """Of a token, as an estimate of the length of a recorded answer."""

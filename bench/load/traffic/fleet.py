@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.traffic.client import ClientConfig
 from baton.bench.load.traffic.client_process import MAX_LINE, ClientUsage, Progress, line_of, messages
-from baton.machine.python_path import python_path
+from baton.system.python_path import python_path
 
 _HEADSTART_SECONDS = 0.2  # so that all clients know the start before it
 _STOP_SECONDS = 10.0

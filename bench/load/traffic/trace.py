@@ -9,7 +9,7 @@ import numpy as np
 
 from baton.bench.load.target.tokenization import Segment
 from baton.bench.load.traffic.workload import Session, Turn
-from baton.machine.lines import bounded_lines
+from baton.system.lines import bounded_lines
 
 SAMPLE_TRACE = Path(__file__).parent / "samples" / "mooncake.jsonl"
 MOONCAKE_BLOCK = 512  # tokens of one hash id (Mooncake, FAST 2025)

@@ -17,9 +17,9 @@ from baton.cluster.options.engine import EngineOptions
 from baton.cluster.options.roles import FrontOptions
 from baton.cluster.supervision.blueprint import check_ports
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
-from baton.machine import available_memory, cpu_engines, usable_cpus
-from baton.machine.python_path import python_path
-from baton.machine.words import counted
+from baton.system import available_memory, cpu_engines, usable_cpus
+from baton.system.python_path import python_path
+from baton.system.words import counted
 
 PACKAGES = ("torch", "triton", "ray", "grpcio", "pyzmq", "msgspec", "xxhash", "aiohttp")
 MIN_FILES = 8192

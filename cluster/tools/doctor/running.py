@@ -18,8 +18,8 @@ from baton.cluster.options.clients import DoctorOptions, EndpointOptions
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.cluster.tools.http import answer, checked, error_message, session
 from baton.cluster.tools.status import device_of, name_of, place_of, ready
-from baton.machine.words import counted
 from baton.rpc.pools import pool_of
+from baton.system.words import counted
 
 ADMIN = (
     "Give the URL of clients as --url, and that of the router's --admin-port, which `baton serve` prints, as "

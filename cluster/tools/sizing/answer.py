@@ -16,9 +16,9 @@ from baton.cluster.tools.sizing.simulated import (
     serve,
 )
 from baton.cluster.tools.sizing.speeds import Speeds
-from baton.machine.words import counted
 from baton.router.policy.split import MOST_WORKERS
 from baton.simulator.agents import agents
+from baton.system.words import counted
 
 GROWTH = 4
 """The search adds at most this part of a pool at once."""

@@ -21,8 +21,8 @@ from baton.cluster.tools.sizing.answer import GROWTH, Answer, Pools, Targets, an
 from baton.cluster.tools.sizing.simulated import SEED
 from baton.cluster.tools.sizing.speeds import Speeds
 from baton.engine.model_config import ModelConfig, VisionConfig
-from baton.machine.quantiles import percentile
-from baton.machine.words import counted
+from baton.steps.quantiles import percentile
+from baton.system.words import counted
 
 SLOWER = 2.0
 """Times that an encoder takes as long for a multiplication as prompts do. The kernels of Qwen3-VL-8B's took

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.cluster.options.optimize import PROFILES
-from baton.machine.quantiles import percentile
 from baton.router.policy.prefill import PREFILL_POLICIES
 from baton.simulator.placement import simulate
 from baton.simulator.placement_outcome import Answer, PlacementOutcome
 from baton.simulator.prefill import Setting, Simulation, Speed
 from baton.simulator.steps import Machine
 from baton.simulator.trace import Load, Session, Turn, arrivals
+from baton.steps.quantiles import percentile
 
 SEED = 1
 REQUESTS, PER_WORKER = 1_000, 40  # simulated requests: at least, and more per worker

@@ -1,4 +1,4 @@
-"""Makes the model of steps of a worker (`machine.step_model`), from measurements of one model on one GPU.
+"""Makes the model of steps of a worker (`steps.step_model`), from measurements of one model on one GPU.
 
 The times of `bench.engine` are of a few sizes. Between and beyond these, steps are like those of the
 simulator (`simulator.steps`), times the ratio at the measured sizes. Times of another model are scaled:
@@ -29,7 +29,6 @@ import torch
 from baton.cluster.model import reach_hub, resolve
 from baton.cluster.options.optimize import HOST_PART
 from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, MODELS, STEP_MODEL
-from baton.content.cache_kinds import window_blocks
 from baton.engine.execution.cache_limits import TOKENS_BESIDE_STATES, TOKENS_OF_WINDOW
 from baton.engine.execution.memory_sizing import COPY_SHARE, COPY_TOKENS
 from baton.engine.loader.families import cache_spec
@@ -41,11 +40,12 @@ from baton.engine.models import (
     state_bytes_per_request,
     windows_of,
 )
-from baton.machine.step_model import StepModel, interpolated
+from baton.kv_names.cache_kinds import window_blocks
 from baton.router.text.model_files import locate
 from baton.simulator.copies import CopyRoom
 from baton.simulator.step_worker import measured as measured_steps
 from baton.simulator.steps import H200_8B, Machine, modelled, padded
+from baton.steps.step_model import StepModel, interpolated
 
 ELEMENT_BYTES = 2  # bfloat16
 BLOCK = 128  # positions of a block on a GPU

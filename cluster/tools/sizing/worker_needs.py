@@ -15,8 +15,8 @@ from baton.cluster.gpu_pools import Needs, Ranks
 from baton.cluster.model import ResolvedModel
 from baton.cluster.options.engine import EngineOptions
 from baton.cluster.options.optimize import choose
-from baton.machine.python_path import python_path
-from baton.machine.words import counted
+from baton.system.python_path import python_path
+from baton.system.words import counted
 
 NEW_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS = 1_200, 14_300, 150
 """Of a turn of an agent, on average."""

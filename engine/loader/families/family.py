@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from baton.content.images import ImageSettings
 from baton.engine.loader.rearranged import Rearranged
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import (
@@ -17,6 +16,7 @@ from baton.engine.model_config import (
     VisionConfig,
 )
 from baton.engine.models.llama import Llama
+from baton.vision.images import ImageSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

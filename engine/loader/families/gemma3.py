@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping
 from typing import ClassVar
 
-from baton.content.images import ImageSettings
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.rearranged import Rearranged
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import VisionConfig
 from baton.engine.models.vision import Gemma3WithImages
+from baton.vision.images import ImageSettings
 
 DEFAULTS = {
     "vocab_size": 262208,

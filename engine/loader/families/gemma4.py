@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from baton.content.images import ImageSettings
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.families.gemma3 import tower_of
 from baton.engine.loader.rearranged import Piece, Rearranged
@@ -19,6 +18,7 @@ from baton.engine.loader.settings import Settings
 from baton.engine.model_config import GemmaConfig, VisionConfig
 from baton.engine.models.gemma4 import gemma_of
 from baton.engine.models.vision import Gemma4WithImages
+from baton.vision.images import ImageSettings
 
 DEFAULTS = {
     "hidden_size": 2304,

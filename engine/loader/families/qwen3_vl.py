@@ -1,6 +1,6 @@
 """Qwen3-VL, dense and with experts: a text model as Qwen3, which also takes images.
 
-The encoder of images is a part of the checkpoint, under `model.visual.`. `encode_worker` runs it.
+The encoder of images is a part of the checkpoint, under `model.visual.`. `vision` runs it.
 """
 
 import json
@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from baton.content.images import ImageSettings
 from baton.engine.loader.experts_config import qwen3_experts
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.rearranged import Piece, Rearranged
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import VisionConfig
 from baton.engine.models.vision import Qwen3VL
+from baton.vision.images import ImageSettings
 
 SECTIONS = [24, 20, 20]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from baton.content import CHUNK_TOKENS
+from baton.kv_names import CHUNK_TOKENS
 from baton.router.active_request import ActiveRequest
 from baton.router.api.anthropic.reply import error_body
 from baton.router.api.messages import parsed_arguments

@@ -18,7 +18,7 @@ from baton.kv_transfer import staging
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.device.pool import Staged
-from baton.machine import cuda_driver
+from baton.system import cuda_driver
 from tests.bad_network import BadNetwork
 from tests.device import DEVICE
 from tests.kv_transfer.conftest import Decode, Pair, Prefill

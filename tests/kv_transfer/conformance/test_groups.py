@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import LATENT
+from baton.kv_names.cache_kinds import LATENT
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.layout import KVLayout

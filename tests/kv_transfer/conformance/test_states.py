@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import STATE, CacheArray
+from baton.kv_names.cache_kinds import STATE, CacheArray
 from tests.kv_transfer.conftest import Pair
 from tests.kv_transfer.ranks import positions
 from tests.layouts import kv_layout

@@ -1,0 +1,150 @@
+"""The names of KV: their values never change, and they stand for all that KV depends on."""
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.kv_names import (
+    CHUNK_TOKENS,
+    ImageSpan,
+    content_root,
+    extend_names,
+    hint,
+    name_of_prefix,
+    prompt_hints,
+    salted,
+    vocabulary_fingerprint,
+)
+
+ROOT = content_root("model", "torch.bfloat16", "torch.bfloat16")
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=4 * CHUNK_TOKENS)
+
+
+def names(token_ids, root=ROOT) -> list[bytes]:
+    found: list[bytes] = []
+    extend_names(found, token_ids, len(token_ids), root)
+    return found
+
+
+def test_the_values_never_change():
+    """They are part of the protocol: routers and workers of different releases compare them."""
+    assert ROOT.hex() == "4059e6a4c7bcc5cbe593023c42a3ed8a966bb4b50da95c411748d00c31030887"
+    assert [name.hex() for name in names(range(130))] == [
+        "caa4e5a024eb2a401be9c76c11aa9a4f",
+        "f09865628642d06c31f921ac0c43e17f",
+    ]
+    assert name_of_prefix(names(range(130)), range(130), 80, ROOT).hex() == "d1fc3b9ea497ef0f6d44b76d343a4601"
+    assert prompt_hints(range(64), ROOT, b"tenant") == [772574056762341225]
+
+
+def test_a_vocabulary_has_one_fingerprint_in_any_order():
+    tokens = {"a": 0, "b": 1, "c": 2}
+    assert vocabulary_fingerprint(tokens) == "eaad3d466530532800bf414e231c17b4"
+    assert vocabulary_fingerprint(dict(reversed(tokens.items()))) == vocabulary_fingerprint(tokens)
+    assert vocabulary_fingerprint(tokens | {"c": 3}) != vocabulary_fingerprint(tokens)
+
+
+def test_only_full_chunks_have_names():
+    assert names([]) == names([1] * (CHUNK_TOKENS - 1)) == []
+    assert len(names([1] * CHUNK_TOKENS)) == 1
+
+
+@given(tokens, tokens)
+def test_equal_names_mean_equal_prefixes(left, right):
+    for i, (x, y) in enumerate(zip(names(left), names(right), strict=False), start=1):
+        assert (x == y) == (left[: i * CHUNK_TOKENS] == right[: i * CHUNK_TOKENS])
+
+
+@given(tokens, tokens)
+def test_a_longer_sequence_keeps_the_names_of_its_prefix(left, right):
+    known = names(left)
+    grown = list(known)
+    extend_names(grown, left + right, len(left) + len(right), ROOT)
+    assert grown == names(left + right)
+    assert grown[: len(known)] == known
+
+
+@given(tokens, st.integers(0, 4 * CHUNK_TOKENS))
+def test_the_name_of_a_prefix_is_that_of_its_last_chunk_or_of_no_chunk(token_ids, length):
+    length = min(length, len(token_ids))
+    chunks = names(token_ids)
+    name = name_of_prefix(chunks, token_ids, length, ROOT)
+    assert name == name_of_prefix(names(token_ids[:length]), token_ids[:length], length, ROOT)
+    if length and length % CHUNK_TOKENS == 0:
+        assert name == chunks[length // CHUNK_TOKENS - 1]
+    else:
+        assert name not in chunks
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("another", "f", "k"), ("m", "another", "k"), ("m", "f", "another"), ("mf", "", "k"), ("m", "fk", "")],
+)
+def test_names_differ_with_model_format_and_dtype(other):
+    assert not {*names(range(128), content_root("m", "f", "k"))} & {*names(range(128), content_root(*other))}
+
+
+def test_tenants_share_no_name():
+    roots = [salted(ROOT, salt) for salt in (b"", b"a", b"b")]
+    assert len({name for root in roots for name in names(range(128), root)}) == 6
+
+
+def test_a_prompt_made_for_xxh3_collides_there_and_not_here():
+    """Routers once named chunks by xxh3-64, where collisions can be written down.
+
+    For 256 bytes it adds up, in each of eight lanes, products of the halves of 64-bit words, each half xored
+    with a known secret. A half that equals the secret makes its product 0, whatever the other half is. So
+    the other halves of two words of one lane may change, if their sum stays.
+    """
+    seed = xxhash.xxh3_64_intdigest(b"")
+    secret = [_default_secret(word) + (seed if word % 2 == 0 else -seed) for word in range(8)]
+    zeroed = [word & 0xFFFFFFFF for word in secret[:2]]  # what lane 0 uses in stripes 0 and 1
+    first, second = ([7] * CHUNK_TOKENS for _ in range(2))
+    for chunk, shift in ((first, 0), (second, 1000)):
+        chunk[0], chunk[1] = zeroed[0], 5000 + shift
+        chunk[16], chunk[17] = zeroed[1], 5000 - shift
+    assert first != second
+    old = [xxhash.xxh3_64_intdigest(struct.pack("<64I", *chunk), seed=seed) for chunk in (first, second)]
+    assert old[0] == old[1]
+    new = [names(chunk, salted(ROOT, b""))[0] for chunk in (first, second)]
+    assert hint(new[0]) != hint(new[1])
+
+
+def _default_secret(word: int) -> int:
+    """64 bits of xxh3's default secret, which its specification lists."""
+    secret = bytes.fromhex(
+        "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+        "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    )
+    return struct.unpack_from("<Q", secret, word * 8)[0]
+
+
+def test_images_name_the_chunks_that_they_reach_into():
+    """Equal tokens have other names with another image, at another place, or without one; the chunks before
+    it have the same."""
+    ids = list(range(3 * CHUNK_TOKENS))
+    image = ImageSpan(70, 100, bytes(32))
+
+    def named(*images: ImageSpan) -> list[bytes]:
+        found: list[bytes] = []
+        extend_names(found, ids, len(ids), ROOT, images)
+        return found
+
+    variants = [
+        named(),
+        named(image),
+        named(image._replace(name=bytes(31) + b"1")),
+        named(image._replace(start=71)),
+        named(image._replace(stop=101)),
+        named(image, image._replace(start=101, stop=102)),
+    ]
+    for chunk, count in enumerate((1, len(variants), len(variants))):
+        assert len({each[chunk] for each in variants}) == count
+    behind = name_of_prefix(variants[1], ids, 70, ROOT, [image])
+    assert behind == name_of_prefix(variants[0], ids, 70, ROOT)
+    assert name_of_prefix(variants[1], ids, 71, ROOT, [image]) != name_of_prefix(variants[0], ids, 71, ROOT)
+    assert prompt_hints(ids, ROOT, b"", [image])[0] == prompt_hints(ids, ROOT, b"")[0]
+    assert prompt_hints(ids, ROOT, b"", [image])[1] != prompt_hints(ids, ROOT, b"")[1]
