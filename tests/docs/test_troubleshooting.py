@@ -6,15 +6,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    "cluster", "content", "decode_worker", "engine", "kv_transfer", "machine", "prefill_worker", "router",
-    "rpc", "vllm_worker", "worker",
-)  # fmt: skip
+PACKAGES = sorted(path for path in (ROOT / "baton").iterdir() if path.is_dir())
 
 
 def source() -> str:
     """The code of all packages, with string literals that continue on the next line joined."""
-    text = "\n".join(path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+    text = "\n".join(path.read_text() for package in PACKAGES for path in package.resolve().rglob("*.py"))
     return re.sub(r'"\s*\n\s*f?"', "", text)
 
 
