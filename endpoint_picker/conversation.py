@@ -36,6 +36,7 @@ class _Fields(msgspec.Struct):
 
     previous_response_id: str | None = None
     session_id: str | None = None
+    session_params: msgspec.Raw = msgspec.Raw()
     prompt_cache_key: str | None = None
     user: str | None = None
     metadata: msgspec.Raw = msgspec.Raw()
@@ -46,8 +47,11 @@ class _Fields(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw()
 
 
-class _Metadata(msgspec.Struct):
+class _Names(msgspec.Struct):
+    """Of a user in `metadata`, or of a session in `session_params`."""
+
     user_id: str | None = None
+    session_id: str | None = None
 
 
 class _Message(msgspec.Struct):
@@ -55,7 +59,7 @@ class _Message(msgspec.Struct):
 
 
 _fields = msgspec.json.Decoder(_Fields).decode
-_metadata = msgspec.json.Decoder(_Metadata).decode
+_names = msgspec.json.Decoder(_Names).decode
 _messages = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _message = msgspec.json.Decoder(_Message).decode
 
@@ -74,8 +78,11 @@ def conversation(headers: Mapping[str, str], body: bytes) -> Conversation:
         # Not JSON, or a part of it. The same conversation begins with the same bytes.
         name = session_name(headers, None, None) or ""
         return Conversation(_hash(name.encode() or body[:START_BYTES]), path and path[1])
-    user = _claude_user(fields.metadata) if target.startswith("/v1/messages") else fields.user
-    name = session_name(headers, fields.session_id or fields.prompt_cache_key, user)
+    user = fields.user
+    if target.startswith("/v1/messages"):
+        user = claude_session(_names_in(fields.metadata).user_id)
+    field = fields.session_id or _names_in(fields.session_params).session_id or fields.prompt_cache_key
+    name = session_name(headers, field, user)
     key = _hash(_start(fields) if not name else name.encode(errors="replace"))
     return Conversation(key, path[1] if path else fields.previous_response_id)
 
@@ -84,11 +91,11 @@ def _hash(text: bytes) -> int | None:
     return xxhash.xxh3_64_intdigest(text) if text else None
 
 
-def _claude_user(metadata: msgspec.Raw) -> str | None:
+def _names_in(value: msgspec.Raw) -> _Names:
     try:
-        return claude_session(_metadata(metadata).user_id)
+        return _names(value)
     except _INVALID:  # there is none, or the router refuses it
-        return None
+        return _Names()
 
 
 def _start(fields: _Fields) -> bytes:

@@ -8,6 +8,7 @@ from baton.router.api.fields import (
     MAX_LISTED,
     MAX_STOPS,
     Nullable,
+    Part,
     Stops,
     StopString,
     TokenId,
@@ -15,10 +16,14 @@ from baton.router.api.fields import (
     stops,
 )
 from baton.router.api.structured import StructuredOutputs, with_structured_outputs
+from baton.router.api.validation import refusing
 
 TOKEN_ID = "[0-9]{1,10}"
 """A key of `logit_bias`."""
 MAX_TIMEOUT = 86_400.0  # seconds
+_OF_SGLANG: dict[str, tuple[Any, ...]] = {
+    "id": (), "rid": (), "offset": (), "replace": (False,), "drop_previous_output": (False,),
+}  # fmt: skip
 
 
 class Body(BaseModel):
@@ -78,6 +83,15 @@ class SamplingBody(Body):
         return {name: getattr(self, name) for name in kind.model_fields if name in self.model_fields_set}
 
 
+class SessionParams(Part):
+    """vLLM's router chooses a worker by `session_id`. Other members continue a session that a server of
+    SGLang keeps."""
+
+    session_id: str | None = None
+
+    _refuse_unsupported = refusing(_OF_SGLANG, nested=True)
+
+
 class OpenAIBody(SamplingBody):
     """The fields that all of OpenAI's endpoints that generate share."""
 
@@ -85,3 +99,10 @@ class OpenAIBody(SamplingBody):
     user: str | None = None
     prompt_cache_key: str | None = None
     session_id: str | None = None
+    session_params: SessionParams | None = None
+
+    @property
+    def session(self) -> str | None:
+        """The name of the session in fields that are made for it."""
+        of_params = None if self.session_params is None else self.session_params.session_id
+        return self.session_id or of_params or self.prompt_cache_key

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import msgspec
 
 _CHOSEN = "x-session-id", "x-session-affinity", "x-smg-routing-key"
-"""Headers that clients and gateways set for this: opencode and pi the second, smg passes the third on."""
+"""Headers that clients and gateways set for this: opencode the second, and pi for models whose settings have
+`sendSessionAffinityHeaders` (pi-ai 0.74). smg passes the third on."""
 _AGENTS = "x-claude-code-session-id", "thread-id", "session-id", "session_id"
 """Headers of agents: of Claude Code, of Codex, and of its earlier releases. Subagents share some of them,
 so the fields come first."""
@@ -28,7 +29,8 @@ def session_name(headers: Mapping[str, str], field: str | None, user: str | None
 
     Args:
         headers: of HTTP, or the metadata of gRPC.
-        field: `session_id` (as in vLLM), or else `prompt_cache_key`.
+        field: `session_id` (as in vLLM), else that of `session_params` (vLLM's router), else
+            `prompt_cache_key`.
         user: the field `user`, or `claude_session` of a body for /v1/messages.
     """
     chosen, of_agent = (next(filter(None, map(headers.get, names)), None) for names in (_CHOSEN, _AGENTS))

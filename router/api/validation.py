@@ -46,7 +46,7 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "return_cached_tokens_details": (False,), "return_hidden_states": (False,),
     "return_meta_info": (False,), "return_prompt_text": (False,), "return_prompt_token_ids": (False,),
     "return_routed_experts": (False,), "return_weight_versions": (False,), "rid": (), "routed_dp_rank": (),
-    "routed_experts_prompt_start": (0,), "routed_experts_start_len": (0,), "session_params": ({},),
+    "routed_experts_prompt_start": (0,), "routed_experts_start_len": (0,),
     "stop_regex": ([],), "suffix": ("",),
     "use_audio_in_video": (False,), "use_beam_search": (False,),
     "vllm_xargs": ({},), "watermarking": (False,), "web_search_options": (),
@@ -73,8 +73,8 @@ _OF_CHATS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Fields that the other forms of a chat name otherwise, or do not have."""
 MESSAGES: dict[str, tuple[Any, ...]] = GENERATION | _OF_CHATS | COUNT_TOKENS | {
-    "container": (), "diagnostics": (), "inference_geo": (), "stop": ([],), "thread": (),
-    "top_logprobs": (0,),
+    "container": (), "diagnostics": (), "inference_geo": (), "session_params": ({},), "stop": ([],),
+    "thread": (), "top_logprobs": (0,),
 }  # fmt: skip
 RESPONSES: dict[str, tuple[Any, ...]] = GENERATION | _OF_CHATS | {
     "context_management": ([],), "conversation": (), "enable_response_messages": (False,), "image": (),

@@ -221,7 +221,7 @@ class Frontend:
                     prepared.prompts,
                     context=self._served.context,
                     vocab_size=self._services.tokenizer.vocab_size,
-                    session=session_name(headers, body.session_id or body.prompt_cache_key, body.user),
+                    session=session_name(headers, body.session, body.user),
                     content_root=self._services.pool.content_root,
                     cache_salt=_salt(entry.account.key.cache_salt, body.cache_salt),
                     adapter=b"" if adapter is None else adapter.fingerprint,

@@ -1,5 +1,6 @@
 """Recorded requests of today's clients, sent to a router: its answers, and what the model sees."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -115,3 +116,35 @@ async def test_recorded_requests(name: str, tokenizer: ModelTokenizer, tmp_path:
         assert each.extends == (name not in FORGET)
         assert each.common
         assert each.share >= LEAST_CACHED
+
+
+async def test_sessions_of_one_agent_without_a_key_keep_their_homes(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    """pi names no session, so all begin alike for the router. They begin at once, on all workers."""
+    file = recording("pi")
+    assert file is not None
+    body = json.loads(file.read_text())[0]["body"] | {"stream": False, "stream_options": None}
+    head, _ = body["messages"]
+    async with following([], tokenizer, tmp_path) as (cluster, seen):
+        chats: list[list[dict[str, Any]]] = [[head] for _ in range(8)]
+
+        async def next_turn(session: int, number: int) -> None:
+            text = f"Task {number} of session {session}: read a file of {session} lines. " * 150
+            chats[session].append({"role": "user", "content": text})
+            status, result = await cluster.post(CHAT, **body | {"messages": chats[session]})
+            assert status == 200, result
+            chats[session].append(result["choices"][0]["message"])
+
+        for worker in cluster.prefills:
+            worker.starts = asyncio.Semaphore(0)
+        for number in range(4):
+            sent = asyncio.gather(*(next_turn(session, number) for session in range(len(chats))))
+            await cluster.until(lambda: all(worker.submitted for worker in cluster.prefills))
+            for worker in cluster.prefills:
+                worker.starts = asyncio.Semaphore(1000)
+            await sent
+    for session in range(len(chats)):
+        found = turns([], [each for each in seen if f"of session {session}:" in each.text])
+        assert len(found) == 3
+        assert all(each.common and each.share >= LEAST_CACHED for each in found), found

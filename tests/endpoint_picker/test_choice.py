@@ -54,6 +54,7 @@ def routers() -> Routers:
 def test_the_turns_of_a_conversation_have_one_key(first: dict[str, Any], second: dict[str, Any]):
     assert key_of(first) == key_of(second) is not None
     assert key_of(first | {"session_id": "s"}) == key_of(second, **{"x-session-id": "s"})
+    assert key_of(first | {"session_params": {"session_id": "s"}}) == key_of(second | {"session_id": "s"})
     assert key_of(first, **{"x-session-id": "s"}) == key_of(second, **{"x-session-id": "s"}) != key_of(first)
 
 

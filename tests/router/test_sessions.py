@@ -29,11 +29,13 @@ async def three(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Clus
     ("path", "headers", "fields"),
     [
         (CHAT, {"X-Session-Id": "{0}"}, {}),
-        (CHAT, {"x-session-affinity": "{0}"}, {}),  # opencode, pi
+        (CHAT, {"x-session-affinity": "{0}"}, {}),  # opencode
         (CHAT, {"X-SMG-Routing-Key": "{0}"}, {"user": "one for all"}),
         (CHAT, {"X-Correlation-ID": "{0}"}, {}),  # aiperf
         (CHAT, {"X-Correlation-ID": "{1}"}, {"user": "{0}"}),  # a gateway that draws one for each request
         (CHAT, {}, {"session_id": "{0}", "prompt_cache_key": "one for all"}),  # vLLM
+        (CHAT, {}, {"session_params": {"session_id": "{0}"}, "prompt_cache_key": "k"}),  # its router
+        (RESPONSES, {}, {"session_params": {"session_id": "{0}"}}),
         (RESPONSES, {"session-id": "one for all", "thread-id": "t"}, {"prompt_cache_key": "{0}"}),  # Codex
         (RESPONSES, {"session-id": "one for all", "thread-id": "{0}"}, {}),  # behind a gateway
         (RESPONSES, {"session_id": "{0}"}, {"user": "one for all"}),
