@@ -94,7 +94,7 @@ class ForkServer:
 
     def start(self, request: Mapping[str, Any], fds: Sequence[int]) -> int | None:
         """Returns the pid of a new child of this process, or None if the server has ended."""
-        with _adopting(), contextlib.suppress(OSError):
+        with adopting(), contextlib.suppress(OSError):
             socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
             return int(self._requests.recv(100) or 0) or None
         return None
@@ -202,7 +202,7 @@ def _at_import(env: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _adopting() -> Iterator[None]:
+def adopting() -> Iterator[None]:
     """This process becomes the parent of its descendants that lose theirs."""
     libc = ctypes.CDLL(None)
     before = ctypes.c_int()

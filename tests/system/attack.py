@@ -64,7 +64,7 @@ REFUSED = (
     msgspec.DecodeError,  # an insider, to whom a lane is closed
 )
 PATIENCE_S = 600.0
-"""For the answer to an HTTP request."""
+"""For the answer to an HTTP request, and until an insider is welcome."""
 WORKER, GENERATE = "/baton.v1.Worker/", "/baton.v1.Inference/Generate"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FALSE_FIELDS: tuple[dict[str, object], ...] = (
@@ -449,9 +449,14 @@ class Attack:
         await self._say(self.target.kv_port, self.turn("bent_frames", said))
 
     async def frames_of_an_insider(self) -> None:
-        """It knows the secret, and says what no worker would say, once it has learned what a peer is."""
-        self.ways["frames_of_an_insider"] = 2
-        await asyncio.to_thread(self._inside)
+        """It knows the secret, and says what no worker would say, once it has learned what a peer is. Beside
+        other blows it is refused at times, and comes again until a lane has outlived a frame."""
+        said = self.said
+        async with asyncio.timeout(PATIENCE_S):
+            while self.said == said:
+                with contextlib.suppress(*REFUSED):
+                    await asyncio.to_thread(self._inside)
+                await asyncio.sleep(BLOWS["frames_of_an_insider"])
 
     def _inside(self) -> None:
         lane = wire.connect(self.target.kv_port, self.target.secret.encode(), who=self.who)

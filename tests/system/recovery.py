@@ -10,6 +10,7 @@ from typing import Any
 
 from baton.bench.lab.harness.cluster import LocalCluster, Worker, leaks_when_idle, status
 from baton.bench.lab.harness.streams import Case, Stream, cases, new_session, read
+from baton.bench.lab.harness.workers import metric
 from tests.within import WITHIN
 
 UNHURRIED = (
@@ -39,14 +40,20 @@ Moment = Callable[[list[Stream]], bool]
 
 
 async def ride(
-    url: str, right: dict[Case, list[int]], asked: list[Case], *faults: tuple[Moment, Callable[[], Any]]
+    url: str,
+    right: dict[Case, list[int]],
+    asked: list[Case],
+    *faults: tuple[Moment, Callable[[], Any]],
+    felt: Callable[[], float] | None = None,
 ) -> list[Stream]:
     """Asks all cases at once, and asserts that every stream says what it has to say.
 
     A fault is a moment, told by looking at the streams or at the cluster, and what happens then. Both may
     block. All cases are asked again until each fault has happened: all streams may end before its moment.
+    `felt`: a count that grows if the last fault strikes a stream. Until then all of it happens again: streams
+    may end between its moment and the fault.
     """
-    left = list(faults)
+    left, before = list(faults), 0.0
     while True:
         streams = [Stream(case) for case in asked]
         async with new_session() as http:
@@ -56,6 +63,8 @@ async def ride(
                     moment, happens = left[0]
                     if await asyncio.to_thread(moment, streams):
                         del left[0]
+                        if felt is not None and not left:
+                            before = await asyncio.to_thread(felt)
                         await asyncio.to_thread(happens)
                     else:
                         await asyncio.sleep(_STEP)
@@ -67,7 +76,9 @@ async def ride(
             assert not stream.failed, f"{stream.case}: {stream.error}"
             assert stream.token_ids == right[stream.case], stream.case
         if not left:
-            return streams
+            if felt is None or await asyncio.to_thread(felt) > before:
+                return streams
+            left = list(faults)
 
 
 def hold(worker: Worker) -> Callable[[], None]:
@@ -98,8 +109,13 @@ class Broken:
     cluster: LocalCluster
     right: dict[Case, list[int]]
 
-    async def ride(self, asked: list[Case], *faults: tuple[Moment, Callable[[], Any]]) -> list[Stream]:
-        return await ride(self.cluster.url, self.right, asked, *faults)
+    async def ride(
+        self,
+        asked: list[Case],
+        *faults: tuple[Moment, Callable[[], Any]],
+        felt: Callable[[], float] | None = None,
+    ) -> list[Stream]:
+        return await ride(self.cluster.url, self.right, asked, *faults, felt=felt)
 
     async def settled(self) -> None:
         """All workers are there, each life under an incarnation of its own, and every pool is whole."""
@@ -138,6 +154,13 @@ class Broken:
         """By the present incarnations, up to now."""
         return self._counted("prefill", "vllm:prompt_tokens_total")
 
+    def prompts_again(self) -> float:
+        """Tokens of prompts that decode workers computed, to which routers give none."""
+        return self._counted("decode", "vllm:prompt_tokens_total")
+
+    def retries(self) -> float:
+        return retries(self.cluster.url)
+
     def tokens_decoded(self) -> float:
         """The same."""
         return self._counted("decode", "vllm:generation_tokens_total")
@@ -148,6 +171,11 @@ class Broken:
 
     def _seen(self, role: str) -> list[dict[str, Any]]:
         return [w for w in status(self.cluster.url)["workers"] if w["role"] == role and w["state"] == "ready"]
+
+
+def retries(url: str) -> float:
+    """Attempts that went on elsewhere, or again, since a worker lost them."""
+    return metric(url, "baton:retries_total")
 
 
 def each_has(tokens: int) -> Moment:

@@ -78,6 +78,7 @@ async def test_a_killed_run_equals_a_quiet_one(broken: Broken) -> None:
             # On a slow machine a short answer is over before the kill.
             (lambda streams: all(stream.keepalives or stream.ended for stream in streams), release_all),
             (each_has(9), lambda: broken.busiest("decode").kill("engine")),
+            felt=broken.retries,
         )
     finally:
         release_all()

@@ -85,9 +85,9 @@ async def test_kills_while_a_head_drafts(
         def strike(role: str) -> None:
             broken.busiest(role).kill("engine")
 
-        await broken.ride(asked, (each_has(2), lambda: strike("decode")))
+        await broken.ride(asked, (each_has(2), lambda: strike("decode")), felt=broken.retries)
         await broken.settled()
-        await broken.ride(asked, (broken.transferring, lambda: strike("prefill")))
+        await broken.ride(asked, (broken.transferring, lambda: strike("prefill")), felt=broken.retries)
         await broken.settled()
         drafts = "vllm:spec_decode_num_draft_tokens_total"
         assert sum(worker.metric(drafts) for worker in cluster.of("decode"))

@@ -92,5 +92,5 @@ async def test_streams_outlive_each_process_of_workers(kind: str, tmp_path: Path
                     victim.kill(kind)
                     wait_exit(victim, exits + 1)
 
-                await broken.ride(asked, (moment, strike))
+                await broken.ride(asked, (moment, strike), felt=broken.retries)
                 await broken.settled()

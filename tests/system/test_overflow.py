@@ -64,7 +64,7 @@ async def until_it_overflows(overflowing: Broken) -> None:
 async def test_decode_prefills_and_goes_on_through_kills(overflowing: Broken) -> None:
     prefill, decode = overflowing.cluster.workers
     await until_it_overflows(overflowing)
-    await overflowing.ride(ASKED, (each_has(4), lambda: decode.kill("engine")))
+    await overflowing.ride(ASKED, (each_has(4), lambda: decode.kill("engine")), felt=overflowing.retries)
     await until_it_overflows(overflowing)
     release = hold(prefill)
     try:

@@ -50,5 +50,6 @@ async def test_each_rank_is_killed_in_mid_stream(
                 MIXED,
                 (ranked.transferring, kill("prefill", of_prefill)),
                 (each_has(3), kill("decode", of_decode)),
+                felt=ranked.retries,
             )
             await ranked.settled()

@@ -10,7 +10,6 @@ import pytest
 
 from baton.bench.lab.harness.cluster import Worker, status
 from baton.bench.lab.harness.streams import Case, expected, new_session, read
-from baton.bench.lab.harness.workers import metric
 
 from .recovery import LONGEST, MIXED, SHORT, Broken, each_has, wait_exit
 
@@ -49,6 +48,7 @@ async def test_streams_go_on_elsewhere(
         asked,
         (broken.transferring, lambda: strike("prefill", prefill)),
         (each_has(3 if code else 2), lambda: strike("decode", decode)),
+        felt=broken.retries if code else None,
     )
     codes = [await asyncio.to_thread(wait_exit, worker, count) for worker, count in struck]
     assert codes == [code, code], "the whole worker ends with any of its processes"
@@ -71,10 +71,10 @@ async def test_decode_killed_before_its_ack_costs_no_second_prefill(broken: Brok
         victim = broken.busiest("decode")
         victim.hang("engine")  # it will never acknowledge
 
-    retries = metric(broken.cluster.url, "baton:retries_total")
+    retries = broken.retries()
     await broken.ride([case], (broken.transferring, hang), (each_has(1), lambda: victim.kill("service")))
     assert broken.tokens_prefilled() - before == 2 * cost
-    assert metric(broken.cluster.url, "baton:retries_total") - retries == 1
+    assert broken.retries() - retries == 1
     await broken.settled()
 
 

@@ -17,10 +17,11 @@ import pytest
 
 from baton.bench.lab.harness.streams import cases, expected
 from baton.cluster.supervision.processes import alive
+from tests.forked.popen import adopting
 from tests.within import WITHIN
 
 from .machine import Machine, command_lines, tree, until
-from .recovery import each_has, ride
+from .recovery import each_has, retries, ride
 from .serve import START_S, Serve
 
 CASES = cases(4, 24)
@@ -117,7 +118,7 @@ async def test_killed_and_hung_workers_come_back_and_streams_wait_for_them(serve
         os.kill(engine.pid, signal.SIGKILL)
         os.kill(prefill[0].pid, signal.SIGSTOP)
 
-    await ride(served.url, right, CASES, (each_has(3), strike))
+    await ride(served.url, right, CASES, (each_has(3), strike), felt=lambda: retries(served.url))
     assert before.keys() == {"prefill 0", "decode 0"}
 
     def back() -> bool | None:  # prefill later than the streams go on: decode does without it
@@ -155,11 +156,19 @@ def test_ctrl_c_leaves_nothing(served: Serve) -> None:
 @pytest.mark.all
 def test_a_killed_serve_leaves_nothing(machine: Machine) -> None:
     """With the embedded model, which no process checks before the roles start: that would import torch."""
-    serve = Serve(machine, fresh=True)
-    try:
-        until(lambda: serve.role("router 0"), START_S, "a router")
-        processes = psutil.Process(serve.process.pid).children(recursive=True)
-    finally:
-        serve.kill()
-    until(lambda: None if any(map(alive, processes)) else True, WITHIN, "everything dies with serve")
+    this = psutil.Process()
+    before = {*this.children(recursive=True)}
+
+    def left() -> set[psutil.Process]:
+        return {process for process in this.children(recursive=True) if alive(process)} - before
+
+    with adopting():  # also what a role starts while it dies
+        serve = Serve(machine, fresh=True)
+        try:
+            until(lambda: serve.role("router 0"), START_S, "a router")
+        finally:
+            serve.kill()
+        until(lambda: None if left() else True, WITHIN, "everything dies with serve")
+    for orphan in {*this.children()} - before:
+        os.waitpid(orphan.pid, 0)
     machine.assert_no_trace()

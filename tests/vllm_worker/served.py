@@ -10,7 +10,7 @@ import random
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ import torch
 
 from baton.bench.lab.harness.cluster import free_port, leaks_when_idle
 from baton.bench.lab.harness.processes import spawn
+from baton.bench.lab.harness.workers import metric
 from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.processes import alive
@@ -208,6 +209,27 @@ class VLLMCluster(Front):
         found = titled(self.process.pid, f"baton {self.port}: {title}")
         assert found is not None, title
         return found
+
+    def goes_on(
+        self, right: list[int], title: str, end: Callable[[psutil.Process], None] = psutil.Process.kill,
+        *, role: str = "", call: str = "completions", **fields: Any,
+    ) -> None:  # fmt: skip
+        """A stream has all its tokens though a process `end`s in the middle. Its worker restarts, or what
+        `role` names. A decode process is killed again if the stream had ended before, on a busy machine."""
+        role, lost = role or title[: title.index("0") + 1], False
+        while not lost:
+            restarts, tokens = self.output().count(f"{role}: ready after"), list[int]()
+            before = metric(self.url, "baton:retries_total")
+            for some in self.stream(call, max_tokens=len(right), **fields):
+                if len(tokens) < 20 <= len(tokens) + len(some):
+                    end(self.process_of(title))
+                tokens += some
+            assert tokens == right
+            self.until_restarted(role, restarts + 1)
+            lost = metric(self.url, "baton:retries_total") > before
+            if end is not psutil.Process.kill or role.startswith("prefill"):
+                break  # the stream goes on where it is
+        self.assert_whole()
 
     def flip(self, role: str, pool: Pool) -> None:
         async def call() -> None:

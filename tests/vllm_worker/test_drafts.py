@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 from pathlib import Path
@@ -147,12 +146,7 @@ def test_workers_that_draft(tmp_path: Path) -> None:
     with served.serving(
         model, tmp_path, "--vllm-args", f"--enforce-eager --speculative-config '{drafts}'"
     ) as cluster:
-        events, tokens = cluster.stream(prompt=prompt, max_tokens=100), list[int]()
-        for _ in range(3):
-            tokens += next(events)
-        cluster.process_of("decode 0 engine::EngineCore").kill()
-        tokens += itertools.chain.from_iterable(events)
-        assert tokens == reference.tokens(prompt, 100)
-        cluster.until_restarted("decode 0", 1)
+        tokens = reference.tokens(prompt, 100)
+        cluster.goes_on(tokens, "decode 0 engine::EngineCore", prompt=prompt)
         assert cluster.ask(prompt=prompt, max_tokens=30)["token_ids"] == tokens[:30]
         cluster.assert_whole()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -42,24 +42,6 @@ def streamed(cluster: Front, **fields: Any) -> list[int]:
     return [token for tokens in cluster.stream(**fields) for token in tokens]
 
 
-def goes_on(
-    cluster: VLLMCluster, reference: Reference, prompt: list[int], count: int, title: str,
-    end: Callable[[psutil.Process], None],
-) -> None:  # fmt: skip
-    """The stream has all its tokens though the process `end`s in the middle. Its worker restarts."""
-    role, tokens = title[: title.index("0") + 1], list[int]()
-    restarts = cluster.output().count(f"{role}: ready after")
-    right = reference.tokens(prompt, count)
-    for some in cluster.stream(prompt=prompt, max_tokens=count):
-        if len(tokens) < 20 <= len(tokens) + len(some):
-            end(cluster.process_of(title))
-        tokens += some
-    assert tokens == right
-    cluster.until_restarted(role, restarts + 1)
-    cluster.assert_whole()
-
-
-@pytest.mark.all
 @pytest.mark.timeout(900)
 def test_steps_are_measured_at_the_start(cluster: VLLMCluster) -> None:
     for role in ("prefill", "decode"):
@@ -167,7 +149,7 @@ def test_a_stream_goes_on_when_a_process_is_killed(
     cluster: VLLMCluster, reference: Reference, title: str
 ) -> None:
     [prompt] = prompts_of([60], 6)
-    goes_on(cluster, reference, prompt, 200, title, psutil.Process.kill)
+    cluster.goes_on(reference.tokens(prompt, 200), title, prompt=prompt)
 
 
 @pytest.mark.long
@@ -175,7 +157,8 @@ def test_a_stream_goes_on_when_a_process_is_killed(
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_that_drains_ends_its_streams(cluster: VLLMCluster, reference: Reference, role: str) -> None:
     [prompt] = prompts_of([200], 8)
-    goes_on(cluster, reference, prompt, 600, f"{role} 0", psutil.Process.terminate)
+    right = reference.tokens(prompt, 600)
+    cluster.goes_on(right, f"{role} 0", psutil.Process.terminate, prompt=prompt)
 
 
 @pytest.mark.long
@@ -248,14 +231,9 @@ def test_workers_with_two_ranks(model: Path, reference: Reference, tmp_path: Pat
         for prompt in prompts_of([3, 130, 300, 700], 11):
             assert streamed(cluster, prompt=prompt, max_tokens=TOKENS) == reference.tokens(prompt, TOKENS)
         assert cluster.workers()["decode"]["status"]["prompt_tokens"] == 0, "all KV was handed over"
-        [prompt], tokens = prompts_of([60], 12), []
-        for some in cluster.stream(prompt=prompt, max_tokens=200):
-            if len(tokens) < 20 <= len(tokens) + len(some):
-                cluster.process_of("decode 0 engine::Worker_TP1").kill()
-            tokens += some
-        assert tokens == reference.tokens(prompt, 200)
-        cluster.until_restarted("decode 0", 1)
-        cluster.assert_whole()
+        [prompt] = prompts_of([60], 12)
+        title = "decode 0 engine::Worker_TP1"
+        cluster.goes_on(reference.tokens(prompt, 200), title, prompt=prompt)
         cluster.stop()
     finally:
         cluster.kill()
