@@ -14,6 +14,7 @@ import pytest
 from baton.cluster.autoscaling.scaling import (
     GROW_BEYOND,
     KV_FULL,
+    PREFILL_BUSY,
     SHRINK_BELOW,
     TTIT_SHARE,
     DecodeDemand,
@@ -211,6 +212,14 @@ def test_without_a_measured_speed_nothing_is_known() -> None:
     idle = PrefillDemand(TTFT).needed(0, [prefilling(0, 0, 0, 0.0)])
     assert idle is not None
     assert idle.workers == 0
+
+
+def test_prompts_that_are_computed_count_before_they_are_done() -> None:
+    demand = PrefillDemand(TTFT)
+    demand.needed(0, [prefilling(0, 0, 0, SPEED)])
+    needed = demand.needed(10, [prefilling(0, 10 * SPEED, 0, SPEED)])
+    assert needed is not None
+    assert needed.workers == pytest.approx(1 / PREFILL_BUSY)
 
 
 def test_a_queue_that_has_drained_needs_no_worker() -> None:

@@ -519,6 +519,8 @@ def test_allowed_tokens_and_bad_words(spelled_engine: Any) -> None:
             assert "".join(map(chr, word)) not in spoken
         again = request_of(9, [1, 9, 30], tokens[:11], seed=seed, **shape)
         assert run(engine, [again])[again.id].tokens == tokens[11:]
+    of_prompt = request_of(3, [1, 9, 30], max_tokens=1, allowed_token_ids=(30,), bad_words=((30, 30),))
+    assert run(engine, [of_prompt])[of_prompt.id].tokens == [30], "a bad word is one of the output alone"
 
 
 def test_fields_that_allow_no_token_fail_their_request_only(spelled_engine: Any, spelled_path: Path) -> None:

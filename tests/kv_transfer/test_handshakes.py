@@ -26,7 +26,7 @@ def test_the_oldest_of_the_busiest_address_gives_way() -> None:
     assert handshakes.add("c1", "c", 5.0) == "a1"
     assert handshakes.add("c2", "c", 5.0) == "b1"
     assert handshakes.add("c3", "c", 5.0) == "c1", "it has the most now"
-    assert list(handshakes._places) == ["a2", "b2", "c2", "c3"]
+    assert handshakes.late(5.0) == ["a2", "b2", "c2", "c3"]
 
 
 def test_addresses_that_have_authenticated_have_places_of_their_own() -> None:
@@ -37,7 +37,7 @@ def test_addresses_that_have_authenticated_have_places_of_their_own() -> None:
     assert handshakes.add("peer 1", "p", 5.0) is None
     assert handshakes.add("peer 2", "p", 5.0) is None
     assert handshakes.add("peer 3", "p", 5.0) == "peer 1"
-    assert list(handshakes._places) == ["stranger 3", "stranger 4", "peer 2", "peer 3"]
+    assert handshakes.late(5.0) == ["stranger 3", "stranger 4", "peer 2", "peer 3"]
 
 
 def test_lanes_that_this_side_opens_need_no_place() -> None:

@@ -149,6 +149,7 @@ def test_held_back_text_is_returned_at_the_end(tokenizer: ModelTokenizer):
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: ModelTokenizer):
     ids = tokenizer.encode("One two One two One two")
-    choice = make_choice(tokenizer, stop=["two"], min_tokens=4)
-    text, _ = feed(choice, ids, "length")
-    assert (text, choice.finish_reason) == ("One two One two One ", "stop")
+    for least, expected in ((1, "One "), (2, "One two One "), (4, "One two One two One ")):
+        choice = make_choice(tokenizer, stop=["two"], min_tokens=least)
+        text, _ = feed(choice, ids, "length")
+        assert (text, choice.finish_reason) == (expected, "stop")

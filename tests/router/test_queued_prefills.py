@@ -135,9 +135,14 @@ async def test_the_decode_of_a_queued_prompt_finds_room(
 async def test_the_end_of_a_queued_prompt_ends_its_promise(
     cluster: Cluster, queue: list[asyncio.Task[None]]
 ) -> None:
-    assert (cluster.pool._promised_slots, cluster.pool._promised_positions) == (1, TOKENS + 1)
+    [decode], [load] = cluster.decodes, cluster.pool.decodes
+    wanted, fleet = PrefillRequest(0, TOKENS), cluster.pool.fleet
+    decode.status.blocks_free = TOKENS // 16 + 10
+    decode.report()
+    await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
+    assert not fleet().choose_decode(wanted, TOKENS + 1)
     queue[2].cancel()
-    await cluster.until(lambda: (cluster.pool._promised_slots, cluster.pool._promised_positions) == (0, 0))
+    await cluster.until(lambda: bool(fleet().choose_decode(wanted, TOKENS + 1)))
 
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["held", "dropped"])

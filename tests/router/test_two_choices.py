@@ -26,7 +26,7 @@ def test_the_less_loaded_of_two_is_chosen():
 def test_only_workers_with_capacity_are_chosen():
     rng = random.Random(0)
     loads = [load("full", free=1, running=0), load("roomy", free=4, running=60)]
-    assert choose(loads, 17, rng) == "roomy"
+    assert choose(loads, 17, rng) == choose(loads, 64, rng) == "roomy"
     assert choose(loads, 65, rng) is None
     assert choose([], 1, rng) is None
 

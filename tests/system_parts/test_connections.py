@@ -1,5 +1,6 @@
 """The bound of a port's connections, and which of them ends."""
 
+import itertools
 import random
 from collections import Counter
 
@@ -58,20 +59,22 @@ def test_a_busy_connection_never_ends(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_counts_hold_in_any_order_of_events() -> None:
-    rng, connections = random.Random(0), Connections("--port", 30)
+    rng, connections, ended = random.Random(0), Connections("--port", 30), list[int]()
     idle: dict[Connection, str] = {}
     busy: dict[Connection, str] = {}
+    numbers, opened = itertools.count(), dict[int, Connection]()
     for _ in range(3000):
         match rng.randrange(4):
             case 0 | 1:
                 host, full = rng.choice("abcde"), len(connections) == 30
                 most = max(Counter(idle.values()).values(), default=0)
-                made = connections.open(host, lambda: None)
+                number = next(numbers)
+                made = connections.open(host, lambda number=number: ended.append(number))
                 if full and idle:
-                    [gone] = set(idle) - connections._open
+                    gone = opened.pop(ended.pop())
                     assert Counter(idle.values())[idle.pop(gone)] == most
                 if made is not None:
-                    idle[made] = host
+                    idle[made], opened[number] = host, made
             case 2 if idle:
                 connection = rng.choice(list(idle))
                 busy[connection] = idle.pop(connection)
@@ -85,5 +88,5 @@ def test_counts_hold_in_any_order_of_events() -> None:
                 else:
                     connection.close()
                     connection.close()
-        assert connections._open == {*idle, *busy}
-        assert connections._largest == max(Counter(idle.values()).values(), default=0)
+        assert len(connections) == len(idle) + len(busy)
+        assert not ended

@@ -7,7 +7,16 @@ from typing import Any, ClassVar
 
 import pytest
 
-from baton.vllm_worker.metadata import Begun, Chunk, ConnectorScheduler, Fetch, Source, StepMetadata
+from baton.vllm_worker.metadata import (
+    Begun,
+    BlockTable,
+    Chunk,
+    ConnectorScheduler,
+    Fetch,
+    Source,
+    StepMetadata,
+    block_ids,
+)
 
 HERE = "127.0.0.1:7000", 5
 PREFILLS: dict[str, Any] = {"do_remote_decode": True}
@@ -47,6 +56,11 @@ def test_each_chunk_names_all_blocks_up_to_its_end(scheduler: ConnectorScheduler
     assert second.chunks == [Chunk(prefill_id(1), ((4, 5, 9, 6),), 48, 100, 100)], "without what it decodes"
     scheduler.scheduled("a", [[]], 100, 1, anew=False)
     assert scheduler.take().chunks == []
+
+
+def test_tables_of_all_groups_have_the_blocks_of_a_block_that_is_not_full() -> None:
+    tables = [BlockTable(16), BlockTable(32, pieces=2), BlockTable(16, states=True)]
+    assert block_ids(tables, [[4, 5, 6], [1, 3], [7, 8, 9]], 33) == [4, 5, 6, 0, 2, 3, 6, 7, 9, 0, 0, 0]
 
 
 def test_a_prompt_that_has_finished_can_be_fetched_with_its_parameters(scheduler: ConnectorScheduler) -> None:
