@@ -57,7 +57,7 @@ def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callab
     """Registers a command whose parameters are option groups. `panel` is its section in `baton --help`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        run = takes_options(function, refuse=panel != CLIENTS)
+        run = takes_options(function)
         epilog = "\n".join(examples)
         registered = app.command(
             function.__name__.replace("_", "-"), cls=Command, rich_help_panel=panel, epilog=epilog
@@ -171,7 +171,7 @@ def decode(worker: roles.WorkerRole) -> int:
 
 @command(ROLES, "BATON_CLUSTER_SECRET=$(cat secret) baton encode --host 10.0.0.7 --port 7001 --kv-port 7002")
 def encode(worker: roles.WorkerRole) -> int:
-    """Run an encoder: it makes embeddings of images for workers with --encoder-pool."""
+    """Run an encoder: it makes embeddings of images for workers with --advanced.encoder-pool."""
     from baton.cluster.roles import run_worker
 
     return run_worker("encode", worker)
@@ -198,7 +198,7 @@ def store(flags: roles.StoreRole) -> int:
 @command(
     ROLES,
     "baton picker --router 10.0.0.5:8000 --router 10.0.0.6:8000 --host 0.0.0.0",
-    "baton picker --kubernetes-service baton --router-metrics-port 8002 --host ::",
+    "baton picker --kubernetes-service baton --advanced.router-metrics-port 8002 --host ::",
 )
 def picker(picker: roles.PickerRole) -> int:
     """Run an endpoint picker: it tells a gateway to which router each request should go.
@@ -313,7 +313,7 @@ def doctor(
 
 @command(
     CLIENTS,
-    "baton plan --rate 40 --input 2000 --output 150 --slo ttft=500,ttit=20",
+    "baton plan --rate 40 --input 2000 --output 150 --slo ttft=500,itl=20",
     "baton plan --agents 48 --prefill 1 --decode 1",
     "baton plan --model Qwen/Qwen3-14B --measured engine.json --gpu-memory 80",
 )

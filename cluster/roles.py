@@ -88,12 +88,12 @@ def worker_config(
         enable_prefix_caching=flags.engine.enable_prefix_caching is not False,
         host_cache_size=host_bytes,
         disk_cache_size=size_in_bytes(flags.engine.disk_cache_size),
-        ttit_target=flags.engine.ttit_target and flags.engine.ttit_target / 1000,
-        ttit_target_steps=chosen.target_steps,
+        itl_target=flags.engine.itl_target and flags.engine.itl_target / 1000,
+        itl_target_steps=chosen.target_steps,
         speculative_config=(drafts := flags.engine.speculative_config) and SpeculativeConfig.of(drafts),
     )
     if flags.engine.no_standby and not flags.engine.replace_engine:
-        raise ValueError("--no-standby: only with --replace-engine; leave it out")
+        raise ValueError("--advanced.no-standby: only with --replace-engine; leave it out")
     return _configured(
         WorkerConfig,
         flags,
@@ -108,13 +108,8 @@ def worker_config(
         served_model_name=(flags.model.served_model_name or [resolved.name])[0],
         settings=None if encodes else f"{chosen.summary}, --host-cache-size {host_bytes / (1 << 30):.3g}GiB",
         kv_bind=tuple((flags.transfer.kv_bind or "").replace(",", " ").split()),
-        deadlines=TransferDeadlines(
-            fetch_wait=flags.deadlines.hold_timeout,
-            hold=flags.deadlines.hold_timeout,
-            progress=flags.deadlines.transfer_timeout,
-            peer_dead=flags.deadlines.peer_timeout,
-            engine_dead=flags.deadlines.engine_timeout,
-        ),
+        kv_slot_bytes=size_in_bytes(flags.transfer.kv_slot_size),
+        deadlines=TransferDeadlines.after(flags.deadlines.failure_timeout),
         otlp_endpoint=flags.observe.endpoint,
     )
 
@@ -124,7 +119,7 @@ def _engine_args(flags: EngineOptions, engine: EngineConfig, group: Group | None
     and if it is not installed."""
     if flags.engine == "baton":
         if flags.vllm_args or flags.vllm_untested:
-            raise ValueError("--vllm-args and --vllm-untested: need --engine vllm")
+            raise ValueError("--vllm-args and --advanced.vllm-untested: need --engine vllm")
         if engine.enable_lora:
             raise ValueError(
                 "--enable-lora: needs --engine vllm; for Baton's own engine merge the adapter into the "
@@ -137,7 +132,7 @@ def _engine_args(flags: EngineOptions, engine: EngineConfig, group: Group | None
             )
         return None
     if engine.encoder_pool:
-        raise ValueError("--encoder-pool: only for Baton's engine; leave it out with --engine vllm")
+        raise ValueError("--advanced.encoder-pool: only for Baton's engine; leave it out with --engine vllm")
     from baton.vllm_worker import options, version
 
     version.check_version(untested=flags.vllm_untested)
@@ -212,6 +207,7 @@ def router_config(flags: RouterRole, resolved: model.ResolvedModel | None, secre
         api_keys=flags.front.keys(),
         admin_key=flags.front.key_of_admin(),
         read_api_keys=flags.front.keys,
+        max_body_bytes=size_in_bytes(flags.front.max_body_size),
         batch_bytes=size_in_bytes(flags.front.batch_dir_size),
         keep_alive=flags.front.timeout_keep_alive,
         ttft_target=None if flags.front.ttft_target is None else flags.front.ttft_target / 1000,

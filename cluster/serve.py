@@ -96,7 +96,7 @@ def _check_roles(blueprint: Blueprint, resolved: model.ResolvedModel, secret: by
     from baton.router.api.jobs import sampling_defaults
 
     if blueprint.files.trace_dir is not None:
-        make_directory("--trace-dir", blueprint.files.trace_dir)
+        make_directory("--advanced.trace-dir", blueprint.files.trace_dir)
     for pool in POOLS:
         worker_config(pool, blueprint.worker(pool), resolved, secret)
     if blueprint.pool.encode:
@@ -184,7 +184,7 @@ class LocalCluster:
         self._announce(run_dir, admin)
         self._display.ready(self._blueprint, admin, self._logs)
         options, first = self._blueprint, self._roles[0]
-        targets = options.front.ttft_target, options.engine.ttit_target
+        targets = options.front.ttft_target, options.engine.itl_target
         balancer = Balancer(options.pool, *targets, first.workers)
         scaling = asyncio.create_task(Autoscaler(supervisor, balancer, first.secret, first.tls).run())
         to_stop.callback(scaling.cancel)

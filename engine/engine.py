@@ -180,7 +180,7 @@ class Engine:
         sizes = row_sizes(config.max_num_seqs), token_sizes(config.max_num_batched_tokens)
         self._steps = steps = LearnedSteps(*sizes, started.steps)
         budget = config.max_num_batched_tokens
-        limit = ChunkLimit(steps, config.ttit_target, budget, config.ttit_target_steps)
+        limit = ChunkLimit(steps, config.itl_target, budget, config.itl_target_steps)
         pool, states = _pools(started.pool, self.block_size, self._windows(config, started))
         self._kept = started.kept
         cache = self._prefix_cache(config, started, hooks, pool)
@@ -428,7 +428,7 @@ class Engine:
         does not fit; nothing has changed then."""
         if self.embedding_format is not None:
             raise ValueError(
-                "--encoder-pool: weights of encoders cannot be replaced; start all workers again"
+                "--advanced.encoder-pool: weights of encoders cannot be replaced; start all workers again"
             )
         if "weights" in self.memory.released:
             raise ValueError("the memory of the weights is released: call /resume_memory_occupation first")

@@ -1,6 +1,6 @@
 """What a transfer process is told at its start."""
 
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -31,6 +31,17 @@ class TransferDeadlines(msgspec.Struct, frozen=True):
     unreachable: float = 5.0  # decode: no session with the prefill worker came up
     idle_close: float = 60.0  # decode: lanes without a transfer
     tombstone: float = 60.0
+
+    @classmethod
+    def after(cls, silence: float) -> Self:
+        """Those of a worker in which an engine or a transfer that is silent for so long has failed."""
+        return cls(
+            engine_dead=silence,
+            progress=silence,
+            peer_dead=silence / 2,
+            hold=3 * silence,
+            fetch_wait=3 * silence,
+        )
 
 
 def _movers() -> int:

@@ -129,8 +129,8 @@ class RouterConfig:
             raise ValueError("--batch-dir: one process keeps files and batches; leave out --router-processes")
         if self.decode_only and not self.overflow:
             raise ValueError(
-                "--no-overflow: without prefill workers (--decode-only, or `baton serve --prefill 0`) decode "
-                "workers must compute the prompts; leave it out"
+                "--advanced.no-overflow: without prefill workers (--advanced.decode-only, or `baton serve "
+                "--prefill 0`) decode workers must compute the prompts; leave it out"
             )
         for origin in self.allowed_origins:
             if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is None:

@@ -24,7 +24,8 @@ ATTEMPT_REMEDIES = {
     "lost": "the request went on elsewhere. If it happens often, see the log of the worker",
     "engine": "see the log of the worker: its engine failed on this request",
     "kv_failed": "see `baton doctor --cluster`: KV did not reach the decode worker",
-    "part_failed": "one worker computed all of the prompt. If it happens often, set --no-split-prompts",
+    "part_failed": "one worker computed all of the prompt. If it happens often, set "
+    "--advanced.no-split-prompts",
     "mismatch": "see --batch-invariant: a worker computed another text than the one before",
 }
 _SEE_LOG = "see the log of the worker"

@@ -113,7 +113,9 @@ def load(config: RouterConfig) -> Loaded:
     log.info("--tool-call-parser: %s", "none" if tool_format is None else tool_format.name)
     log.info("--reasoning-parser: %s", tokenizer.reasoning_parser or "none")
     defaults = sampling_defaults(config.generation_config, locate(config.model, config.revision))
-    log.info("--generation-config %s: %s", config.generation_config, shown(defaults) or "no defaults")
+    log.info(
+        "--advanced.generation-config %s: %s", config.generation_config, shown(defaults) or "no defaults"
+    )
     _ = tokenizer.state, tokenizer.vocabulary_fingerprint  # each process needs them, and would hold its own
     gc.collect()
     gc.freeze()  # each full collection would take some 15 ms longer

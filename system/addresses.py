@@ -6,7 +6,7 @@ import ipaddress
 import random
 import socket
 
-_HOSTS = {"--admin-port": "--admin-host", "--kv-port": "--kv-host"}
+_HOSTS = {"--admin-port": "--advanced.admin-host", "--kv-port": "--advanced.kv-host"}
 """The option of the address, if it is not `--host`."""
 _REASONS = {
     errno.EADDRINUSE: "the port is in use; choose another one, or stop the process that listens there",

@@ -66,7 +66,7 @@ def remedy(engines: list[CpuEngine]) -> str:
     share = max(1, cpus // max(1, len(engines)))
     if sum(each.threads for each in engines) <= cpus or all(each.threads <= share for each in engines):
         return ""
-    return f"they slow each other down several times: start each with --num-threads {share}"
+    return f"they slow each other down several times: start each with --advanced.num-threads {share}"
 
 
 def _cgroup(pid: str) -> str:

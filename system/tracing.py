@@ -123,7 +123,9 @@ def _exporting(
     """Returns a function that starts a span (name, traceparent, time, attributes, kind), and one that ends
     the export."""
     if not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"--otlp-endpoint must be http://HOST:PORT or https://HOST:PORT, not {endpoint!r}")
+        raise ValueError(
+            f"--advanced.otlp-endpoint must be http://HOST:PORT or https://HOST:PORT, not {endpoint!r}"
+        )
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -133,7 +135,7 @@ def _exporting(
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
     except ImportError as error:
         raise ValueError(
-            f"--otlp-endpoint: tracing needs OpenTelemetry ({error}); in Baton's source directory "
+            f"--advanced.otlp-endpoint: tracing needs OpenTelemetry ({error}); in Baton's source directory "
             "`pip install -e '.[otel]'` installs it"
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": service, **attributes}))

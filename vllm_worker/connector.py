@@ -138,7 +138,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         graph = vllm_config.compilation_config.max_cudagraph_capture_size
         chunk = least_chunk(self._groups, vllm_config.cache_config.mamba_cache_mode)
         self._steps = MixedSteps(
-            usual, most, settings.ttit_target, settings.ttit_target_steps, graph,
+            usual, most, settings.itl_target, settings.itl_target_steps, graph,
             0 if (drafts := vllm_config.speculative_config) is None else drafts.num_speculative_tokens,
             chunk,
         )  # fmt: skip

@@ -290,8 +290,8 @@ def _engine_args(config: EngineProcessConfig, connector: str) -> AsyncEngineArgs
         kv_load_failure_policy="fail",
         kv_connector_extra_config={
             "attach": connector,
-            "ttit_target": config.engine.ttit_target,
-            "ttit_target_steps": config.engine.ttit_target_steps,
+            "itl_target": config.engine.itl_target,
+            "itl_target_steps": config.engine.itl_target_steps,
         },
     )
     if config.engine.enable_prefix_caching:

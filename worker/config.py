@@ -126,14 +126,7 @@ class WorkerConfig:
             raise ValueError(
                 f"--run-dir: {self.run_dir} is too long for a local socket ({_MAX_RUN_DIR} bytes at most)"
             )
-        for flag, seconds in (
-            ("hold", self.deadlines.hold),
-            ("transfer", self.deadlines.progress),
-            ("tombstone", self.deadlines.tombstone),
-            ("peer", self.deadlines.peer_dead),
-            ("engine", self.deadlines.engine_dead),
-            ("drain", self.drain_timeout),
-        ):
+        for flag, seconds in (("failure", self.deadlines.engine_dead), ("drain", self.drain_timeout)):
             if not 0 < seconds <= 86_400:
                 raise ValueError(
                     f"--{flag}-timeout: {seconds} is not a time in seconds (above 0, at most a day)"
@@ -153,15 +146,16 @@ class WorkerConfig:
 
     def _check_transfer(self) -> None:
         if not 1 <= self.kv_lanes <= 64:
-            raise ValueError(f"--kv-lanes: {self.kv_lanes} is out of range (1 to 64)")
+            raise ValueError(f"--advanced.kv-lanes: {self.kv_lanes} is out of range (1 to 64)")
         if self.kv_slot_bytes % 4096 or not 1 << 16 <= self.kv_slot_bytes <= 1 << 26:
             raise ValueError(
-                f"--kv-slot-bytes: {self.kv_slot_bytes} must be a multiple of 4096 from 64 KiB to 64 MiB"
+                f"--advanced.kv-slot-size: {self.kv_slot_bytes} must be a multiple of 4 KiB from 64 KiB "
+                "to 64 MiB"
             )
         if not max(4, 2 * self.kv_lanes) <= self.kv_slots <= 1 << 16:
             raise ValueError(
-                f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
-                "lanes and four in all, at most 65536)"
+                f"--advanced.kv-slots: {self.kv_slots} is out of range (at least two for each of the "
+                f"{self.kv_lanes} lanes and four in all, at most 65536)"
             )
         if (reader := self.reader) is not None:
             reader.check(encrypt=self.kv_encrypt)
@@ -173,10 +167,10 @@ class WorkerConfig:
             _check_source(source)
         if self.kv_host in _WILDCARDS:
             raise ValueError(
-                f"--kv-host: {self.kv_host!r} is not an address that decode workers can connect to; give the "
-                "address of the network that carries KV"
+                f"--advanced.kv-host: {self.kv_host!r} is not an address that decode workers can connect "
+                "to; give the address of the network that carries KV"
             )
-        self.kv_address()  # a wrong --kv-host must fail before the weights are loaded
+        self.kv_address()  # a wrong --advanced.kv-host must fail before the weights are loaded
 
     @property
     def reader(self) -> type[MemoryReader] | None:
@@ -231,12 +225,14 @@ class WorkerConfig:
         if self.kv_host is None:
             return None
         if (addresses := psutil.net_if_addrs().get(self.kv_host)) is None:
-            return _numeric("--kv-host", self.kv_host)
+            return _numeric("--advanced.kv-host", self.kv_host)
         found = [each for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
         # Only this machine knows which link an address such as fe80::1%eth0 is of.
         routed = [each for each in found if "%" not in each.address]
         if not routed:
-            raise ValueError(f"--kv-host: the interface {self.kv_host} has no IP address; give an address")
+            raise ValueError(
+                f"--advanced.kv-host: the interface {self.kv_host} has no IP address; give an address"
+            )
         return min(routed, key=lambda each: each.family != socket.AF_INET).address
 
     def reachable_kv_host(self) -> str:
@@ -287,6 +283,6 @@ def _check_source(source: str) -> None:
             probe.bind((source, 0))
     except OSError as error:
         raise ValueError(
-            f"--kv-bind: {source!r} is neither an interface nor an address of this machine ({error}); "
-            f"its interfaces are {', '.join(interfaces)}"
+            f"--advanced.kv-bind: {source!r} is neither an interface nor an address of this machine "
+            f"({error}); its interfaces are {', '.join(interfaces)}"
         ) from error

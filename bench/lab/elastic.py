@@ -90,7 +90,7 @@ def engine_of(case: Case, path: Path, room: int, **config: Any) -> Engine:
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "max_num_seqs": case.short.requests,
-        "ttit_target": 60.0,
+        "itl_target": 60.0,
     }
     return build_engine(EngineConfig(str(path), elastic_memory=True, **settings | case.config | config))
 

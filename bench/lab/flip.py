@@ -44,8 +44,8 @@ SHORT_ANSWER, LONG_ANSWER = 2, 32  # tokens; short for many prompts, long to run
 ANSWERS = (SHORT_ANSWER, SHORT_ANSWER, SHORT_ANSWER, LONG_ANSWER)
 PROMPTS, WORDS = 16, 40_000  # words: of each dummy model, and more
 FLAGS = ("--dtype", "float32", "--no-enable-prefix-caching", "--load-format", "dummy")
-ROUTER_FLAGS = ("--no-overflow", "--routing-policy", "round-robin")
-ON_CPU = ("--device", "cpu", "--num-threads", "1", "--num-blocks", "600")
+ROUTER_FLAGS = ("--advanced.no-overflow", "--advanced.routing-policy", "round-robin")
+ON_CPU = ("--device", "cpu", "--advanced.num-threads", "1", "--advanced.num-blocks", "600")
 ON_CUDA = ("--max-model-len", "8192")
 SHARES = {1: "0.31", 2: "0.42"}
 """Of a GPU's memory, for each worker, by the number of GPUs."""
@@ -125,7 +125,7 @@ def start(args: argparse.Namespace, directory: Path) -> LocalCluster:
         flags = (*ON_CUDA, "--gpu-memory-utilization", SHARES[gpus])
     return LocalCluster(
         directory, prefill=1, decode=2,
-        worker_flags=[*FLAGS, *flags, "--model", model, "--trace-dir", str(directory / TRACES)],
+        worker_flags=[*FLAGS, *flags, "--model", model, "--advanced.trace-dir", str(directory / TRACES)],
         devices=devices, router_flags=[*ROUTER_FLAGS, "--model", model],
     )  # fmt: skip
 

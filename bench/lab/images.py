@@ -100,7 +100,7 @@ UNITS = {
 }  # fmt: skip
 """Of a figure; else ms."""
 FLAGS = {
-    "cpu": "--model {model} --load-format dummy --device cpu --dtype float32 --num-threads 1",
+    "cpu": "--model {model} --load-format dummy --device cpu --dtype float32 --advanced.num-threads 1",
     "cuda": "--model {model} --load-format dummy --max-model-len 33000",
 }
 

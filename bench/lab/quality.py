@@ -45,7 +45,7 @@ from baton.steps.quantiles import percentile
 from baton.system.lines import bounded_lines
 
 TASKS = Path(__file__).with_name("quality_tasks.jsonl")
-SIMPLE = ("--device", "cpu", "--num-blocks", "600", "--no-enable-prefix-caching")
+SIMPLE = ("--device", "cpu", "--advanced.num-blocks", "600", "--no-enable-prefix-caching")
 FORMS: dict[str, tuple[str, ...]] = {
     "float32": ("--dtype", "float32"),
     "killed": ("--dtype", "float32"),

@@ -23,7 +23,8 @@ engines start for half a minute there. The step is measured in this process, wit
 turns.
 
 `…_without` is the same for a worker that ends with its engine process. `…_no_standby` is the same with
-`--no-standby`: such a worker starts Python and torch (the engine process) and loads weights in the pause.
+`--advanced.no-standby`: such a worker starts Python and torch (the engine process), and loads weights, in the
+pause.
 """
 
 import argparse
@@ -81,7 +82,16 @@ ANSWER = 96
 STEPS, SHORT_STEPS, PAIRS = 256, 64, 5
 BATCH, CONTEXT = 4, 128
 STANDS_BY = "an engine process stands by"
-CPU_FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "1200")
+CPU_FLAGS = (
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--advanced.num-threads",
+    "1",
+    "--advanced.num-blocks",
+    "1200",
+)
 GPU_FLAGS = ("--dtype", "bfloat16", "--load-format", "dummy", "--batch-invariant", "--max-model-len", "32768")
 GPU_ANSWER = 1536
 BESIDE = 16, 500, 64
@@ -93,7 +103,7 @@ STANDBY_CHECK = 0.5
 """Seconds between two looks whether the first one stands by."""
 LONGEST_PAUSE = 3.0
 """Seconds, on an H200."""
-ALONE = ("--no-overflow",)
+ALONE = ("--advanced.no-overflow",)
 """Of the router: else answers would go on at the prefill worker, where no kill reaches them."""
 PATIENT = ("--max-wait", "600")
 """Of the router: all prompts come at once, and again after each kill."""
@@ -456,7 +466,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         right = asyncio.run(expected(cluster.url, requests))
     with started() as cluster:
         ends = asyncio.run(killed(cluster, requests, 1))
-    with started("--replace-engine", "--no-standby", of_router=ALONE) as cluster:
+    with started("--replace-engine", "--advanced.no-standby", of_router=ALONE) as cluster:
         starts = asyncio.run(killed(cluster, requests, min(args.kills, KILLS_NO_STANDBY)))
     with started("--replace-engine", of_router=ALONE) as cluster:
         stays = asyncio.run(killed(cluster, requests, args.kills, standby=True))

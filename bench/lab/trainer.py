@@ -105,7 +105,16 @@ def started(directory: Path, model: Path, device: str, *flags: str) -> Iterator[
         share = "0.3" if gpus == 1 else "0.55"
         common += ["--dtype", "bfloat16", "--gpu-memory-utilization", share]
     else:
-        common += ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "3000"]
+        common += [
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+            "--advanced.num-threads",
+            "1",
+            "--advanced.num-blocks",
+            "3000",
+        ]
     devices = [f"cuda:{i % gpus}" for i in range(2)] if gpus else []
     router = (*name, "--admin-key", ADMIN_KEY)
     with LocalCluster(
@@ -236,10 +245,16 @@ def _measure(kind: str, args: argparse.Namespace, report: Report, model: Path, d
     requests, right = cases_for(args.tokens, device), dict[int, dict[Case, list[int]]]()
     verdicts, results, gpus = list[Verdict](), list[Change](), _DeviceMemory(device)
     with started(
-        directory / f"{kind}-fresh", model, device, "--seed", "2", "--no-enable-prefix-caching", *flags
+        directory / f"{kind}-fresh",
+        model,
+        device,
+        "--advanced.seed",
+        "2",
+        "--no-enable-prefix-caching",
+        *flags,
     ) as fresh:
         right[2] = asyncio.run(expected(fresh.url, requests, AT_ONCE))
-    with started(directory / f"{kind}-changes", model, device, "--seed", "1", *flags) as cluster:
+    with started(directory / f"{kind}-changes", model, device, "--advanced.seed", "1", *flags) as cluster:
         right[1] = asyncio.run(expected(cluster.url, requests, AT_ONCE))
         assert right[1] != right[2], "the weights differ"
         for number, (seed, memory) in enumerate(changes):

@@ -170,7 +170,7 @@ class Deployment:
             if name not in self._workers:  # sides share workers
                 self._worker(name, role, engine)
             workers += ["--worker", self._workers[name]]
-        port, more = free_port(), [] if side == "overflow" else ["--no-overflow"]
+        port, more = free_port(), [] if side == "overflow" else ["--advanced.no-overflow"]
         self._start(
             f"{side}-router", port, "baton.cluster.cli", "router", "--port", str(port), *more,
             "--model", str(self._model), "--served-model-name", "m", *workers, **SECRET,
@@ -183,8 +183,8 @@ class Deployment:
         if engine == "vllm":
             line += [*self._small_share, "--vllm-args", shlex.join(self._of_vllm)]
         elif self._cuda:
-            line += ["--num-blocks", "4000"]
-        line += ["--device", "cuda"] if self._cuda else ["--device", "cpu", "--num-threads", "1"]
+            line += ["--advanced.num-blocks", "4000"]
+        line += ["--device", "cuda"] if self._cuda else ["--device", "cpu", "--advanced.num-threads", "1"]
         gpu = self._gpu(decodes=role == "decode")
         self._start(name, metrics, "baton.cluster.cli", role, *line, **SECRET, **gpu)
 

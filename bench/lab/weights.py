@@ -55,7 +55,16 @@ TOKENS, SHORT_TOKENS = 50_000, 512
 """Of the answers after each change, with `--trainer`."""
 BEGUN = 4
 """Tokens that each stream has when weights change."""
-FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "1200")
+FLAGS = (
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--advanced.num-threads",
+    "1",
+    "--advanced.num-blocks",
+    "1200",
+)
 SWAPPED = "blk.0.ffn_up.weight", "blk.1.ffn_up.weight"
 
 

@@ -22,7 +22,7 @@ from baton.cluster.options.parameters import group_parameters, with_clear_errors
 
 app = typer.Typer(
     name="bench",
-    help="Load tests of any OpenAI-compatible server: TTFT, TTIT, throughput and goodput.\n\n"
+    help="Load tests of any OpenAI-compatible server: TTFT, ITL, throughput and goodput.\n\n"
     "Latency counts from the intended send time. A failed request counts as a miss. A run in which this "
     "client could not keep up is marked invalid.",
     rich_markup_mode="rich",
@@ -57,7 +57,7 @@ def command(
 
 @command(
     "baton bench run --url http://127.0.0.1:8000",
-    "baton bench run --rate 8 --duration 60 --preset 2000/150 --slo ttft=500,ttit=50 --json report.json",
+    "baton bench run --rate 8 --duration 60 --preset 2000/150 --slo ttft=500,itl=50 --json report.json",
     "baton bench run --concurrency 32 --turns uniform:2,6 --think-time exponential:3 --api chat",
     takes=(groups.Target, groups.Workload, groups.Rate, groups.Load, groups.Output),
 )
@@ -71,7 +71,7 @@ def run(options: Options) -> int:
 @command(
     "baton bench sweep --rates 1,2,4,8 --json sweep.json",
     "baton bench sweep --concurrencies 1,4,16,64 --preset 2000/150",
-    "baton bench sweep --find-rate 4 --slo ttft.p99=300,ttit.p99=8.5",
+    "baton bench sweep --find-rate 4 --slo ttft.p99=300,itl.p99=8.5",
     takes=(groups.Target, groups.Workload, groups.Rate, groups.Load, groups.Output, groups.Sweep),
 )
 def sweep(options: Options) -> int:
@@ -81,7 +81,7 @@ def sweep(options: Options) -> int:
     if options.rate is not None:
         raise ValueError(f"--rate {options.rate:g}: a sweep sets the rate itself. Leave it out.")
     if options.find_rate is not None and not options.slo:
-        raise ValueError("--find-rate needs an objective: give --slo, like ttft.p99=300,ttit.p99=50.")
+        raise ValueError("--find-rate needs an objective: give --slo, like ttft.p99=300,itl.p99=50.")
     points = [dataclasses.replace(options, **load) for load in options.loads]
     if options.find_rate is not None:
         return asyncio.run(search(points[0], options.find_rate))
@@ -138,14 +138,14 @@ def replay(options: Options) -> int:
     return asyncio.run(measure(dataclasses.replace(options, trace=options.trace or SAMPLE_TRACE)))
 
 
-@command("baton bench compare before.json after.json --fail-if 'ttit.p99>+5%' --fail-if 'requests.failed>0'")
+@command("baton bench compare before.json after.json --fail-if 'itl.p99>+5%' --fail-if 'requests.failed>0'")
 def compare(
     reports: Annotated[list[Path], typer.Argument(metavar="OLD NEW [NEW…]", help="Files that --json wrote.")],
     fail_if: Annotated[
         list[str],
         typer.Option(
             metavar="CONDITION", help="Exit with 1 if this holds for a row; may be repeated: "
-            "ttit.p99>+5%, throughput.requests<-5%, ttft.p50>+20 (ms more), requests.failed>0.",
+            "itl.p99>+5%, throughput.requests<-5%, ttft.p50>+20 (ms more), requests.failed>0.",
             show_default="never",
         ),
     ] = [],  # noqa: B006 - typer's default, never changed

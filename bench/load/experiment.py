@@ -167,7 +167,7 @@ def report_of(setup: Setup, harvest: Harvest, started: str) -> Report:
         return {q: row.value / 1e3 for q, row in quantiles.items() if row is not None}
 
     lags = [r.lag for r in harvest.records]
-    client, reasons = self_check.check(harvest.loads, lags, measured("ttft"), measured("ttit"), harvest.died)
+    client, reasons = self_check.check(harvest.loads, lags, measured("ttft"), measured("itl"), harvest.died)
     detail = summary.detail | {
         "valid": not reasons,
         "incomplete": harvest.interrupted,
@@ -200,7 +200,7 @@ def _notes(setup: Setup, summary: Summary) -> Iterator[str]:
         yield f"shorter than asked for: {short} of {counted(int(ok), 'answer')}"
     if (tokens := values.get("output.tokens_per_chunk", 0)) > 1.02:
         yield (
-            f"a chunk has {tokens:.2f} tokens: ttit is the time between chunks, ttit.normalized divides it "
+            f"a chunk has {tokens:.2f} tokens: itl is the time between chunks, itl.normalized divides it "
             "by their tokens"
         )
     if turns := detail["skipped_turns"]:

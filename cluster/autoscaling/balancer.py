@@ -15,7 +15,7 @@ from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.blueprint import POOLS, Pool
 
 FLIP_EVERY = 5.0  # seconds between two flips: the loads must first show what the last one did
-TTFT_TARGET, TTIT_TARGET = 1000.0, 100.0  # milliseconds, if the user sets no targets
+TTFT_TARGET, ITL_TARGET = 1000.0, 100.0  # milliseconds, if the user sets no targets
 
 
 class Balancer:
@@ -27,9 +27,9 @@ class Balancer:
     """
 
     def __init__(
-        self, pools: PoolOptions, ttft_target: float | None, ttit_target: float | None, group: int = 1
+        self, pools: PoolOptions, ttft_target: float | None, itl_target: float | None, group: int = 1
     ) -> None:
-        """`ttft_target`, `ttit_target`: in ms, as given."""
+        """`ttft_target`, `itl_target`: in ms, as given."""
         self.group = group
         sizes: dict[Pool, PoolSize] = dict(zip(POOLS, pools.sizes, strict=True))
         self.scalers: dict[Pool, Scaler] = {
@@ -38,7 +38,7 @@ class Balancer:
             if size.least < size.most
         }
         self._prefill = PrefillDemand((ttft_target or TTFT_TARGET) / 1000)
-        self._decode = DecodeDemand((ttit_target or TTIT_TARGET) / 1000)
+        self._decode = DecodeDemand((itl_target or ITL_TARGET) / 1000)
         self._flipped = -math.inf
 
     def needed(self, now: float, pool: Pool, samples: Sequence[Sample], held_tokens: int) -> Needed | None:

@@ -5,7 +5,7 @@ Two separate questions:
 - *How many workers does the load need?* `PrefillDemand` and `DecodeDemand` answer with a fraction of workers.
   Prefill: arriving tokens divided by the speed of a worker, plus queued tokens divided by the time that the
   TTFT target leaves for them. Decode: KV blocks in use, and requests, relative to those with which a step
-  keeps the TTIT target. Workers report a model of their steps, which says both speeds. Separate signals for
+  keeps the ITL target. Workers report a model of their steps, which says both speeds. Separate signals for
   each pool are as in DistServe and Dynamo's planner.
 - *Does the pool follow?* `Scaler` lets it grow soon and shrink late, by bounded steps. Between both
   thresholds the size stays. The scheme is that of Kubernetes' HorizontalPodAutoscaler: tolerance, windows of
@@ -27,7 +27,7 @@ ARRIVAL_WINDOW = 15.0  # seconds over which arrivals are averaged: longer than a
 QUEUE_WINDOW = 5.0  # seconds over which the queue is averaged
 QUEUE_SHARE = 0.5  # share of the TTFT target that a prompt may queue; computing it needs the rest
 KV_FULL = 0.8  # target share of a decode worker's blocks in use; running requests grow into the rest
-TTIT_SHARE = 0.9  # share of the TTIT target that a step may take
+ITL_SHARE = 0.9  # share of the ITL target that a step may take
 
 GROW_BEYOND = 1.1  # the pool grows if the need exceeds this × its size
 SHRINK_BELOW = 0.8  # the pool shrinks if the need is at most this × (its size - 1)
@@ -106,10 +106,10 @@ class PrefillDemand:
 
 
 class DecodeDemand:
-    """Computes the need of a decode pool. `ttit_target` is in seconds."""
+    """Computes the need of a decode pool. `itl_target` is in seconds."""
 
-    def __init__(self, ttit_target: float) -> None:
-        self._target = TTIT_SHARE * ttit_target
+    def __init__(self, itl_target: float) -> None:
+        self._target = ITL_SHARE * itl_target
 
     def needed(self, samples: Sequence[Sample]) -> Needed:
         """A worker that refused a reservation counts as full, even with free blocks: they do not suffice."""
@@ -129,8 +129,8 @@ class DecodeDemand:
         why = f"{share:.0%} of the KV blocks in use, steps up to {1000 * longest:.1f} ms"
         if 0 in fitting:
             why += (
-                f"; more workers cannot keep steps at {1000 * self._target:.1f} ms, {TTIT_SHARE:.0%} of "
-                "--ttit-target: a step with one request takes longer"
+                f"; more workers cannot keep steps at {1000 * self._target:.1f} ms, {ITL_SHARE:.0%} of "
+                "--itl-target: a step with one request takes longer"
             )
         return Needed(max(used / KV_FULL, workers), why)
 

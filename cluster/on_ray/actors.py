@@ -118,7 +118,7 @@ class Detached:
     roles: tuple[RoleSpec, ...]
     pools: PoolOptions
     ttft_target: float | None
-    ttit_target: float | None
+    itl_target: float | None
     logs: Path | None
     front_node: str
     drain_grace: float
@@ -147,7 +147,7 @@ class ClusterActor:
         self._following = asyncio.create_task(self._supervisor.run())
         self._following.add_done_callback(_end_if_failed)
         first = cluster.roles[0]
-        balancer = Balancer(cluster.pools, cluster.ttft_target, cluster.ttit_target, first.workers)
+        balancer = Balancer(cluster.pools, cluster.ttft_target, cluster.itl_target, first.workers)
         autoscaler = Autoscaler(self._supervisor, balancer, first.secret, first.tls)
         self._scaling = asyncio.create_task(autoscaler.run())
         self._scaling.add_done_callback(_end_if_failed)

@@ -79,7 +79,7 @@ def serve(blueprint: Blueprint, roles: list[RoleSpec], address: str) -> int:
         tuple(roles),
         blueprint.pool,
         blueprint.front.ttft_target,
-        blueprint.engine.ttit_target,
+        blueprint.engine.itl_target,
         blueprint.logs.log_dir.absolute() if blueprint.logs.log_dir else None,
         front_node=ray.get_runtime_context().get_node_id(),
         drain_grace=blueprint.drain.drain_timeout + STOP_GRACE,

@@ -85,7 +85,7 @@ class RunBatchOptions:
     concurrency: int = opt(32, "Requests at a time.", "N", check=between(1, 10_000))
 
 
-DEFAULT_SLO = "ttft=1000,ttit=50"
+DEFAULT_SLO = "ttft=1000,itl=50"
 """Of `baton plan`."""
 
 
@@ -110,7 +110,7 @@ class SizingOptions:
     slo: str | None = opt(
         None,
         "Targets for the 99th percentile, in ms. The cluster is told of them.",
-        "TTFT_AND_TTIT",
+        "TTFT_AND_ITL",
         shown=f"{DEFAULT_SLO}; with --prefill those of `baton serve`",
     )
     prefill: int | None = opt(

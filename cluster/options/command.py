@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
+from baton.cluster.options.parameters import flag, remedy
+
 INDENT = 2
 UNITS = {"S": " of seconds", "SECONDS": " of seconds", "MS": " of milliseconds"}
 FLAGS = 30  # columns of flags; a longer flag has a line of its own
@@ -24,6 +26,14 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             error.message = _reworded(error)
+            raise
+        except typer.TyperException as error:
+            given = getattr(error, "option_name", "")  # that this command has not
+            flags = {
+                each for parameter in self.params for each in (*parameter.opts, *parameter.secondary_opts)
+            }
+            if text := remedy(given, flags):
+                raise typer.BadParameter(text, ctx, param_hint=given) from error
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -42,6 +52,10 @@ class Command(TyperCommand):
             for record in records:
                 for line in _described(*record, page):
                     page.print(line, soft_wrap=True)
+        if any(each.opts[0].startswith(flag("", advanced=True)) for each in self.params):
+            page.print(
+                Text(f"\nAdvanced settings ({flag('NAME', advanced=True)}): docs/reference/settings.md")
+            )
 
     def _panels(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         """Flags and text of each parameter, by its panel. The flags that all commands have come last."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import typer
 
-from baton.cluster.options.parameters import argument, between, check_size, directory, opt
+from baton.cluster.options.parameters import advanced, argument, between, check_size, directory, opt
 
 
 def _given_once(context: typer.Context, value: str | None) -> str | None:
@@ -55,7 +55,7 @@ class ModelOptions:
         False, "Take no images: workers load no encoder. All workers and routers need it."
     )
     download_dir: Path | None = directory(
-        "Keep models of the hub here.", shown="HF_HUB_CACHE, or the hub's default"
+        "Keep models of the hub here.", shown="HF_HUB_CACHE, or the hub's default", advanced=True
     )
 
 
@@ -92,7 +92,7 @@ class EngineOptions:
         "baton", "baton: Baton's own engine. vllm: vLLM, which must be installed beside Baton."
     )
     vllm_args: str = opt("", "With --engine vllm: more options of `vllm serve`, as one text.", "ARGS")
-    vllm_untested: bool = opt(False, "Try a version of vLLM that Baton is not tested with.")
+    vllm_untested: bool = advanced(False, "Try a version of vLLM that Baton is not tested with.")
     device: str | None = opt(None, "cpu, cuda or cuda:N.", "DEVICE", shown="cuda if there is a GPU, else cpu")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt(
         "auto", "Type of weights and activations; auto is the model's."
@@ -121,24 +121,24 @@ class EngineOptions:
         "An adapter that is loaded at the start, in a directory as PEFT writes it; repeat it for more.",
         "NAME=PATH",
     )
-    max_loras: int | None = opt(
+    max_loras: int | None = advanced(
         None,
         "Most adapters in one step, and on the device.",
         "N",
         shown="1, or as many as --lora-modules",
         check=between(1),
     )
-    max_cpu_loras: int | None = opt(
+    max_cpu_loras: int | None = advanced(
         None,
         "Most adapters that are loaded. Those that are not on the device are in the memory of the host.",
         "N",
-        shown="--max-loras, or as many as --lora-modules if they are more",
+        shown="--advanced.max-loras, or as many as --lora-modules if they are more",
         check=between(1),
     )
-    max_lora_rank: int | None = opt(
+    max_lora_rank: int | None = advanced(
         None, "Largest rank of an adapter.", "N", shown="vLLM's default, 16", check=between(1)
     )
-    encoder_pool: bool = opt(
+    encoder_pool: bool = advanced(
         False,
         "Images are encoded by encoders (`baton encode`), and this worker fetches their embeddings. Without, "
         "each worker encodes the images of its prompts.",
@@ -151,9 +151,9 @@ class EngineOptions:
     optimize: Optimize = opt(
         "balanced",
         "latency (shorter gaps between tokens), balanced, or throughput (more tokens per second). It "
-        "sets the defaults of --ttit-target and --max-num-seqs.",
+        "sets the defaults of --itl-target and --max-num-seqs.",
     )
-    ttit_target: float | None = opt(
+    itl_target: float | None = opt(
         None,
         "Target time between tokens. It limits prompt tokens in a decode step, but gives way "
         "where decodes alone take most of it and prompts are late. The decode pool grows to meet it.",
@@ -208,7 +208,7 @@ class EngineOptions:
     disk_cache_dir: Path | None = directory(
         "A directory on a local disk, for --disk-cache-size. The file in it has no name."
     )
-    elastic_memory: bool | None = opt(
+    elastic_memory: bool | None = advanced(
         None,
         "Move memory between KV and states, or KV and layers with windows, while a worker runs.",
         shown="on; off with --replace-engine",
@@ -221,19 +221,19 @@ class EngineOptions:
         False,
         "Replace an engine process that ends: requests go on with its published KV (GPUs: one a worker).",
     )
-    no_standby: bool = opt(
+    no_standby: bool = advanced(
         False,
         "With --replace-engine: start the next engine process only when it is needed. Until then it takes no "
         "memory.",
     )
-    block_size: int | None = opt(
+    block_size: int | None = advanced(
         None,
         "Tokens in one KV block: a divisor or a multiple of 64.",
         "TOKENS",
         shown="128 on GPUs, 16 on CPUs",
         check=between(1),
     )
-    num_blocks: int | None = opt(
+    num_blocks: int | None = advanced(
         None,
         "KV blocks in the pool.",
         "N",
@@ -244,7 +244,7 @@ class EngineOptions:
     gpu_memory_utilization: float = opt(
         0.9, "Share of GPU memory for one worker, including KV.", "SHARE", check=between(0.05, 1.0)
     )
-    seed: int = opt(0, "Seed of dummy weights.", "N")
-    num_threads: int | None = opt(
+    seed: int = advanced(0, "Seed of dummy weights.", "N")
+    num_threads: int | None = advanced(
         None, "CPU threads of one engine.", "N", shown="an equal share of the CPUs", check=between(1)
     )

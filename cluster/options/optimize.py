@@ -56,8 +56,8 @@ def choose(options: EngineOptions, device: str, gpu_gib: float | None) -> Chosen
         f"--max-num-seqs {seqs}{_note(options.max_num_seqs)}",
         f"--max-num-batched-tokens {tokens}{_note(options.max_num_batched_tokens)}",
         f"gap target {profile.target_steps:g} times the fastest step"
-        if options.ttit_target is None
-        else f"gap target {options.ttit_target:g} ms{_note(options.ttit_target)}",
+        if options.itl_target is None
+        else f"gap target {options.itl_target:g} ms{_note(options.itl_target)}",
     )
     summary = f"optimize {options.optimize}, {hardware}: {', '.join(parts)}"
     return Chosen(seqs, tokens, profile.target_steps, summary)

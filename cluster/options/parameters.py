@@ -8,6 +8,9 @@ Every command whose function takes the group then has the option: as the flag `-
 variable `BATON_DTYPE`, and as the key `dtype` of the `--config` file. The first of these wins. A field that
 is itself a group adds the options of that group.
 
+An option with `advanced=True` is no flag of `--help`. It is a key of the table `[advanced]` of the file, and
+`--advanced.NAME`, as TOML spells that key. One with `hidden=True` is for child processes: a flag alone.
+
 `to_argv` writes option groups as the flags of a child process.
 """
 
@@ -18,9 +21,9 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -29,29 +32,38 @@ from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 ENV_PREFIX = "BATON_"
 
-REFUSED: dict[str, tuple[bool, str]] = {
-    "trust_remote_code": (False, "Baton never runs code from a model repository; use a supported model."),
-    "pipeline_parallel_size": (True, "Scale with --prefill and --decode instead."),
-    "api_server_count": (True, "Set the number of router processes with --router-processes."),
-    "kv_transfer_config": (True, "KV transfer is always on; see --kv-port and --kv-lanes."),
-    "kv_events_config": (True, "Give each worker --kv-events-endpoint and --kv-events-topic."),
-    "swap_space": (
-        True,
-        "A request without free blocks waits or moves; for cached KV in host memory use --host-cache-size.",
-    ),
-    "cpu_offload_gb": (True, "Weights are never offloaded; use a smaller model or more memory."),
-    "enforce_eager": (False, "CUDA graphs cannot be switched off; CPUs use none."),
-    "enable_auto_tool_choice": (False, "Tool calls are always parsed; see --tool-call-parser."),
-    "max_waiting_tokens": (True, "Waiting requests are limited by their time: see --max-wait."),
+ADVANCED_TABLE = "advanced"
+
+REMOVED: dict[str, str] = {
+    "trust_remote_code": "Baton never runs code from a model repository; use a supported model.",
+    "pipeline_parallel_size": "Scale with --prefill and --decode instead.",
+    "api_server_count": "Set the number of router processes with --router-processes.",
+    "kv_transfer_config": "KV transfer is always on; see --kv-connector.",
+    "kv_events_config": "Give each worker --kv-events-endpoint.",
+    "swap_space": "A request without free blocks waits or moves; for cached KV in host memory use "
+    "--host-cache-size.",
+    "cpu_offload_gb": "Weights are never offloaded; use a smaller model or more memory.",
+    "enforce_eager": "CUDA graphs cannot be switched off; CPUs use none.",
+    "enable_auto_tool_choice": "Tool calls are always parsed; see --tool-call-parser.",
+    "max_waiting_tokens": "Waiting requests are limited by their time: see --max-wait.",
+    "hold_timeout": "It is three times --failure-timeout.",
+    "transfer_timeout": "Give --failure-timeout.",
+    "peer_timeout": "It is half of --failure-timeout.",
+    "engine_timeout": "Give --failure-timeout.",
+    "ttit_target": "Give --itl-target.",
+    "kv_slot_bytes": "Give --advanced.kv-slot-size.",
+    "max_body_bytes": "Give --advanced.max-body-size.",
+    "cluster_certfile": "Give --cluster-ssl-certfile.",
+    "cluster_keyfile": "Give --cluster-ssl-keyfile.",
+    "cluster_ca_certs": "Give --cluster-ssl-ca-certs.",
 }
-"""Options of vLLM, and earlier ones, that Baton does not have: name -> (whether it takes a value, what to do
-instead).
+"""Options of vLLM that Baton does not have, and earlier ones of Baton: name -> what to do instead.
 
-Baton refuses them by name, because a user that copies a vLLM command line must learn which options have no
+Baton refuses them by name, because a user that copies a command line must learn which options have no
 effect."""
-
-# The names of every option and every command: one config file may serve all commands.
+# The names of the options of every command, and of every command: one config file may serve all commands.
 KNOWN: set[str] = set()
+ADVANCED: set[str] = set()
 COMMANDS: set[str] = set()
 
 
@@ -66,15 +78,20 @@ def opt(
     shown: str | bool = True,
     check: Callable[..., Any] | None = None,
     also: str | tuple[str, ...] = (),
+    advanced: bool = False,
     **more: Any,
 ) -> Any:
     """A field that is an option. `shown` replaces its default in `--help`; `check` validates its value;
-    `also` has further flags for it, which other servers have.
+    `also` has further flags for it, which other servers have. `advanced`: it follows from something else, or
+    few need it, so `--help` leaves it out.
 
     A choice needs no metavar: `--help` then lists its values."""
     option = typer.Option(help=text, metavar=metavar, show_default=shown, callback=check, **more)
     option.param_decls = (also,) if isinstance(also, str) else also or None
-    return _declared(default, option)
+    return _declared(default, option, advanced=advanced)
+
+
+advanced = partial(opt, advanced=True)
 
 
 def argument(
@@ -84,16 +101,17 @@ def argument(
     return _declared(default, typer.Argument(help=text, metavar=metavar, show_default=False, callback=check))
 
 
-def _declared(default: Any, info: ParameterInfo) -> Any:
+def _declared(default: Any, info: ParameterInfo, *, advanced: bool = False) -> Any:
+    metadata = {"typer": info, "advanced": advanced}
     if isinstance(default, list):
         default = default.copy
     if callable(default):
-        return field(default_factory=default, metadata={"typer": info})
-    return field(default=default, metadata={"typer": info})
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def directory(text: str, *, shown: str | bool = True) -> Any:
-    return opt(None, text, "DIR", shown=shown, file_okay=False)
+def directory(text: str, *, shown: str | bool = True, advanced: bool = False) -> Any:
+    return opt(None, text, "DIR", shown=shown, advanced=advanced, file_okay=False)
 
 
 def between(least: float, most: float = math.inf) -> Callable[[Any], Any]:
@@ -135,8 +153,8 @@ NO_ARGV = "Prefer BATON_API_KEY: every user of the machine can read arguments."
 # ------------------------------------------------------------ options as parameters of commands
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def flag(name: str, *, advanced: bool = False) -> str:
+    return f"--{f'{ADVANCED_TABLE}.' * advanced}{name.replace('_', '-')}"
 
 
 def env_name(name: str) -> str:
@@ -169,6 +187,16 @@ def _build(group: type, values: Mapping[str, Any]) -> Any:
     )
 
 
+def _options(group: type) -> Iterator[Field[Any]]:
+    """The fields of a group that are options, also of its inner groups."""
+    for each in fields(group):
+        if is_dataclass(inner := _hints(group)[each.name]):
+            assert isinstance(inner, type)
+            yield from _options(inner)
+        elif isinstance(each.metadata["typer"], OptionInfo):
+            yield each
+
+
 def group_parameters(group: type, *, variables: bool = True) -> list[inspect.Parameter]:
     """The parameters of a group. `variables`: each option is a variable, too."""
     parameters: list[inspect.Parameter] = []
@@ -181,13 +209,15 @@ def group_parameters(group: type, *, variables: bool = True) -> list[inspect.Par
         if isinstance(info, ArgumentInfo):
             parameters.append(_parameter(each.name, default_of(each), type_, info))
             continue
+        advanced = each.metadata["advanced"]
         # typer takes the first name of an Annotated option from `default`.
         # A flag that may be None needs an opposite: None means that the user gave neither.
-        opposite = f"/{flag('no_' + each.name)}" if type_ == bool | None else ""
-        info.default = flag(each.name) + opposite
-        if variables:
+        opposite = f"/{flag('no_' + each.name, advanced=advanced)}" if type_ == bool | None else ""
+        info.default = flag(each.name, advanced=advanced) + opposite
+        if variables and not info.hidden:
             info.envvar = env_name(each.name)
             info.show_envvar = False  # `baton --help` states the naming rule once
+        info.hidden = info.hidden or advanced
         info.rich_help_panel = info.rich_help_panel or getattr(group, "panel", None)
         parameters.append(_parameter(each.name, default_of(each), type_, info))
     return parameters
@@ -220,36 +250,29 @@ def _config_parameter() -> inspect.Parameter:
     return _parameter("config", None, Path | None, info)
 
 
-def _refused_parameters() -> list[inspect.Parameter]:
-    """Hidden options for vLLM options that Baton lacks. Using one is an error that names the alternative."""
-
-    def refusal(remedy: str) -> Callable[[Any], None]:
-        def refuse(value: Any) -> None:
-            if value not in (None, False):
-                raise typer.BadParameter(f"Baton does not have this. {remedy}")
-
-        return refuse
-
-    parameters = []
-    for name, (takes_value, remedy) in REFUSED.items():
-        info = typer.Option(flag(name), hidden=True, callback=refusal(remedy))
-        type_, default = (str | None, None) if takes_value else (bool, False)
-        parameters.append(_parameter(name, default, type_, info))
-    return parameters
+def remedy(given: str, flags: Collection[str]) -> str:
+    """What to do instead of a flag that a command has not; "" if nothing is known. `flags`: those it has."""
+    key = given.removeprefix("--")
+    setting = flag(key, advanced=True)
+    if setting in flags:
+        return f"It is an advanced setting: give {setting}, or set it under [{ADVANCED_TABLE}] of --config."
+    name = key.replace("-", "_")
+    return f"Baton does not have this. {REMOVED[name]}" if name in REMOVED else ""
 
 
-def takes_options(command: Callable[..., Any], refuse: bool) -> Callable[..., Any]:
+def takes_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Turns a function whose parameters are option groups into a typer command.
 
     typer sees the fields of the groups as flat options. The function receives one instance of each group.
-    With `refuse`, the command refuses vLLM options that Baton lacks by name.
     """
     hints = get_type_hints(command)
     groups: dict[str, type] = {name: hints[name] for name in inspect.signature(command).parameters}
     parameters = [p for group in groups.values() for p in group_parameters(group)]
-    KNOWN.update(p.name for p in parameters)
+    options = [each for group in groups.values() for each in _options(group)]
+    KNOWN.update(each.name for each in options if not each.metadata["typer"].hidden)
+    ADVANCED.update(each.name for each in options if each.metadata["advanced"])
     COMMANDS.add(command.__name__)
-    parameters = [_config_parameter(), *parameters, *(_refused_parameters() if refuse else ())]
+    parameters = [_config_parameter(), *parameters]
 
     def run(**values: Any) -> Any:
         for line in unknown_variables(os.environ):
@@ -294,16 +317,31 @@ def read_config(path: Path, command: str) -> dict[str, Any]:
         raise typer.BadParameter(f"{path} is not valid TOML: {error}") from error
     values: dict[str, Any] = {}
     sections = {name: table.pop(name) for name in COMMANDS & set(table) if isinstance(table[name], dict)}
-    for prefix, section in (("", table), *((f"[{name}] ", sections[name]) for name in sorted(sections))):
-        for key, value in section.items():
-            name = key.replace("-", "_")
-            if name not in KNOWN | set(REFUSED):
-                close = _closest(name)
-                hint = f"; did you mean {close.replace('_', '-')!r}?" if close else ""
-                raise typer.BadParameter(f"{path}: unknown option {prefix}{key!r}{hint}")
-            if not prefix or prefix == f"[{command}] ":
-                values[name] = value
+    for name, section in ("", table), *sorted(sections.items()):
+        advanced = section.pop(ADVANCED_TABLE, {})
+        if not isinstance(advanced, dict):
+            raise typer.BadParameter(f"{path}: {ADVANCED_TABLE} must be a table")
+        for keys, is_advanced in ((section, False), (advanced, True)):
+            title = ".".join(filter(None, (name, ADVANCED_TABLE if is_advanced else "")))
+            where = f"{path}: [{title}] " if title else f"{path}: "
+            found = {_known(key, is_advanced, where): value for key, value in keys.items()}
+            values |= found if name in ("", command) else {}
     return values
+
+
+def _known(key: str, advanced: bool, where: str) -> str:
+    """The option of a key of the file. Raises typer.BadParameter, which begins with `where`."""
+    name = key.replace("-", "_")
+    if name in REMOVED:
+        raise typer.BadParameter(f"{where}{key!r}: Baton does not have this. {REMOVED[name]}")
+    if name not in KNOWN:
+        close = _closest(name)
+        hint = f"; did you mean {close.replace('_', '-')!r}?" if close else ""
+        raise typer.BadParameter(f"{where}unknown option {key!r}{hint}")
+    if (name in ADVANCED) != advanced:
+        belongs = "belongs under" if name in ADVANCED else "does not belong under"
+        raise typer.BadParameter(f"{where}{key!r} {belongs} [{ADVANCED_TABLE}]")
+    return name
 
 
 def _closest(name: str) -> str:
@@ -320,8 +358,8 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
         if not variable.startswith(ENV_PREFIX):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if name in REFUSED:
-            hint = REFUSED[name][1]
+        if name in REMOVED:
+            hint = REMOVED[name]
         else:
             hint = f"Did you mean {env_name(close)}?" if (close := _closest(name)) else ""
         lines.append(f"environment variable {variable} has no effect: it is no option. {hint}".rstrip())
@@ -333,20 +371,22 @@ def to_argv(*groups: Any, **overrides: Any) -> list[str]:
 
     `overrides` are further flags by field name. They are written even with their default value, unless None.
     """
+    options = [(group, each) for group in groups for each in fields(group)]
+    advanced = {each.name for _, each in options if each.metadata["advanced"]}
     values = {
         each.name: value
-        for group in groups
-        for each in fields(group)
+        for group, each in options
         if (value := getattr(group, each.name)) != default_of(each)
     }
     argv: list[str] = []
     for name, value in {**values, **overrides}.items():
         if isinstance(value, bool):
-            argv.append(flag(name if value else f"no_{name}"))
+            argv.append(flag(name if value else f"no_{name}", advanced=name in advanced))
         elif isinstance(value, list | tuple):
-            argv += [part for item in value for part in (flag(name), str(item))]
+            argv += [part for item in value for part in (flag(name, advanced=name in advanced), str(item))]
         elif value is not None:
-            argv += [flag(name), str(value.absolute() if isinstance(value, Path) else value)]
+            text = str(value.absolute() if isinstance(value, Path) else value)
+            argv += [flag(name, advanced=name in advanced), text]
     return argv
 
 

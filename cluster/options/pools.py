@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import typer
 
-from baton.cluster.options.parameters import between, opt
+from baton.cluster.options.parameters import advanced, between, opt
 
 
 class PoolSize(NamedTuple):
@@ -78,13 +78,13 @@ class PoolOptions:
     decode_tensor_parallel_size: int | None = opt(
         None, "GPUs of one decode worker.", "N", shown="as --tensor-parallel-size", check=between(1)
     )
-    prefill_kv_cache_dtype: Literal["auto", "fp8"] | None = opt(
+    prefill_kv_cache_dtype: Literal["auto", "fp8"] | None = advanced(
         None, "KV cache of prefill workers; KV is converted on its way.", shown="as --kv-cache-dtype"
     )
-    decode_kv_cache_dtype: Literal["auto", "fp8"] | None = opt(
+    decode_kv_cache_dtype: Literal["auto", "fp8"] | None = advanced(
         None, "KV cache of decode workers; KV is converted on its way.", shown="as --kv-cache-dtype"
     )
-    shrink_after: float = opt(
+    shrink_after: float = advanced(
         60.0, "A pool shrinks after this time with a worker too many.", "S", check=between(5)
     )
 
@@ -105,15 +105,15 @@ class StopOptions:
 @dataclass(frozen=True)
 class RayOptions:
     panel: ClassVar[str] = "Cluster"
-    placement: Literal["spread", "pack", "pair"] = opt(
+    placement: Literal["spread", "pack", "pair"] = advanced(
         "spread",
         "With --ray-address. spread: use the emptiest machine; pack: fill a machine to half, then the "
         "next; pair: prefill I and decode I on one machine.",
     )
-    prefill_nodes: list[str] = opt(
+    prefill_nodes: list[str] = advanced(
         [], "With --ray-address: prefill workers only on nodes with this label.", "KEY=VALUE"
     )
-    decode_nodes: list[str] = opt(
+    decode_nodes: list[str] = advanced(
         [], "With --ray-address: decode workers only on nodes with this label.", "KEY=VALUE"
     )
     ray_address: str | None = opt(

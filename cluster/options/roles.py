@@ -12,6 +12,7 @@ from baton.cluster.options.parameters import (
     NO_ARGV,
     OLD_FILE,
     PORT,
+    advanced,
     argument,
     between,
     check_size,
@@ -31,7 +32,7 @@ class WorkerOptions:
     panel: ClassVar[str] = "Network"
     host: str = opt("127.0.0.1", "Address at which routers reach this worker.", "ADDRESS")
     port: int = opt(0, "Port of gRPC, for routers.", "PORT", **PORT)
-    kv_host: str | None = opt(
+    kv_host: str | None = advanced(
         None, "Address or interface of the network for KV.", "ADDRESS", shown="as --host"
     )
     kv_port: int = opt(0, "Port of KV lanes.", "PORT", **PORT)
@@ -41,7 +42,7 @@ class WorkerOptions:
         "Publish what enters and leaves the prefix cache there (ZeroMQ), as vLLM does.",
         "tcp://ADDRESS:PORT",
     )
-    kv_events_topic: str = opt("", "Topic of these events.", "TEXT")
+    kv_events_topic: str = advanced("", "Topic of these events.", "TEXT")
     group: str | None = opt(
         None, "The group of this worker, which started it, as a JSON object.", "JSON", hidden=True
     )
@@ -57,17 +58,18 @@ class MembershipOptions:
     kubernetes_service: list[str] = opt(
         [], "Service in this pod's namespace whose ready endpoints are workers; repeat it.", "NAME"
     )
-    decode_only: bool = opt(
+    decode_only: bool = advanced(
         False,
         "The cluster has no prefill workers: be ready with a decode worker, which computes prompts, too.",
     )
     cluster_file: Path | None = opt(
-        None, "File in which a supervisor reports all roles (JSON), for /status.", dir_okay=False
+        None, "File in which a supervisor reports all roles (JSON), for /status.", dir_okay=False, hidden=True
     )
     admin_socket: Path | None = opt(
         None,
         "Unix socket on which a supervisor asks for health and metrics; clients cannot fill it.",
         dir_okay=False,
+        hidden=True,
     )
 
 
@@ -76,7 +78,7 @@ class RoleOptions:
     """The identity of a role's process, and its tie to its supervisor."""
 
     panel: ClassVar[str] = "Process"
-    index: int = opt(0, "Number of this worker or router, for people.", "N", check=between(0))
+    index: int = opt(0, "Number of this worker or router, for people.", "N", check=between(0), hidden=True)
     title: str = opt(
         "baton", "Prefix of the process titles; `baton serve` adds its port.", "TEXT", hidden=True
     )
@@ -85,6 +87,7 @@ class RoleOptions:
         "Report progress as JSON lines to this descriptor, and end when its reader ends.",
         "FD",
         check=between(3),
+        hidden=True,
     )
 
 
@@ -92,7 +95,7 @@ class RoleOptions:
 class FileOptions:
     panel: ClassVar[str] = "Files"
     run_dir: Path | None = directory("Parent of a new directory for sockets and logs.", shown="$TMPDIR")
-    trace_dir: Path | None = directory("Write Chrome traces of KV transfers here.")
+    trace_dir: Path | None = directory("Write Chrome traces of KV transfers here.", advanced=True)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class LogLineOptions:
 class ObserveOptions(LogLineOptions):
     """Logs and traces. OTEL_EXPORTER_OTLP_ENDPOINT is the default of the flag."""
 
-    otlp_endpoint: str | None = opt(
+    otlp_endpoint: str | None = advanced(
         None,
         "Send OpenTelemetry traces to this OTLP/gRPC receiver.",
         "URL",
@@ -139,20 +142,26 @@ class SecretOptions:
     cluster_secret_file: Path | None = opt(
         None, "Secret that routers and workers share.", shown="BATON_CLUSTER_SECRET", **OLD_FILE
     )
-    cluster_certfile: Path | None = opt(
+    cluster_ssl_certfile: Path | None = opt(
         None,
         "Certificate (PEM) of this process, for mutual TLS between routers and workers. A worker's "
         "certificate must have the name baton-worker.",
         shown="made from the secret",
         **OLD_FILE,
     )
-    cluster_keyfile: Path | None = opt(None, "Private key (PEM) of --cluster-certfile.", **OLD_FILE)
-    cluster_ca_certs: Path | None = opt(None, "Authorities (PEM) that sign these certificates.", **OLD_FILE)
+    cluster_ssl_keyfile: Path | None = opt(None, "Private key (PEM) of --cluster-ssl-certfile.", **OLD_FILE)
+    cluster_ssl_ca_certs: Path | None = opt(
+        None, "Authorities (PEM) that sign these certificates.", **OLD_FILE
+    )
 
     def tls(self) -> TlsFiles | None:
         """The TLS files of this process; None: the secret makes one. Raises ValueError for unusable files."""
         return tls_files(
-            "cluster", self.cluster_certfile, self.cluster_keyfile, self.cluster_ca_certs, mutual=True
+            "cluster-ssl",
+            self.cluster_ssl_certfile,
+            self.cluster_ssl_keyfile,
+            self.cluster_ssl_ca_certs,
+            mutual=True,
         )
 
 
@@ -176,7 +185,9 @@ class ServerTlsOptions:
 @dataclass(frozen=True)
 class TransferOptions:
     panel: ClassVar[str] = "KV transfer"
-    kv_lanes: int = opt(4, "TCP connections to each worker from which KV is fetched.", "N", check=between(1))
+    kv_lanes: int = advanced(
+        4, "TCP connections to each worker from which KV is fetched.", "N", check=between(1)
+    )
     kv_connector: Literal["auto", "tcp", "nixl"] = opt(
         "auto",
         "How KV moves between workers. auto: workers of one host read it from memory of each other "
@@ -192,29 +203,31 @@ class TransferOptions:
         "`serve` starts one for local[?size=SIZE].",
         "mooncake://HOST:PORT|local",
     )
-    kv_bind: str | None = opt(
+    kv_bind: str | None = advanced(
         None,
         "Interfaces or local addresses over which a worker spreads the lanes that it opens.",
         "NIC,NIC",
         shown="by route",
     )
-    kv_slot_bytes: int = opt(
-        2 << 20, "Size of a slice of KV and of a slot of the staging arena.", "BYTES", check=between(1)
+    kv_slot_size: str = advanced(
+        "2MiB", "Size of a slice of KV and of a slot of the staging arena.", "SIZE", check=check_size
     )
-    kv_slots: int = opt(
+    kv_slots: int = advanced(
         64, "Slots of each of a worker's two staging arenas: one sends, one receives.", "N", check=between(1)
     )
 
 
 @dataclass(frozen=True)
 class DeadlineOptions:
-    """The longest waits of a worker, in seconds."""
+    """How a worker tells failures."""
 
     panel: ClassVar[str] = "Deadlines"
-    hold_timeout: float = opt(30.0, "A finished prefill waits this long for a decode worker.", "S")
-    transfer_timeout: float = opt(10.0, "A KV transfer without progress fails after this.", "S")
-    peer_timeout: float = opt(5.0, "A silent peer counts as dead after this.", "S")
-    engine_timeout: float = opt(10.0, "A silent engine counts as dead after this.", "S")
+    failure_timeout: float = opt(
+        10.0,
+        "A silent engine or KV transfer has failed after this time, a silent peer after half of it. A "
+        "finished prefill waits three times as long for a decode worker.",
+        "S",
+    )
 
 
 @dataclass(frozen=True)
@@ -239,7 +252,7 @@ class FrontOptions(ServerTlsOptions):
         shown="none; with several processes the system chooses",
         **PORT,
     )
-    admin_host: str = opt("127.0.0.1", "Address of the admin port.", "ADDRESS")
+    admin_host: str = advanced("127.0.0.1", "Address of the admin port.", "ADDRESS")
     chat_template: Path | None = opt(None, "A Jinja file.", shown="the model's own", **OLD_FILE)
     tool_call_parser: (
         Literal[
@@ -279,15 +292,19 @@ class FrontOptions(ServerTlsOptions):
         ]
         | None
     ) = opt(None, "How the model writes its reasoning.", shown="as in the chat template")
-    generation_config: str = opt(
+    generation_config: str = advanced(
         "auto",
         "Sampling defaults: auto (the model's generation_config.json), vllm (none) or a directory with "
         "that file.",
         "auto|vllm|PATH",
     )
-    enable_per_request_metrics: bool = opt(False, "Tell clients how long the parts of their request took.")
-    enable_force_include_usage: bool = opt(False, "Each chunk of a stream has its usage.")
-    return_tokens_as_token_ids: bool = opt(False, "Log probabilities name each token by its id, token_id:N.")
+    enable_per_request_metrics: bool = advanced(
+        False, "Tell clients how long the parts of their request took."
+    )
+    enable_force_include_usage: bool = advanced(False, "Each chunk of a stream has its usage.")
+    return_tokens_as_token_ids: bool = advanced(
+        False, "Log probabilities name each token by its id, token_id:N."
+    )
     allowed_origins: list[str] = opt(
         [], "Let pages of these origins use the API in a browser (CORS); * is any.", "ORIGIN"
     )
@@ -303,14 +320,16 @@ class FrontOptions(ServerTlsOptions):
         shown="there are no such calls",
     )
     admin_key_file: Path | None = opt(None, "File with this key.", **OLD_FILE)
-    max_body_bytes: int = opt(
-        16 << 20, "Largest body of a request, and most bytes of images that it names by URL.", "BYTES",
-        check=between(1),
-    )  # fmt: skip
+    max_body_size: str = advanced(
+        "16MiB",
+        "Largest body of a request, and most bytes of images that it names by URL.",
+        "SIZE",
+        check=check_size,
+    )
     allowed_media_domains: list[str] = opt(
         [], "Fetch images of requests from this host; repeat it.", "HOST", shown="no image is fetched"
     )
-    max_images: int = opt(256, "Most images of a request.", "N", check=between(1, 256))
+    max_images: int = advanced(256, "Most images of a request.", "N", check=between(1, 256))
     max_wait: float = opt(
         60.0,
         "A request that is expected to wait longer for its turn gets 429 at once; the header x-max-wait "
@@ -319,7 +338,7 @@ class FrontOptions(ServerTlsOptions):
         check=between(0, 86_400),
     )
     batch_dir: Path | None = directory("Keep files and batches of OpenAI's API here.", shown="there are none")
-    batch_dir_size: str = opt("4GiB", "Bytes of these files.", "SIZE", check=check_size)
+    batch_dir_size: str = advanced("4GiB", "Bytes of these files.", "SIZE", check=check_size)
     ttft_target: float | None = opt(
         None,
         "Target time to first token. Requests are placed by it, and the prefill pool grows to meet it.",
@@ -328,24 +347,26 @@ class FrontOptions(ServerTlsOptions):
         check=between(1),
     )
     request_timeout: float = opt(600.0, "Longest duration of a request.", "S", check=between(1, 1_000_000))
-    client_timeout: float = opt(
+    client_timeout: float = advanced(
         30.0, "Longest time to receive a body, or for a client to read.", "S", check=between(0.1)
     )
-    timeout_keep_alive: float = opt(
+    timeout_keep_alive: float = advanced(
         75.0, "Longest idle time of a connection, or to receive headers.", "S", check=between(0.1)
     )
-    worker_wait: float = opt(
+    worker_wait: float = advanced(
         60.0, "Longest wait of a request while a pool has no worker.", "S", check=between(0)
     )
-    no_overflow: bool = opt(False, "Only handovers: no worker both prefills and decodes a request.")
-    no_prefix_fetches: bool = opt(False, "Workers compute what only another worker has in its prefix cache.")
-    no_split_prompts: bool = opt(
+    no_overflow: bool = advanced(False, "Only handovers: no worker both prefills and decodes a request.")
+    no_prefix_fetches: bool = advanced(
+        False, "Workers compute what only another worker has in its prefix cache."
+    )
+    no_split_prompts: bool = advanced(
         False, "Each prompt is computed by one worker, and never by several at once."
     )
-    no_access_log: bool = opt(
+    no_access_log: bool = advanced(
         False, "Write no line to the router's log for each request: key, status, tokens and times."
     )
-    routing_policy: Literal["sticky", "round-robin"] = opt(
+    routing_policy: Literal["sticky", "round-robin"] = advanced(
         "sticky", "How the router chooses a prefill worker."
     )
 
@@ -379,7 +400,7 @@ class PickerOptions(ServerTlsOptions):
     kubernetes_service: list[str] = opt(
         [], "Service in this pod's namespace whose ready endpoints (port http) are routers.", "NAME"
     )
-    router_metrics_port: int | None = opt(
+    router_metrics_port: int | None = advanced(
         None, "Port of each router's metrics.", "PORT", shown="that of its address", **PORT
     )
 
@@ -414,7 +435,7 @@ class StoreOptions:
     metrics_port: int = opt(0, "Port of the master's Prometheus metrics.", "PORT", **PORT)
     size: str = opt("4GiB", "Memory that this machine gives; 0: none.", "SIZE", check=check_size)
     protocol: Literal["tcp", "rdma"] = opt("tcp", "How objects move.")
-    etcd: str | None = opt(None, "etcd with which several masters elect one that leads.", "HOST:PORT")
+    etcd: str | None = advanced(None, "etcd with which several masters elect one that leads.", "HOST:PORT")
     tenant: str | None = opt(None, "clear: only the KV of this key of --api-key-file.", "NAME", shown="all")
     api_key_file: Path | None = opt(None, "TOML file of API keys, as for routers.", **OLD_FILE)
 

@@ -325,7 +325,8 @@ class Blueprint:
         for name, size in zip(POOLS, self.pool.sizes, strict=True):
             if size.least < size.most:
                 raise ValueError(
-                    f"--placement pair: needs pools of a fixed size, not --{name} {size}; give one number"
+                    f"--advanced.placement pair: needs pools of a fixed size, not --{name} {size}; give one "
+                    "number"
                 )
         return min(size.least for size in self.pool.sizes)
 

@@ -17,7 +17,7 @@ from baton.rpc.tls import TlsFiles
 from baton.system.addresses import split_address
 
 HEALTH_INTERVAL = 2.0  # seconds between two health checks
-DEAD_AFTER = 10.0  # seconds without an answer after which a role counts as dead; as --engine-timeout
+DEAD_AFTER = 10.0  # seconds without an answer after which a role counts as dead; as --failure-timeout
 PATIENCE = 2.0  # seconds for a router to tell its metrics
 
 _POOLS: dict[Pool, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}

@@ -45,7 +45,7 @@ OPTIONAL = {
 """Columns that stay away until a worker has counted something of this."""
 LATENCIES = {
     "TTFT": "vllm:time_to_first_token_seconds",
-    "TTIT": "vllm:inter_token_latency_seconds",
+    "ITL": "vllm:inter_token_latency_seconds",
     "handover": "baton:handover_gap_seconds",
 }
 

@@ -40,18 +40,46 @@ def prose(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in plain.split("\n\n"))
 
 
+def described(each: Any, context: typer.Context) -> tuple[str, str] | None:
+    """The panel of an option, and a line with its names, meaning and default. None: `--help` hides it."""
+    record = each.get_help_record(context)
+    if record is None:
+        return None
+    names, text = record
+    meaning, _, facts = text.partition("  [")
+    facts = re.sub(r"^(?:env var: \w+; )?(?:default: )?\(?(.*?)\)?\]$", r"\1", facts)
+    default = "" if facts in ("", "required") else f" Default: {facts}."
+    line = f"- `{names}`{' (required)' if facts == 'required' else ''}: {prose(meaning)}{default}"
+    return getattr(each, "rich_help_panel", None) or "General", line
+
+
 def options(command: Any) -> Iterator[tuple[str, str]]:
-    """Each option that `--help` shows: its panel, and a line with its names, meaning and default."""
+    """Each option that `--help` shows, as `described`."""
     context = typer.Context(command, info_name=command.name)
-    for each in command.params:
-        record = each.get_help_record(context)
-        if record is not None:
-            names, text = record
-            meaning, _, facts = text.partition("  [")
-            facts = re.sub(r"^(?:env var: \w+; )?(?:default: )?\(?(.*?)\)?\]$", r"\1", facts)
-            default = "" if facts in ("", "required") else f" Default: {facts}."
-            line = f"- `{names}`{' (required)' if facts == 'required' else ''}: {prose(meaning)}{default}"
-            yield getattr(each, "rich_help_panel", None) or "General", line
+    yield from filter(None, (described(each, context) for each in command.params))
+
+
+def advanced() -> Iterator[str]:
+    """The advanced settings of all commands by their panels, and the commands that have them."""
+    group: Any = typer.main.get_command(baton_app)
+    users: dict[tuple[str, str], list[str]] = {}
+    for name, command in group.commands.items():
+        context = typer.Context(command, info_name=name)
+        for each in command.params:
+            if each.opts[0].startswith(ADVANCED):
+                each.hidden = False
+                panel, line = described(each, context) or ("", "")
+                users.setdefault((panel, line.replace(ADVANCED, "")), []).append(f"`{name}`")
+    lines = sorted((panel, ", ".join(names), line) for (panel, line), names in users.items())
+    for panel, of_panel in groupby(lines, key=lambda each: each[0]):
+        yield f"## {panel}"
+        for names, of_names in groupby(of_panel, key=lambda each: each[1]):
+            yield "\n".join((f"Of {names}:\n", *(line for _, _, line in of_names)))
+
+
+def removed() -> Iterator[str]:
+    rows = [(f"`{name.replace('_', '-')}`", remedy) for name, remedy in parameters.REMOVED.items()]
+    yield table(("setting", "instead"), rows)
 
 
 def commands(app: typer.Typer, prefix: str, title: str) -> Iterator[str]:
@@ -94,28 +122,39 @@ def cli() -> Iterator[str]:
     yield from commands(bench.app, "baton bench", "Shared options of baton bench")
 
 
+ADVANCED = parameters.flag("", advanced=True)
 CHART = "../../deploy/helm/baton/files/options.json"
 IN_PODS = ("router", "prefill", "decode", "encode", "picker", "store", "serve")
 """The commands that pods of the chart run."""
 
 
 def chart_options() -> str:
-    """JSON: the kind of each flag, by command. `values` may come again, and `aliases` have no variable."""
+    """JSON: the kind of each flag, by command. `values` may come again, `aliases` have no variable, and
+    `variables` no flag of this name."""
     group: Any = typer.main.get_command(baton_app)
     found: dict[str, dict[str, dict[str, str]]] = {}
     for name in IN_PODS:
         context = typer.Context(group.commands[name], info_name=name)
-        of = found[name] = {"flags": {}, "aliases": {}, "choices": {}}
+        of = found[name] = {"flags": {}, "aliases": {}, "variables": {}, "choices": {}}
         for each in group.commands[name].params:
-            if each.param_type_name != "option" or each.hidden:
+            if each.param_type_name != "option" or not each.envvar:
                 continue
+            each.hidden = False
             kind = "switch" if each.is_flag else "values" if each.multiple else "value"
             choices = re.search(r" <([\w-]+(?:\|[\w-]+)+)>$", each.get_help_record(context)[0])
-            for flag in (*each.opts, *each.secondary_opts):
-                of["flags" if flag == parameters.flag(each.name) else "aliases"][flag] = kind
+            own = parameters.flag(each.name)
+            flags = {
+                flag: "flags" if flag == own else "aliases" for flag in (*each.opts, *each.secondary_opts)
+            }
+            for flag, kinds in ({own: "variables"} | flags).items():
+                of[kinds][flag] = kind
                 if choices:
                     of["choices"][flag] = choices[1].replace("|", " ")
-    refused = {parameters.flag(name): remedy for name, (_, remedy) in parameters.REFUSED.items()}
+    refused = {parameters.flag(name): remedy for name, remedy in parameters.REMOVED.items()}
+    refused |= {
+        parameters.flag(name): f"Give {parameters.flag(name, advanced=True)}."
+        for name in sorted(parameters.ADVANCED)
+    }
     options = {"commands": found, "refused": refused, "request_timeout": FrontOptions.request_timeout}
     return json.dumps(options, indent=1) + "\n"
 
@@ -236,6 +275,8 @@ def attempts() -> Iterator[str]:
 BLOCKS = {
     "attempts": attempts,
     "cli": cli,
+    "advanced": advanced,
+    "removed": removed,
     "endpoints": endpoints,
     "types": types,
     "refused": refused,
@@ -249,7 +290,7 @@ def pages() -> dict[str, str]:
     def filled(block: re.Match[str]) -> str:
         return block[1] + "\n\n".join(BLOCKS[block[2]]()) + block[3]
 
-    names = ("cli.md", "api.md", "../compatibility.md", "../architecture.md")
+    names = ("cli.md", "settings.md", "api.md", "../compatibility.md", "../architecture.md")
     return {name: BLOCK.sub(filled, (HERE / name).read_text()) for name in names} | {CHART: chart_options()}
 
 

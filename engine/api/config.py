@@ -13,6 +13,8 @@ CHOICES = {
     "load_format": ("auto", "dummy"),
 }
 DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
+ADVANCED = ("block_size", "num_blocks", "num_threads", "max_loras", "max_cpu_loras", "max_lora_rank")
+"""Settings whose flags begin with `--advanced.`."""
 AT_LEAST_ONE = (
     "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads",
     "tensor_parallel_size", "max_loras", "max_cpu_loras", "max_lora_rank",
@@ -154,11 +156,11 @@ class EngineConfig:
     yes, if their memory ends with the engine."""
     enable_memory_saver: bool = False
     """Whether `Engine.release_memory` can give memory back. Weights and KV then have memory of pages."""
-    ttit_target: float | None = None
-    """Seconds of a gap. None: `ttit_target_steps` decides. Steps that also compute prompts take this time
+    itl_target: float | None = None
+    """Seconds of a gap. None: `itl_target_steps` decides. Steps that also compute prompts take this time
     only if a prompt would otherwise be late, and more only if decodes alone take most of it."""
-    ttit_target_steps: float = 3.5
-    """As `ttit_target`, in times of the fastest step that only decodes."""
+    itl_target_steps: float = 3.5
+    """As `itl_target`, in times of the fastest step that only decodes."""
     seed: int = 0
     """Seed of dummy weights."""
     num_threads: int | None = None
@@ -217,7 +219,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, remedy: str) -> None:
             if not holds:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)!r}: {remedy}")
+                flag = f"--{'advanced.' * (name in ADVANCED)}{name.replace('_', '-')}"
+                raise ValueError(f"{flag} {getattr(self, name)!r}: {remedy}")
 
         require("model", bool(self.model), "give a directory, a GGUF file or a hub name")
         for name, choices in CHOICES.items():
@@ -259,7 +262,7 @@ class EngineConfig:
             raise ValueError(f"--{tier.name.lower()}-cache-size: needs --enable-prefix-caching")
         if self.disk_cache_size and self.disk_cache_dir is None:
             raise ValueError("--disk-cache-size: needs --disk-cache-dir")
-        require("ttit_target", self.ttit_target is None or self.ttit_target > 0, "must be a time above 0")
+        require("itl_target", self.itl_target is None or self.itl_target > 0, "must be a time above 0")
         require(
             "max_num_batched_tokens",
             self.max_num_batched_tokens >= self.max_num_seqs,

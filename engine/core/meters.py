@@ -32,7 +32,7 @@ from baton.steps.step_model import LARGE, StepModel, long_seconds, with_room
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""
-LONG = EngineConfig.ttit_target_steps
+LONG = EngineConfig.itl_target_steps
 """A long step may take this many times the fastest step that only decodes, if no target is given. With an 8B
 model on an H200 this is 15 ms."""
 LEAST = 16

@@ -339,7 +339,7 @@ def kept_cache(
         keep.memory[0].cache.clear()
     if not keeps:
         if config.enable_prefix_caching:
-            log.info("KV ends with this engine process: --elastic-memory moves its memory")
+            log.info("KV ends with this engine process: --advanced.elastic-memory moves its memory")
         return None
     return KeptCache(keep, limits.cache, places, device)
 

@@ -120,9 +120,9 @@ def size_pool(
     page_bytes: int | None = None,
 ) -> PoolSize:
     """Divides the room for the cache. The states of all requests of a step come first, each with some KV
-    beside them. Copies of states get a share of what is left, and the KV pool gets the rest. `--num-blocks`
-    fixes the KV pool instead. If the device can map pages of `page_bytes`, this is only how states, windows
-    and KV begin.
+    beside them. Copies of states get a share of what is left, and the KV pool gets the rest.
+    `--advanced.num-blocks` fixes the KV pool instead. If the device can map pages of `page_bytes`, this is
+    only how states, windows and KV begin.
 
     The rank with the least room decides for all. `use` None: on a CPU. Raises `ValueError` with the memory
     that each part needs."""
@@ -240,8 +240,9 @@ def _blocks_do_not_fit(
     step_tokens = config.max_num_batched_tokens
     windowed = limits.window_blocks(config.num_blocks, step_tokens)
     return ValueError(
-        f"--num-blocks {config.num_blocks}: {gib(limits.pool_bytes(config.num_blocks, windowed))} of KV, and "
-        f"there is room for {gib(room)}, {limits.blocks_in(room, step_tokens)} blocks{states}. "
+        f"--advanced.num-blocks {config.num_blocks}: "
+        f"{gib(limits.pool_bytes(config.num_blocks, windowed))} of KV, and there is room for "
+        f"{gib(room)}, {limits.blocks_in(room, step_tokens)} blocks{states}. "
         f"{_needs(config, use)}"
     )
 
@@ -252,7 +253,7 @@ def _no_request_fits(
     """`capacity`: tokens of the KV pool."""
     remedy = "lower --max-num-batched-tokens or --max-num-seqs, or choose a smaller model"
     if config.num_blocks or use is None:
-        remedy = "raise --num-blocks"
+        remedy = "raise --advanced.num-blocks"
     elif config.gpu_memory_utilization < 1:
         remedy = f"raise --gpu-memory-utilization, {remedy}"
     return ValueError(

@@ -173,7 +173,7 @@ def start_rank(
         numerics=numerics_of(config, limits, weight_format, device) if config.batch_invariant else "",
     )
     share = " or --gpu-memory-utilization" if on_gpu else ""
-    with memory_for(device, "the KV pool", f"lower --num-blocks{share}"):
+    with memory_for(device, "the KV pool", f"lower --advanced.num-blocks{share}"):
         kept = kept_cache(keep, config, limits, pool, device, ranks, stands_by=stands_by)
         elastic = _elastic_cache(pool.elastic, device)
         saver = None if elastic else open_memory_saver(config, device)

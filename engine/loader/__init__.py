@@ -82,7 +82,9 @@ def check_encoder(engine: EngineConfig, model: ModelConfig, *, has_weights: bool
     have those of its encoder."""
     if model.vision is None:
         taken = "--language-model-only" if engine.language_model_only else f"--model {engine.model}"
-        raise ValueError(f"{taken}: the model takes no images, so leave out --encode and --encoder-pool")
+        raise ValueError(
+            f"{taken}: the model takes no images, so leave out --encode and --advanced.encoder-pool"
+        )
     if not has_weights and engine.load_format != "dummy":
         raise ValueError(f"--model {engine.model}: its files have no weights of an encoder of images")
 

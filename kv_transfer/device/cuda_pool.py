@@ -62,7 +62,8 @@ class CudaPool:
             pin(self._arena)
         except RuntimeError as error:
             raise ValueError(
-                f"--kv-slots, --kv-slot-bytes: {arena.num_slots} slots of {arena.slot_bytes} bytes: {error}; "
+                f"--advanced.kv-slots, --advanced.kv-slot-size: {arena.num_slots} slots of "
+                f"{arena.slot_bytes} bytes: {error}; "
                 "give the worker more memory of the host, or use fewer slots"
             ) from error
         # Of high priority: few short programs, which would else wait for the end of a large matrix product.

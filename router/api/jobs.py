@@ -26,7 +26,7 @@ SESSION_CHUNKS = 4
 _SEED_MASK = 2**64 - 1
 FILE = "generation_config.json"
 NONE = "vllm"
-"""The value of --generation-config without any recommended defaults."""
+"""The value of --advanced.generation-config without any recommended defaults."""
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _AS_SENT = (
     *_NAMES, "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
@@ -99,7 +99,7 @@ def sampling_defaults(chosen: str, model: Path) -> SamplingDefaults:
     """Returns the defaults of a model. `max_tokens` is a limit if it comes from a directory that was chosen.
 
     Args:
-        chosen: the value of --generation-config: auto, vllm, or the path of a directory.
+        chosen: the value of --advanced.generation-config: auto, vllm, or the path of a directory.
         model: the path of the model.
 
     Raises ValueError when the file is missing in that directory, or has a value out of range.
@@ -113,9 +113,13 @@ def sampling_defaults(chosen: str, model: Path) -> SamplingDefaults:
         length = {"max_tokens": recommended.get("max_new_tokens"), "limits_output": chosen != "auto"}
         return validate(SamplingDefaults, fields | length)
     except OSError as error:
-        raise ValueError(f"--generation-config {chosen}: {file} cannot be read: {error.strerror}") from error
+        raise ValueError(
+            f"--advanced.generation-config {chosen}: {file} cannot be read: {error.strerror}"
+        ) from error
     except (ValueError, AttributeError, InvalidRequest) as error:
-        raise ValueError(f"--generation-config {chosen}: {file}: {error}; {NONE} ignores the file") from error
+        raise ValueError(
+            f"--advanced.generation-config {chosen}: {file}: {error}; {NONE} ignores the file"
+        ) from error
 
 
 def shown(defaults: SamplingDefaults) -> dict[str, float]:

@@ -138,7 +138,7 @@ class ChatChoice(ResponseModel):
 
 
 class Timing(ResponseModel):
-    """How long a request with one choice took, with --enable-per-request-metrics."""
+    """How long a request with one choice took, with --advanced.enable-per-request-metrics."""
 
     time_to_first_token_ms: float
     generation_time_ms: float

@@ -224,7 +224,9 @@ class Storage:
         share = self._most_bytes // max(1, self._owners())
         used = self._bytes.get(owner, 0)
         if used + len(data) > share:
-            raise BodyTooLarge(f"files of this API key have {used} bytes, of {share} (--batch-dir-size)")
+            raise BodyTooLarge(
+                f"files of this API key have {used} bytes, of {share} (--advanced.batch-dir-size)"
+            )
         try:
             disk.append(self._path(owner, id, "jsonl"), data)
         except OSError as error:

@@ -19,7 +19,7 @@ _WHY: Mapping[Reason, str] = {
     "saturated": "on a decode worker: a prefill worker and a handover would have taken longer",
     "no_prefill": "on a decode worker: there was no prefill worker",
     "no_handover": "on a prefill worker, though a decode worker had room: a handover costs more now "
-    "(--no-overflow allows only handovers)",
+    "(--advanced.no-overflow allows only handovers)",
     "no_room": "on a prefill worker: no decode worker had room",
     "no_decode": "on a prefill worker: the decode pool had lost its last worker",
 }

@@ -61,7 +61,7 @@ class MediaFetcher:
             total += size
             if total > self._most_bytes:
                 text = f"the images of the request have more than {self._most_bytes} bytes"
-                raise _wrong(url, f"{text} (--max-body-bytes)")
+                raise _wrong(url, f"{text} (--advanced.max-body-size)")
             receive(size)
 
         async def one(url: str) -> None:

@@ -137,9 +137,9 @@ def _parts(fingerprint: str) -> dict[str, str]:
 SEE_WORKER_LOG = "Look at the worker's log."
 SECRET = "Give the router and all workers the same --cluster-secret-file or BATON_CLUSTER_SECRET."
 PORT = "Give the router the worker's gRPC port, --port; --kv-port and --metrics-port are others."
-TLS = "Give all of them or none --cluster-certfile, --cluster-keyfile and --cluster-ca-certs."
+TLS = "Give all of them or none --cluster-ssl-certfile, --cluster-ssl-keyfile and --cluster-ssl-ca-certs."
 CERTIFICATE = (
-    "Issue the worker's certificate for the DNS name baton-worker, by an authority of --cluster-ca-certs."
+    "Issue the worker's certificate for the DNS name baton-worker, by an authority of --cluster-ssl-ca-certs."
 )
 WAIT = "Wait until the worker is ready: its log says how far it is. If it is ready, correct the port."
 DRAINED = "Start it again, or take its address off the router's list."
@@ -171,7 +171,7 @@ class RefusedWorker(Exception):
 
 def explain(error: grpc.aio.AioRpcError, *, files: bool) -> tuple[str, str]:
     """Returns the reason and the remedy for a failed call to a worker. `files`: the router has
-    --cluster-certfile."""
+    --cluster-ssl-certfile."""
     details = error.details() or ""
     text = f"{error.code().name}: {details}".lower()
     for words, reason, remedy in _CAUSES:

@@ -89,7 +89,7 @@ async def test_run_writes_every_file_that_its_options_name(tmp_path: Path) -> No
     ttfts, gaps = (sorted(values) for values in _latencies(lines))
     assert rows["ttft.max"] == pytest.approx(ttfts[-1])
     assert rows["ttft.p50"] == pytest.approx(ttfts[(len(ttfts) - 1) // 2])
-    assert rows["ttit.p50"] == pytest.approx(gaps[(len(gaps) - 1) // 2])
+    assert rows["itl.p50"] == pytest.approx(gaps[(len(gaps) - 1) // 2])
     assert rows["input.off"] == rows["requests.failed"] == 0
     assert rows["goodput.share"] == 1
     assert "TTFT" in out
@@ -319,14 +319,14 @@ def test_compare_takes_several_reports(tmp_path: Path) -> None:
     report = report_of_a_run().as_dict()
     old.write_text(json.dumps(report))
     for row in report["results"]:
-        for end in {"value", "low", "high"} & {*row} if row["name"] == "ttit.p90" else ():
+        for end in {"value", "low", "high"} & {*row} if row["name"] == "itl.p90" else ():
             row[end] *= 1.2
     new.write_text(json.dumps(report))
 
     def code(*args: object) -> int:
         return CliRunner().invoke(app, list(map(str, args))).exit_code
 
-    slower = ("--fail-if", "ttit.p90>+5%")
+    slower = ("--fail-if", "itl.p90>+5%")
     assert code("compare", old, new) == code("compare", new, old, *slower) == 0
     assert code("compare", old, new, "--html", tmp_path / "both.html") == 0
     assert '"name": "old"' in (tmp_path / "both.html").read_text()

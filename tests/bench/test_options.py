@@ -35,9 +35,9 @@ def test_distributions_have_their_mean_and_least_value(text: str, mean: float, l
 
 
 def test_objectives_are_parsed() -> None:
-    assert Slo.parse("ttft=0.5s, ttit.p99=15ms,gap=80").bounds == (
+    assert Slo.parse("ttft=0.5s, itl.p99=15ms,gap=80").bounds == (
         Bound("ttft", "", 500.0),
-        Bound("ttit", "p99", 15.0),
+        Bound("itl", "p99", 15.0),
         Bound("gap", "", 80.0),
     )
     assert Slo.parse("").bounds == ()
@@ -70,14 +70,14 @@ def test_objectives_are_parsed() -> None:
         (lambda: Options(drain=-1), r"--drain -1"),
         (lambda: Options(duration=10, warmup=10), r"--warmup 10 leaves nothing of --duration 10"),
         (lambda: Options(slo="ttft<5"), r"--slo 'ttft<5'.*METRIC=LIMIT"),
-        (lambda: Options(slo="tpot=5"), r"--slo 'tpot=5': cannot read 'tpot=5'.*ttit"),
+        (lambda: Options(slo="tpot=5"), r"--slo 'tpot=5': cannot read 'tpot=5'.*itl"),
         (lambda: Options(slo="ttft.p95=5"), r"'ttft.p95=5'.*p99"),
         (lambda: Options(slo="ttft=soon"), r"'ttft=soon'"),
         (lambda: Options(attainment=99), r"--attainment 99 must be a share"),
         (lambda: Options(json=Path("/nowhere/at/all.json")), r"--json /nowhere/at/all.json"),
         (lambda: Options(jsonl=Path("/tmp")), r"--jsonl /tmp: no file"),
-        (lambda: Condition.parse("ttit.p99"), r"--fail-if 'ttit.p99' is no condition"),
-        (lambda: Condition.parse("ttit.p99>5%"), r"has a sign, like ttit.p99>\+5%"),
+        (lambda: Condition.parse("itl.p99"), r"--fail-if 'itl.p99' is no condition"),
+        (lambda: Condition.parse("itl.p99>5%"), r"has a sign, like itl.p99>\+5%"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(make: Callable[[], Any], message: str) -> None:

@@ -42,7 +42,7 @@ def records(failed: int = 0) -> list[Record]:
 
 def report(*, rate: float = 4.0, failed: int = 0, **more: Any) -> Report:
     """`more`: fields of the harvest."""
-    options = Options(rate=rate, slo="ttft=500,ttit.p99=20", seed=1, warmup=0.0)
+    options = Options(rate=rate, slo="ttft=500,itl.p99=20", seed=1, warmup=0.0)
     target = Target(("http://127.0.0.1:8000",), "completions", HOSTILE, Dialect())
     setup = Setup(options, client_of(options, target, short_prompts(), EXACT), ())
     harvest = replace(Harvest(ended=6.0, records=records(failed)), **more)
@@ -77,20 +77,20 @@ def test_a_report_fits_into_80_columns() -> None:
     assert max(map(len, lines)) <= 80
     [header] = [line for line in lines if "95 % of p50" in line]
     assert "p99.9" in header
-    assert [line for line in lines if line.startswith("TTIT by request ")], "no cell is folded"
+    assert [line for line in lines if line.startswith("ITL by request ")], "no cell is folded"
 
 
 def test_rows_have_the_names_and_units_of_the_contract() -> None:
     rows = {row["name"]: row for row in _report(failed=2)["results"]}
-    for metric in ("ttft", "ttit", "ttit.request", "handover", "e2e"):
+    for metric in ("ttft", "itl", "itl.request", "handover", "e2e"):
         for quantile in ("p50", "p90", "max"):
             assert rows[f"{metric}.{quantile}"]["unit"] == "ms"
     assert "ttft.p99" not in rows, "60 answers are too few"
     assert "60 answers: too few for p99" in " ".join(_report()["detail"]["notes"])
     assert rows["ttft.p50"]["value"] == pytest.approx(100)
     assert rows["ttft.p50"]["low"] <= rows["ttft.p50"]["value"] <= rows["ttft.p50"]["high"]
-    assert rows["ttit.p99"]["goal"] == 20
-    assert rows["ttit.p99"]["meets_goal"] is True
+    assert rows["itl.p99"]["goal"] == 20
+    assert rows["itl.p99"]["meets_goal"] is True
     assert rows["errors.http_500"]["value"] == 2
     assert rows["goodput.share"]["value"] == pytest.approx(60 / 62)
 
@@ -146,19 +146,19 @@ def test_a_comparison_says_what_the_terminal_says(tmp_path: Path) -> None:
     new["parameters"] |= {"seed": 2, "router": "b"}
     old["detail"]["notes"], new["detail"]["incomplete"] = ["the server reports no usage"], True
     for row in new["results"]:
-        factor = {"ttft.p50": 1.01, "ttit.p50": 3.0, "throughput.requests": 3.0}.get(row["name"], 1.0)
+        factor = {"ttft.p50": 1.01, "itl.p50": 3.0, "throughput.requests": 3.0}.get(row["name"], 1.0)
         for end in {"value", "low", "high"} & {*row}:
             row[end] *= factor
         if row["name"] == "ttft.p50":
             row["low"] = 1.0
     warnings = compare.judge([old, new], []).warnings
-    verdict = compare.Verdict(("ttit.p50>+5%: 10 → 30 (+200.0%)",), warnings)
+    verdict = compare.Verdict(("itl.p50>+5%: 10 → 30 (+200.0%)",), warnings)
     text = page.page([old, new], ["old", "new"], verdict)
     table, told = text[text.index("<table>") : text.index("</table>")], text[text.index("</table>") :]
     assert '<th class="number">change</th>' in table
     for key, name, kind, change in (
         ("ttft.p50", "TTFT p50", "dim", "+1.0% ≈"),
-        ("ttit.p50", "TTIT, every gap p50", "bad", "+200.0%"),
+        ("itl.p50", "ITL, every gap p50", "bad", "+200.0%"),
         ("throughput.requests", "Requests/s", "good", "+200.0%"),
     ):
         row = table[table.index(f'title="{key}"') :].partition("</tr>")[0]
@@ -169,7 +169,7 @@ def test_a_comparison_says_what_the_terminal_says(tmp_path: Path) -> None:
         '<p class="">new: router: – → b</p>',
         '<p class="warn">Note: not the same experiment: seed is ',
         '<p class="warn">Note: the other run is incomplete</p>',
-        '<p class="bad">FAILED ttit.p50&gt;+5%: 10 → 30 (+200.0%)</p>',
+        '<p class="bad">FAILED itl.p50&gt;+5%: 10 → 30 (+200.0%)</p>',
     ):
         assert line in told
 
@@ -179,7 +179,7 @@ def test_a_curve_is_bounded_and_true() -> None:
     ttft = found["distributions"]["ttft"]
     assert len(ttft) == QUANTILES + 1
     assert ttft[50] == pytest.approx(250, abs=1), "of the first half, which is in the window"
-    assert found["distributions"]["ttit"] == [500] * (QUANTILES + 1)
+    assert found["distributions"]["itl"] == [500] * (QUANTILES + 1)
     line = found["timeline"]
     assert {len(values) for values in line.values()} == {BINS}
     assert sum(line["tokens_per_s"]) * line["at"][0] * 2 == pytest.approx(2000, rel=0.01)
@@ -223,7 +223,7 @@ def _with(detail: dict[str, Any] | None = None, **values: float) -> dict[str, An
         ("a>0", 0, 0, False),
         ("a>+5%", 0, 0, False),
         ("a>+5%", 0, 0.001, True),
-        ("rate=0.5.ttit.p99.9>+1%", 100, 102, True),
+        ("rate=0.5.itl.p99.9>+1%", 100, 102, True),
     ],
 )
 def test_a_condition_holds_strictly_beyond_its_bound(
@@ -253,8 +253,8 @@ CHANGES: dict[
     str, tuple[Interval, Interval, tuple[str, str]]
 ] = {  # old, new, and what the comparison shows: 31 red, 32 green, 2 dim, 0 not judged
     "ttft_p50": ((10, 9, 11), (13, 12, 14), ("31", "+30.0%")),
-    "ttit_p50": ((10, 9, 11), (11, 9, 12), ("2", "+10.0% ≈")),
-    "ttit_p99": ((10, 9, None), (30, 29, 31), ("2", "+200.0% ≈")),  # too few samples for the upper end
+    "itl_p50": ((10, 9, 11), (11, 9, 12), ("2", "+10.0% ≈")),
+    "itl_p99": ((10, 9, None), (30, 29, 31), ("2", "+200.0% ≈")),  # too few samples for the upper end
     "e2e_max": ((10, None, None), (40, None, None), ("2", "+300.0% ≈")),
     "throughput_requests": ((10, 9, 11), (20, 19, 21), ("32", "+100.0%")),
     "throughput_output": ((100, 80, 120), (65, 50, 81), ("2", "-35.0% ≈")),  # 74 and 48 requests
@@ -289,26 +289,26 @@ def test_a_comparison_says_what_changed() -> None:
 
 
 def test_chance_fails_no_condition() -> None:
-    old, new = _rows({"ttit_p99": (10, 9, 12)}), _rows({"ttit_p99": (12, 11, 13)})
-    relative, absolute = Condition.parse("ttit.p99>+5%"), Condition.parse("ttit.p99>11")
+    old, new = _rows({"itl_p99": (10, 9, 12)}), _rows({"itl_p99": (12, 11, 13)})
+    relative, absolute = Condition.parse("itl.p99>+5%"), Condition.parse("itl.p99>11")
     verdict = compare.judge([old, new], [relative])
     assert verdict.failed == ()
     assert verdict.warnings == (
-        "ttit.p99>+5%: 10 → 12 (+20.0%) may be chance, the intervals overlap: measure longer",
+        "itl.p99>+5%: 10 → 12 (+20.0%) may be chance, the intervals overlap: measure longer",
     )
     assert compare.judge([old, new], [absolute]).failed
-    assert compare.judge([old, _rows({"ttit_p99": (14, 13, 15)})], [relative]).failed
+    assert compare.judge([old, _rows({"itl_p99": (14, 13, 15)})], [relative]).failed
 
 
 def test_a_comparison_judges_its_conditions() -> None:
-    slower, bad = [Condition.parse("ttit.p99>+5%")], _with({"valid": False}, ttit_p99=1)
-    verdict = compare.judge([_with(ttit_p99=10), _with(ttit_p99=12)], slower)
-    assert verdict.failed == ("ttit.p99>+5%: 10 → 12 (+20.0%)",)
-    with pytest.raises(ValueError, match=r"second report has no row 'ttit.p99'. Did you mean ttit.p90"):
-        compare.judge([_with(ttit_p99=1), _with(ttit_p90=1)], slower)
+    slower, bad = [Condition.parse("itl.p99>+5%")], _with({"valid": False}, itl_p99=1)
+    verdict = compare.judge([_with(itl_p99=10), _with(itl_p99=12)], slower)
+    assert verdict.failed == ("itl.p99>+5%: 10 → 12 (+20.0%)",)
+    with pytest.raises(ValueError, match=r"second report has no row 'itl.p99'. Did you mean itl.p90"):
+        compare.judge([_with(itl_p99=1), _with(itl_p90=1)], slower)
     with pytest.raises(ValueError, match="the second run is invalid"):
-        compare.judge([_with(ttit_p99=1), bad], slower)
-    assert "INVALID" in compare.judge([_with(ttit_p99=1), bad], []).warnings[0]
+        compare.judge([_with(itl_p99=1), bad], slower)
+    assert "INVALID" in compare.judge([_with(itl_p99=1), bad], []).warnings[0]
 
 
 def test_a_comparison_of_different_experiments_warns() -> None:

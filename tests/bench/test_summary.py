@@ -25,8 +25,8 @@ def test_latencies_are_exact() -> None:
     for one in records:  # latency counts from the intended time
         one.sent, one.lag = one.intended + 0.1, 0.1
     found = {name: row.value for name, row in _summary(records).rows.items()}
-    expected = {"ttft.p99": 200, "ttit.p50": 30, "ttit.p99": 150, "ttit.max": 150, "handover.max": 30}
-    expected |= {"ttit.request.p50": 42, "e2e.p50": 620}
+    expected = {"ttft.p99": 200, "itl.p50": 30, "itl.p99": 150, "itl.max": 150, "handover.max": 30}
+    expected |= {"itl.request.p50": 42, "e2e.p50": 620}
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
@@ -127,7 +127,7 @@ def test_an_interrupted_request_is_no_failure() -> None:
     [
         ("ttft=100", True),
         ("ttft=99", False),
-        ("ttit=20", True),
+        ("itl=20", True),
         ("gap=30", True),
         ("gap=29", False),
         ("handover=10", True),
@@ -143,17 +143,17 @@ def test_bounds_on_a_request_decide_goodput(slo: str, met: bool) -> None:
 
 
 def test_an_answer_of_one_token_meets_bounds_on_gaps() -> None:
-    assert _summary([record(0.0)], "ttit=1,gap=1,handover=1").rows["goodput.share"].value == 1.0
+    assert _summary([record(0.0)], "itl=1,gap=1,handover=1").rows["goodput.share"].value == 1.0
 
 
 def test_a_chunk_of_several_tokens() -> None:
     found = _summary([record(0.0, gaps=(0.04, 0.04), tokens=(1, 4, 4))])
     assert found.rows["output.tokens_per_chunk"].value == 3
-    assert found.rows["ttit.p50"].value == pytest.approx(40), "as it came"
-    assert found.rows["ttit.normalized.p50"].value == pytest.approx(10)
-    assert found.rows["ttit.request.p50"].value == pytest.approx(10)
+    assert found.rows["itl.p50"].value == pytest.approx(40), "as it came"
+    assert found.rows["itl.normalized.p50"].value == pytest.approx(10)
+    assert found.rows["itl.request.p50"].value == pytest.approx(10)
     without_running_usage = _summary([record(0.0, gaps=(0.04, 0.04), output_tokens=9)])
-    assert without_running_usage.rows["ttit.normalized.p50"].value == pytest.approx(10)
+    assert without_running_usage.rows["itl.normalized.p50"].value == pytest.approx(10)
 
 
 def test_lengths_other_than_asked_for_are_counted() -> None:

@@ -47,7 +47,10 @@ def test_the_same_port_given_twice_is_refused() -> None:
     [
         (FrontOptions(host="192.0.2.1", port=0), "--host 192.0.2.1: cannot listen there: no network"),
         (FrontOptions(host="a.invalid", port=0), "--host a.invalid: cannot listen there: it is no name"),
-        (FrontOptions(port=0, admin_host="b.invalid", admin_port=0), "--admin-host b.invalid: cannot listen"),
+        (
+            FrontOptions(port=0, admin_host="b.invalid", admin_port=0),
+            "--advanced.admin-host b.invalid: cannot listen",
+        ),
     ],
 )
 def test_an_address_of_another_machine_is_refused(front: FrontOptions, said: str) -> None:
@@ -78,8 +81,8 @@ def test_an_address_without_ray_is_told_within_seconds(
     ("flags", "error"),
     [
         (["--engine", "vllm"], "--engine vllm: vLLM is not installed in this Python"),
-        (["--engine", "vllm", "--ttit-target", "50"], "vLLM is not installed"),
-        (["--vllm-args", "--enforce-eager"], "--vllm-args and --vllm-untested: need --engine vllm"),
+        (["--engine", "vllm", "--itl-target", "50"], "vLLM is not installed"),
+        (["--vllm-args", "--enforce-eager"], "--vllm-args and --advanced.vllm-untested: need --engine vllm"),
     ],
 )
 def test_vllm_and_its_options(flags: list[str], error: str, tmp_path: Path) -> None:
@@ -98,21 +101,33 @@ EXPERTS = ("--prefill", "0", "--enable-expert-parallel", "--tensor-parallel-size
     ("flags", "said"),
     [
         (("--ssl-keyfile", "BROKEN"), "--ssl-certfile and --ssl-keyfile: some are missing"),
-        (("--cluster-ca-certs", "BROKEN"), "--cluster-certfile and --cluster-keyfile"),
+        (("--cluster-ssl-ca-certs", "BROKEN"), "--cluster-ssl-certfile and --cluster-ssl-keyfile"),
         (("--api-key-file", "BROKEN"), "[a]: Expected `str | null`, got `int` - at `$.key`"),
         (("--max-num-batched-tokens", "10"), "raise it to at least --max-num-seqs (64)"),
         (("--disk-cache-size", "1GiB"), "--disk-cache-size: needs --disk-cache-dir"),
         (("--allowed-origins", "chat.example"), "--allowed-origins must be * or an origin such as"),
-        (("--prefill", "0", "--no-overflow"), "--no-overflow: without prefill workers"),
-        (("--generation-config", "gone"), "gone/generation_config.json cannot be read: No such file or"),
-        (("--trace-dir", "/proc/self"), "--trace-dir /proc/self: No such file or directory; name a"),
+        (("--prefill", "0", "--advanced.no-overflow"), "--advanced.no-overflow: without prefill workers"),
+        (
+            ("--advanced.generation-config", "gone"),
+            "gone/generation_config.json cannot be read: No such file or",
+        ),
+        (
+            ("--advanced.trace-dir", "/proc/self"),
+            "--advanced.trace-dir /proc/self: No such file or directory; name a",
+        ),
         (("--device", "3"), "--device '3': choose cpu, cuda or cuda:N"),
-        (("--no-standby",), "--no-standby: only with --replace-engine; leave it out"),
-        (("--kv-slots", "7"), "--kv-slots: 7 is out of range (at least two for each of the 4 lanes"),
+        (("--advanced.no-standby",), "--advanced.no-standby: only with --replace-engine; leave it out"),
+        (
+            ("--advanced.kv-slots", "7"),
+            "--advanced.kv-slots: 7 is out of range (at least two for each of the 4 lanes",
+        ),
         (("--quantization", "bitnet"), "'bitnet' is not one of 'auto', 'fp8', 'int4', 'none', 'gguf'"),
         (("--data-parallel-size", "2"), "--data-parallel-size 2: needs --engine vllm"),
-        (("--encode", "1"), "the model takes no images, so leave out --encode and --encoder-pool"),
-        (("--encoder-pool",), "the model takes no images, so leave out --encode and --encoder-pool"),
+        (("--encode", "1"), "the model takes no images, so leave out --encode and --advanced.encoder-pool"),
+        (
+            ("--advanced.encoder-pool",),
+            "the model takes no images, so leave out --encode and --advanced.encoder-pool",
+        ),
         ((*EXPERTS, "3"), "--enable-expert-parallel: the model has no experts"),
         ((*EXPERTS, "1"), "--enable-expert-parallel: needs --tensor-parallel-size above 1"),
     ],
@@ -197,7 +212,9 @@ def test_pools_with_different_kv_dtypes_need_one_check_of_the_model(monkeypatch:
     checked: list[EngineOptions] = []
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
     monkeypatch.setattr(serve, "check_files", lambda found, engine, model: checked.append(engine))
-    CliRunner().invoke(app, ["serve", "--port", "0", "--device", "cpu", "--decode-kv-cache-dtype", "fp8"])
+    CliRunner().invoke(
+        app, ["serve", "--port", "0", "--device", "cpu", "--advanced.decode-kv-cache-dtype", "fp8"]
+    )
     assert len(checked) == 1
 
 

@@ -131,16 +131,16 @@ def test_help_shows_the_values_of_every_choice() -> None:
             roles.WorkerRole,
             (WorkerConfig, EngineConfig),
             "vllm_args vllm_untested data_parallel_size download_dir optimize cluster_secret_file "
-            "cluster_certfile cluster_keyfile cluster_ca_certs hold_timeout transfer_timeout peer_timeout "
-            "engine_timeout no_standby",
+            "cluster_ssl_certfile cluster_ssl_keyfile cluster_ssl_ca_certs kv_slot_size "
+            "failure_timeout no_standby",
         ),
         (
             roles.RouterRole,
             (RouterConfig,),
-            "download_dir cluster_secret_file cluster_certfile cluster_keyfile cluster_ca_certs worker "
-            "kubernetes_service ssl_certfile ssl_keyfile ssl_ca_certs router_processes api_key "
-            "admin_key_file batch_dir_size timeout_keep_alive no_overflow no_prefix_fetches no_access_log "
-            "no_split_prompts",
+            "download_dir cluster_secret_file cluster_ssl_certfile cluster_ssl_keyfile cluster_ssl_ca_certs "
+            "worker max_body_size kubernetes_service ssl_certfile ssl_keyfile ssl_ca_certs router_processes "
+            "api_key admin_key_file batch_dir_size timeout_keep_alive no_overflow no_prefix_fetches "
+            "no_access_log no_split_prompts",
         ),
     ],
 )
@@ -198,7 +198,7 @@ def test_the_model_is_an_argument_or_an_option(served: list[Blueprint]) -> None:
 def test_the_same_option_may_have_the_name_of_vllm(served: list[Blueprint]) -> None:
     assert run_baton("serve", "--num-gpu-blocks-override", "77").exit_code == 0
     assert served[0].engine.num_blocks == 77
-    assert "--num-blocks 77" in " ".join(served[0].roles()[0].args)
+    assert "--advanced.num-blocks 77" in " ".join(served[0].roles()[0].args)
 
 
 def test_tokenizer_and_download_dir_reach_every_role(
@@ -208,7 +208,7 @@ def test_tokenizer_and_download_dir_reach_every_role(
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     monkeypatch.chdir(tmp_path)
     Path("tok").mkdir()
-    assert run_baton("serve", "--tokenizer", "tok", "--download-dir", "hub").exit_code == 0
+    assert run_baton("serve", "--tokenizer", "tok", "--advanced.download-dir", "hub").exit_code == 0
     started: list[Any] = []
     monkeypatch.setattr(
         "baton.worker.service_process.service.run", lambda config: started.append(config.engine) or 0
@@ -247,16 +247,16 @@ def test_serve_uses_the_option_names_of_vllm() -> None:
     output = run_baton("serve", "--help").output
     for flag in (
         "--model", "--served-model-name", "--host", "--port", "--tensor-parallel-size", "--max-model-len",
-        "--gpu-memory-utilization", "--block-size", "--max-num-seqs", "--max-num-batched-tokens", "--dtype",
-        "--load-format", "--revision", "--seed", "--chat-template", "--enable-prefix-caching", "--api-key",
+        "--gpu-memory-utilization", "--max-num-seqs", "--max-num-batched-tokens", "--dtype",
+        "--load-format", "--revision", "--chat-template", "--enable-prefix-caching", "--api-key",
     ):  # fmt: skip
         assert f"{flag} " in output
 
 
 def test_flags_win_over_environment_over_file_over_default(tmp_path: Path, served: list[Blueprint]) -> None:
     file = tmp_path / "baton.toml"
-    top = "port = 1001\nmax-num-seqs = 11\nblock_size = 32\n"
-    file.write_text(top + "[serve]\nblock-size = 64\n[decode]\nport = 7\n")
+    top = "port = 1001\nmax-num-seqs = 11\n[advanced]\nblock_size = 32\nkv-lanes = 5\n"
+    file.write_text(top + "[serve.advanced]\nblock-size = 64\n[decode]\nport = 7\n")
     environment = {"BATON_PORT": "1002", "BATON_MAX_NUM_SEQS": "12"}
     result = run_baton("serve", "--config", str(file), "--port", "1003", **environment)
     assert result.exit_code == 0, result.output
@@ -264,6 +264,7 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path, serve
     assert blueprint.front.port == 1003, "the flag"
     assert blueprint.engine.max_num_seqs == 12, "the environment"
     assert blueprint.engine.block_size == 64, "the file, the command's own table"
+    assert blueprint.transfer.kv_lanes == 5, "an advanced setting"
     assert blueprint.engine.dtype == "auto", "the default"
     run_baton("serve", "--config", str(file))
     assert served[1].front.port == 1001, "not the table of another command"
@@ -309,6 +310,10 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
         (["--prefill", "5:-1"], {}, ["--prefill", "5:-1", "1:4"]),
         (["--decode", "0"], {}, ["--decode", "needs at least one worker"]),
         (["--enforce-eager"], {}, ["--enforce-eager", "CUDA graphs", "CPUs"]),
+        (["--kv-lanes", "2"], {}, ["--kv-lanes", "give --advanced.kv-lanes"]),
+        (["--no-elastic-memory"], {}, ["--no-elastic-memory", "give --advanced.no-elastic-memory"]),
+        (["--advanced.kv-lane", "2"], {}, ["--advanced.kv-lane", "--advanced.kv-lanes"]),
+        (["--hold-timeout", "2"], {}, ["--hold-timeout", "three times --failure-timeout"]),
         (["--trust-remote-code"], {}, ["--trust-remote-code", "never runs code"]),
         (["--config", "/nowhere.toml"], {}, ["--config", "/nowhere.toml"]),
         (["--chat-template", "/nowhere.jinja"], {}, ["--chat-template", "/nowhere.jinja"]),
@@ -353,7 +358,13 @@ def test_errors_of_other_commands(command: str, words: str) -> None:
     [
         ("port = ", ["TOML"]),
         ("prot = 8000", ["prot", "did you mean 'port'"]),
-        ("[serve]\ndevise = 'cpu'", ["[serve] 'devise'", "device"]),
+        ("[serve]\ndevise = 'cpu'", ["[serve] unknown option 'devise'", "device"]),
+        ("kv-lanes = 2", ["'kv-lanes' belongs under [advanced]"]),
+        ("[advanced]\nport = 2", ["[advanced] 'port' does not belong under [advanced]"]),
+        ("[serve.advanced]\nkv-lane = 2", ["[serve.advanced] unknown option 'kv-lane'", "'kv-lanes'"]),
+        ("advanced = 2", ["advanced must be a table"]),
+        ("ttit-target = 20", ["'ttit-target'", "Give --itl-target"]),
+        ("ready-fd = 3", ["unknown option 'ready-fd'"]),
         ("port = 'many'", ["--port", "'many' is not a whole number"]),
         ("speculative_config = 'eagle'", ["--speculative-config", "is not JSON"]),
         ("speculative_config = '{\"methods\": 1}'", ["--speculative-config", "'methods' is not one of"]),
@@ -463,13 +474,20 @@ def test_encoders_are_workers_and_the_others_then_have_none(
         assert not encoder.replace_engine
         assert not encoder.engine.enable_prefix_caching
     run_baton("serve", "--device", "cpu")
-    assert "--encoder-pool" not in served[1].roles()[0].args
+    assert "--advanced.encoder-pool" not in served[1].roles()[0].args
 
 
 def test_an_encoder_takes_the_flags_of_all_roles(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """On Kubernetes these are variables of all pods."""
     monkeypatch.setenv("BATON_KV_STORE", "mooncake://127.0.0.1:1")
-    flags = ["--encoder-pool", "--tensor-parallel-size", "2", "--disk-cache-size", "1GiB", "--kv-connector"]
+    flags = [
+        "--advanced.encoder-pool",
+        "--tensor-parallel-size",
+        "2",
+        "--disk-cache-size",
+        "1GiB",
+        "--kv-connector",
+    ]
     result = run_baton("encode", "--device", "cpu", *flags, "nixl")
     assert result.exit_code == 0, result.output
     [config] = started
@@ -489,11 +507,11 @@ def test_roles_accept_the_arguments_that_serve_passes(
     secret = tmp_path / "secret"
     secret.write_text("s" * 32)
     run_baton(
-        "serve", "--dtype", "float32", "--block-size", "32", "--enable-prefix-caching", "--kv-lanes", "2",
-        "--drain-timeout", "5", "--trace-dir", str(tmp_path / "traces"), "--api-key", "k1", "--api-key", "k2",
-        "--admin-key", "k3",
-        "--num-threads", "3", "--device", "cpu", "--cluster-secret-file", str(secret), "--decode", "2",
-        "--log-format", "json", "--otlp-endpoint", "http://127.0.0.1:4317",
+        "serve", "--dtype", "float32", "--advanced.block-size", "32", "--enable-prefix-caching",
+        "--advanced.kv-lanes", "2", "--drain-timeout", "5", "--advanced.trace-dir", str(tmp_path / "traces"),
+        "--api-key", "k1", "--api-key", "k2", "--admin-key", "k3", "--advanced.num-threads", "3",
+        "--device", "cpu", "--cluster-secret-file", str(secret), "--decode", "2",
+        "--log-format", "json", "--advanced.otlp-endpoint", "http://127.0.0.1:4317",
     )  # fmt: skip
     [blueprint] = served
     roles = blueprint.roles()
@@ -534,10 +552,10 @@ def test_the_opentelemetry_variable_is_the_default_of_the_flag(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4317")
     run_baton("serve", "--device", "cpu")
-    run_baton("serve", "--device", "cpu", "--otlp-endpoint", "http://flag:4317")
+    run_baton("serve", "--device", "cpu", "--advanced.otlp-endpoint", "http://flag:4317")
     for blueprint, endpoint in zip(served, ("http://env:4317", "http://flag:4317"), strict=True):
         for role in blueprint.roles():
-            assert role.args[role.args.index("--otlp-endpoint") + 1] == endpoint
+            assert role.args[role.args.index("--advanced.otlp-endpoint") + 1] == endpoint
 
 
 def test_engines_share_the_cpus(served: list[Blueprint], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,7 +570,7 @@ def test_a_worker_alone_takes_what_other_engines_leave(
     started: list[WorkerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.cluster.roles.share_of_cpus", lambda worker: 3)
-    for flags in ((), ("--num-threads", "5")):
+    for flags in ((), ("--advanced.num-threads", "5")):
         run_baton("prefill", "--device", "cpu", *flags)
     assert [config.engine.num_threads for config in started] == [3, 5]
 
@@ -560,10 +578,10 @@ def test_a_worker_alone_takes_what_other_engines_leave(
 def test_pools_and_their_places(served: list[Blueprint], tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(
-        "prefill = 2\ndecode = '1:3'\nplacement = 'pack'\nprefill-nodes = ['gpu=h200', 'zone=a']"
+        "prefill = 2\ndecode = '1:3'\n[advanced]\nplacement = 'pack'\nprefill-nodes = ['gpu=h200', 'zone=a']"
     )
     run_baton("serve", "--config", str(config), "--device", "cuda")
-    run_baton("serve", "--placement", "pair", "--prefill", "2", "--decode", "3")
+    run_baton("serve", "--advanced.placement", "pair", "--prefill", "2", "--decode", "3")
     [blueprint, pairs] = served
     roles = blueprint.roles()
     assert [role.name for role in roles] == ["prefill 0", "prefill 1", "decode 0", "router 0"]
@@ -634,8 +652,8 @@ def test_pools_may_have_different_kv_dtypes(served: list[Blueprint]) -> None:
     flag = "--kv-cache-dtype"
     for flags, expected in (
         (("--kv-cache-dtype", "fp8"), ["fp8", "fp8"]),
-        (("--decode-kv-cache-dtype", "fp8"), [None, "fp8"]),
-        (("--kv-cache-dtype", "fp8", "--prefill-kv-cache-dtype", "auto"), [None, "fp8"]),
+        (("--advanced.decode-kv-cache-dtype", "fp8"), [None, "fp8"]),
+        (("--kv-cache-dtype", "fp8", "--advanced.prefill-kv-cache-dtype", "auto"), [None, "fp8"]),
     ):
         run_baton("serve", "--device", "cpu", *flags)
         args = [role.args for role in served[-1].roles()[:-1]]
@@ -686,8 +704,8 @@ def test_gpus_that_a_role_may_be_given(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--placement", "pair", "--decode", "1:2"), "--placement pair"),
-        (("--prefill-nodes", "gpu"), "KEY=VALUE"),
+        (("--advanced.placement", "pair", "--decode", "1:2"), "--advanced.placement pair"),
+        (("--advanced.prefill-nodes", "gpu"), "KEY=VALUE"),
     ],
 )
 def test_invalid_placements_are_refused(flags: tuple[str, ...], words: str, served: list[Blueprint]) -> None:

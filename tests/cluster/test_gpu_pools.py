@@ -115,7 +115,7 @@ def test_gpus_in_use_are_skipped_and_named(
 def test_fewer_requests_of_a_decode_worker_are_more_decode_workers(
     seats: int, longest_step: float, pools: tuple[int, int]
 ) -> None:
-    """`longest_step`: `--ttit-target`."""
+    """`longest_step`: `--itl-target`."""
     needs = computed("llama-3.1-8b", OPTIONS, (None, None), 8, H200, (0.9, seats, longest_step))
     chosen = choose_pools([Gpu(str(number)) for number in range(8)], needs, 0.9)
     assert (chosen.prefill, chosen.decode) == pools

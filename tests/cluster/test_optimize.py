@@ -43,7 +43,7 @@ def test_defaults_follow_the_profile_and_the_memory(
 def test_an_engine_alone_is_balanced() -> None:
     chosen = choose(EngineOptions(), "cpu", None)
     config = EngineConfig("model")
-    assert chosen[:3] == (config.max_num_seqs, config.max_num_batched_tokens, config.ttit_target_steps)
+    assert chosen[:3] == (config.max_num_seqs, config.max_num_batched_tokens, config.itl_target_steps)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_an_engine_alone_is_balanced() -> None:
         ),
         (
             EngineOptions(
-                optimize="throughput", max_num_seqs=100, max_num_batched_tokens=512, ttit_target=20.0
+                optimize="throughput", max_num_seqs=100, max_num_batched_tokens=512, itl_target=20.0
             ),
             "cuda",
             None,
@@ -118,12 +118,12 @@ def test_the_choice_reaches_the_engine_and_the_log(
     for config in started:
         engine = config.engine
         assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (32, 512)
-        assert engine.ttit_target_steps == 1.75
-        assert engine.ttit_target is None
+        assert engine.itl_target_steps == 1.75
+        assert engine.itl_target is None
         assert config.settings is not None
         assert config.settings.startswith("optimize latency, CPU: --max-num-seqs 32, ")
-    run_baton(role, *flags, "--ttit-target", "20")
-    assert started[-1].engine.ttit_target == 0.02
+    run_baton(role, *flags, "--itl-target", "20")
+    assert started[-1].engine.itl_target == 0.02
     assert len(started) == 3
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from baton.cluster.autoscaling.scaling import (
     GROW_BEYOND,
+    ITL_SHARE,
     KV_FULL,
     PREFILL_BUSY,
     SHRINK_BELOW,
-    TTIT_SHARE,
     DecodeDemand,
     PrefillDemand,
     Sample,
@@ -242,13 +242,13 @@ def test_a_dead_worker_does_not_make_arrivals_negative() -> None:
 
 # ---------------------------------------------------------------- decode
 
-BASE, PER_REQUEST, ROOM, TTIT = 0.010, 0.0005, 40, 0.030
+BASE, PER_REQUEST, ROOM, ITL = 0.010, 0.0005, 40, 0.030
 STEPS = steps_of(BASE + PER_REQUEST, BASE + 2 * PER_REQUEST)
 
 
-def decode_pool(running: Callable[[float], float], seconds: int, ttit: float = TTIT, room: int = ROOM) -> Run:
+def decode_pool(running: Callable[[float], float], seconds: int, itl: float = ITL, room: int = ROOM) -> Run:
     """Requests are spread evenly; a step takes longer with each of them; KV has room for `room` a worker."""
-    demand, scaler, run = DecodeDemand(ttit), Scaler(LEAST, MOST), Run()
+    demand, scaler, run = DecodeDemand(itl), Scaler(LEAST, MOST), Run()
     ready, coming = 1, []
     for now in range(seconds):
         while coming and coming[0] <= now:
@@ -265,32 +265,32 @@ def decode_pool(running: Callable[[float], float], seconds: int, ttit: float = T
 
 
 def test_decode_grows_with_kv_use_and_shrinks_again() -> None:
-    run = decode_pool(lambda now: 100 if 60 <= now < 400 else 10, 900, ttit=10.0)
+    run = decode_pool(lambda now: 100 if 60 <= now < 400 else 10, 900, itl=10.0)
     assert 0.7 <= 100 / (max(run.sizes) * ROOM) <= 0.88, "neither full nor wasted"
     assert run.turns == 1
     assert run.sizes[-1] == 1
 
 
-def test_decode_grows_for_ttit_where_kv_has_room() -> None:
+def test_decode_grows_for_itl_where_kv_has_room() -> None:
     run = decode_pool(lambda now: 100 if 60 <= now < 400 else 5, 900, room=10_000)
-    assert BASE + PER_REQUEST * 100 / max(run.sizes) <= TTIT, "the target is met"
+    assert BASE + PER_REQUEST * 100 / max(run.sizes) <= ITL, "the target is met"
     assert run.turns == 1
     assert run.sizes[-1] == 1
 
 
 def test_a_decode_pool_that_is_loaded_from_the_first_second_grows() -> None:
     run = decode_pool(lambda now: 100, 300, room=10_000)
-    assert BASE + PER_REQUEST * 100 / max(run.sizes) <= TTIT
+    assert BASE + PER_REQUEST * 100 / max(run.sizes) <= ITL
 
 
 def test_a_target_below_a_lone_step_asks_for_no_workers() -> None:
-    run = decode_pool(lambda now: 20, 300, ttit=BASE / 2, room=10_000)
+    run = decode_pool(lambda now: 20, 300, itl=BASE / 2, room=10_000)
     assert set(run.sizes) == {1}, "more workers make no step shorter than with one request"
     needed = DecodeDemand(0.010).needed([decoding(0.4, 2, steps_of(0.020, 0.050))])
     assert needed.workers == pytest.approx(0.5), "that of the KV"
     assert needed.why == (
         "40% of the KV blocks in use, steps up to 50.0 ms; more workers cannot keep steps at 9.0 ms, 90% of "
-        "--ttit-target: a step with one request takes longer"
+        "--itl-target: a step with one request takes longer"
     )
 
 
@@ -307,7 +307,7 @@ def test_the_need_is_by_the_requests_that_fit_a_step(
     seconds: tuple[float, ...], rows: int, positions: int, workers: float
 ) -> None:
     model = replace(steps_of(*seconds), context_seconds=3e-6)
-    assert DecodeDemand(0.030 / TTIT_SHARE + 1e-9).needed(
+    assert DecodeDemand(0.030 / ITL_SHARE + 1e-9).needed(
         [decoding(0.0, rows, model, 0, positions)]
     ).workers == (pytest.approx(workers))
 
@@ -317,7 +317,7 @@ def test_before_a_worker_has_measured_a_step_only_the_kv_counts() -> None:
 
 
 def test_a_full_pool_grows_though_its_use_cannot_pass_one() -> None:
-    run = decode_pool(lambda now: 10_000, 600, ttit=10.0)
+    run = decode_pool(lambda now: 10_000, 600, itl=10.0)
     assert run.sizes[-1] == MOST
     assert all(step > 0 for step in run.steps)
 

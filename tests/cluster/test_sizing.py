@@ -23,12 +23,12 @@ from baton.engine.loader.hf_config import model_config_from_hf
 SPEEDS = Speeds(H200, REFERENCE)
 STEPS = SPEEDS.steps
 LOAD = SizingOptions(rate=20, input=2000, output=150)
-TARGETS = Targets(ttft=0.5, ttit=0.0065)
+TARGETS = Targets(ttft=0.5, itl=0.0065)
 
 
 def answered(of_prefill: Speeds = SPEEDS, of_decode: Speeds = SPEEDS, **changes: Any) -> Answer:
     """For the load and the targets above, with changes to either."""
-    targets = {name: value for name, value in changes.items() if name in ("ttft", "ttit")}
+    targets = {name: value for name, value in changes.items() if name in ("ttft", "itl")}
     load = replace(LOAD, **{name: value for name, value in changes.items() if name not in targets})
     return answer(of_prefill, of_decode, load, TARGETS._replace(**targets))
 
@@ -143,14 +143,14 @@ def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
     found = answered()
     served = found.served
     assert served.ttft.p99 <= TARGETS.ttft
-    assert served.gap.p99 <= TARGETS.ttit
+    assert served.gap.p99 <= TARGETS.itl
     for pool, workers in enumerate(found.pools):
         fewer = found.pools._replace(**{Pools._fields[pool]: workers - 1})
         if workers == 1:
             assert found.why[pool] == "one worker is enough"
             continue
-        less = predicted(SPEEDS, SPEEDS, replace(LOAD, slo="ttft=500,ttit=6.5"), fewer).served
-        assert less.ttft.p99 > TARGETS.ttft or less.gap.p99 > TARGETS.ttit
+        less = predicted(SPEEDS, SPEEDS, replace(LOAD, slo="ttft=500,itl=6.5"), fewer).served
+        assert less.ttft.p99 > TARGETS.ttft or less.gap.p99 > TARGETS.itl
         assert "decides" in found.why[pool]
     assert 0 < found.kv_bytes < found.kv_room
 
@@ -161,7 +161,7 @@ def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
     [
         pytest.param("rate", 2, 20, marks=pytest.mark.long),
         pytest.param("ttft", 2.0, 0.12, marks=pytest.mark.long),
-        ("ttit", 0.05, 0.006),
+        ("itl", 0.05, 0.006),
         pytest.param("output", 20, 60, marks=pytest.mark.long),
     ],
 )
@@ -190,8 +190,8 @@ def test_agents_run_in_a_closed_loop() -> None:
     ("changes", "said"),
     [
         ({"ttft": 0.012}, "one prefill of 2000 tokens takes 50.4 ms"),
-        ({"ttit": 0.004}, "a step with a single request takes 4."),
-        ({"input": 1_000_000, "ttft": 1e6, "ttit": 1.0}, "needs more KV memory than one worker has"),
+        ({"itl": 0.004}, "a step with a single request takes 4."),
+        ({"input": 1_000_000, "ttft": 1e6, "itl": 1.0}, "needs more KV memory than one worker has"),
         ({"ttft": 0.04, "output": 1}, "one prefill of 2000 tokens takes 50.4 ms on an idle worker; a"),
         ({"ttft": 0.02}, "alone in the cluster has its first token after 37 ms"),
         ({"ttft": 0.02, "agents": 4}, "alone in the cluster has its first token after"),
@@ -206,7 +206,7 @@ def test_impossible_targets_are_refused(changes: dict[str, Any], said: str) -> N
 @pytest.mark.all
 def test_no_pool_is_sized_for_agents_that_begin_at_once() -> None:
     """Their first turns are a twentieth of all, so the p99 would be one of them."""
-    few = answered(agents=16, ttft=0.5, ttit=0.05)
+    few = answered(agents=16, ttft=0.5, itl=0.05)
     assert few.pools == Pools(1, 1)
     assert few.served.ttft.p99 < 0.5
     assert predicted(SPEEDS, SPEEDS, replace(LOAD, agents=16), few.pools).served.ttft.p99 > 1.0
@@ -235,7 +235,7 @@ def test_kv_memory_or_max_num_seqs_can_limit_the_pool() -> None:
         speeds = Speeds(replace(H200, memory=memory), REFERENCE)
         return answered(speeds, speeds, **changes)
 
-    slow = {"ttft": 0.5, "ttit": 1.0}
+    slow = {"ttft": 0.5, "itl": 1.0}
     assert "KV memory for 6 requests a worker decides" in why(23 << 30, **slow).why[1]
     assert "--max-num-seqs 4 decides" in why(139 << 30, max_num_seqs=4, **slow).why[1]
     with pytest.raises(ValueError, match=r"leave no room.*choose at least 2 for --prefill-tensor"):
@@ -266,7 +266,7 @@ def test_each_pool_has_workers_of_its_own_size() -> None:
     assert mixed.kv_room == alike.kv_room
     large = Speeds(H200, replace(REFERENCE, num_layers=320), ranks=2)
     with pytest.raises(ValueError, match="a worker has one GPU; choose at least 2 for --prefill-tensor-par"):
-        answered(Speeds(H200, replace(REFERENCE, num_layers=320)), large, ttft=9.0, ttit=1.0)
+        answered(Speeds(H200, replace(REFERENCE, num_layers=320)), large, ttft=9.0, itl=1.0)
 
 
 def test_an_answer_of_one_token_needs_no_decode_worker() -> None:
@@ -337,16 +337,16 @@ def test_a_shape_from_a_directory(tmp_path: Path) -> None:
 
 
 def test_the_command() -> None:
-    printed = CliRunner().invoke(app, ["plan", "--rate", "20", "--slo", "ttft=500,ttit=6.5"])
+    printed = CliRunner().invoke(app, ["plan", "--rate", "20", "--slo", "ttft=500,itl=6.5"])
     assert printed.exit_code == 0, printed.output
     assert "TTFT decides" in printed.output
-    assert "--ttft-target 500 --ttit-target 6.5" in printed.output
+    assert "--ttft-target 500 --itl-target 6.5" in printed.output
     gpus = ["--prefill-tensor-parallel-size", "4", "--decode-tensor-parallel-size", "2"]
     printed = CliRunner().invoke(app, ["plan", "--rate", "8", *gpus])
     assert [line.split()[2:4] for line in printed.output.splitlines()[1:3]] == [["1", "4"], ["1", "2"]]
     assert "KV: bfloat16, 131,072 bytes a token" in printed.output
     line = "baton serve meta-llama/Llama-3.1-8B-Instruct --prefill 1 --decode 1"
-    line += " --ttft-target 1000 --ttit-target 50"
+    line += " --ttft-target 1000 --itl-target 50"
     line += " --prefill-tensor-parallel-size 4 --decode-tensor-parallel-size 2"
     assert printed.output.endswith(f"To serve it: {line}\n")
     assert HUB_NAMES.keys() == MODELS.keys()
@@ -354,7 +354,7 @@ def test_the_command() -> None:
     assert "KV: float8_e4m3fn, 67,584 bytes a token" in printed.output
     refused = CliRunner().invoke(app, ["plan", "--slo", "ttft=500"])
     assert refused.exit_code == 2
-    assert "ttft=1000,ttit=50" in refused.output
+    assert "ttft=1000,itl=50" in refused.output
 
 
 def test_a_model_with_states_is_refused(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_the_wait_for_images() -> None:
 
 def chosen(images: Images, rate: float = 1, output: int = 20) -> Choice:
     load = replace(LOAD, rate=rate, output=output, input=200 + images.count * images.tokens)
-    return choose(SPEEDS, SPEEDS, load, Targets(ttft=0.5, ttit=0.05), images)
+    return choose(SPEEDS, SPEEDS, load, Targets(ttft=0.5, itl=0.05), images)
 
 
 def test_a_pool_does_not_pay_with_few_images() -> None:

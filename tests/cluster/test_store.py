@@ -136,7 +136,7 @@ def test_a_master_that_does_not_lead_is_ready(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(baton.cluster.store, "_run", lambda *given: started.append(given[:2]) or 0)
     port, metrics = free_port(), free_port()
     arguments = ["store", "serve", f"--port={port}", f"--metrics-port={metrics}"]
-    for flags in (["--etcd=10.0.0.1:2379"], []):
+    for flags in (["--advanced.etcd=10.0.0.1:2379"], []):
         assert CliRunner().invoke(app, [*arguments, "--size=0", *flags]).exit_code == 0
     (with_etcd, alone), (ready_at, alone_ready_at) = zip(*started, strict=True)
     assert {"--enable_ha=true", "--etcd_endpoints=10.0.0.1:2379", "--enable_oplog=true"} < {*with_etcd[0]}

@@ -98,7 +98,7 @@ def test_rates_cover_the_time_between_two_scrapes() -> None:
     assert "output tokens/s 200.0" in rates
     assert "split prompts 8 · on one worker 32 " in paths
     assert "TTFT 55.6 / 200.0 ms" in latencies, "the thousand before do not count"
-    assert "TTIT –" in latencies, "of which there is no histogram"
+    assert "ITL –" in latencies, "of which there is no histogram"
     [found] = rows(*scrapes)
     expected = {
         "worker": "decode 3", "pool": "decode", "device": "2 GPUs", "running": "7", "KV used": "75%",
@@ -244,7 +244,7 @@ async def test_a_real_router_and_its_workers(tokenizer: ModelTokenizer, tmp_path
     assert shown["KV MB/s"] == f"{1000 / seconds:,.1f}"
     assert printed.exit_code == 0, printed.output
     assert printed.output.count("decode 0") == 1
-    assert "TTFT – · TTIT – · handover –" in printed.output, "nothing happened meanwhile"
+    assert "TTFT – · ITL – · handover –" in printed.output, "nothing happened meanwhile"
 
 
 @pytest.mark.all

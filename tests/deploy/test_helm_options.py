@@ -24,9 +24,9 @@ RAY = {"workload": "RayCluster"}
             "did you mean --max-num-seqs?"),
         ({"decode": {"args": ["--kv-conector=nixl"]}}, "no --kv-conector; did you mean --kv-connector?"),
         ({"decode": {"args": ["--gpu-memory-utilisation=0.9"]}}, "did you mean --gpu-memory-utilization?"),
-        ({"router": {"args": ["--routing-polcy=sticky"]}}, "router has no --routing-polcy; "
-            "did you mean --routing-policy?"),
-        ({"router": {"args": ["--no-overflows"]}}, "did you mean --no-overflow?"),
+        ({"router": {"args": ["--advanced.routing-polcy=sticky"]}}, "no --advanced.routing-polcy; "
+            "did you mean --advanced.routing-policy?"),
+        ({"router": {"args": ["--advanced.no-overflows"]}}, "did you mean --advanced.no-overflow?"),
         ({"encode": {"replicas": 1, "args": ["--max-num-seq=2"]}}, "encode has no --max-num-seq; "
             "did you mean --max-num-seqs?"),
         (GATEWAY | {"picker": {"args": ["--drain-time=5"]}}, "picker.args: baton picker has no --drain-time; "
@@ -65,6 +65,8 @@ def test_a_misspelling_is_refused_by_name(values: dict[str, Any], message: str) 
     [
         # Of vLLM, of another role, and like nothing.
         ({"prefill": {"args": ["--swap-space=4"]}}, "has no --swap-space: A request without free"),
+        ({"prefill": {"args": ["--kv-lanes=2"]}}, "has no --kv-lanes: Give --advanced.kv-lanes."),
+        ({"settings": {"BATON_TTIT_TARGET": "9"}}, "has no BATON_TTIT_TARGET: Give --itl-target"),
         ({"settings": {"BATON_SWAP_SPACE": "4"}}, "has no BATON_SWAP_SPACE: A request without free"),
         ({"prefill": {"args": ["--max-wait=5"]}}, "prefill.args: baton prefill has no --max-wait"),
         ({"router": {"args": ["--zzz=5"]}}, "baton router has no --zzz\n"),
@@ -72,11 +74,11 @@ def test_a_misspelling_is_refused_by_name(values: dict[str, Any], message: str) 
         # A variable for a second name of a flag is none.
         ({"settings": {"BATON_NUM_GPU_BLOCKS_OVERRIDE": "4"}}, "has no BATON_NUM_GPU_BLOCKS_OVERRIDE"),
         # In another form than the flag has.
-        ({"router": {"args": ["--no-overflow=true"]}}, "router.args: --no-overflow takes no value"),
+        ({"router": {"args": ["--advanced.no-overflow=true"]}}, "--advanced.no-overflow takes no value"),
         ({"decode": {"args": ["--max-num-seqs"]}}, "decode.args: --max-num-seqs needs a value"),
         # Beside what the chart sets.
         ({"router": {"args": ["--port=9000"]}}, "router.args: --port is given twice"),
-        ({"prefill": {"args": ["--kv-lanes=2", "--kv-lanes=4"]}}, "prefill.args: --kv-lanes is given twice"),
+        ({"prefill": {"args": 2 * ["--advanced.kv-lanes=2"]}}, "--advanced.kv-lanes is given twice"),
         ({"settings": {"BATON_PORT": "9000"}}, "settings: BATON_PORT has no effect on "),
     ],
 )  # fmt: skip

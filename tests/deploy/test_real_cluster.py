@@ -149,7 +149,7 @@ def test_the_operator_selects_all_that_is_for_it(objects: list[Object]) -> None:
 
 def test_a_private_model_comes_from_its_hub() -> None:
     worker = {
-        "args": ["--download-dir=/scratch"],
+        "args": ["--advanced.download-dir=/scratch"],
         "extraVolumes": GPU_NODES["extraVolumes"],
         "extraVolumeMounts": GPU_NODES["extraVolumeMounts"],
     }

@@ -38,7 +38,7 @@ async def pod(
     home.mkdir()
     replaced = {
         "$(POD_IP)": address,
-        "host=::": f"host={address}",  # --admin-host too
+        "host=::": f"host={address}",  # --advanced.admin-host too
         "/etc/baton/cluster/secret": str(secret),
         "/etc/baton/api-keys": str(tmp),
     }

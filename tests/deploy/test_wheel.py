@@ -69,7 +69,16 @@ def test_the_installed_wheel_serves(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     environment["PYTHONPATH"] = str(target)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    flags = ["--port", str(port), "--dtype", "float32", "--num-blocks", "200", "--num-threads", "1"]
+    flags = [
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--advanced.num-blocks",
+        "200",
+        "--advanced.num-threads",
+        "1",
+    ]
     with subprocess.Popen(
         [sys.executable, "-P", target / "bin" / "baton", "serve", *flags],
         env=environment,

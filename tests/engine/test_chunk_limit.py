@@ -134,8 +134,8 @@ def test_the_engine_passes_its_targets_on(tiny_engine: MakeEngine, monkeypatch: 
         return ChunkLimit(steps, *given)
 
     monkeypatch.setattr("baton.engine.engine.ChunkLimit", limit)
-    tiny_engine(device="cpu", max_num_batched_tokens=64, ttit_target_steps=6.0)
-    tiny_engine(device="cpu", max_num_batched_tokens=128, ttit_target=0.02)
+    tiny_engine(device="cpu", max_num_batched_tokens=64, itl_target_steps=6.0)
+    tiny_engine(device="cpu", max_num_batched_tokens=128, itl_target=0.02)
     assert made == [(None, 64, 6.0), (0.02, 128, LONG)]
 
 

@@ -185,7 +185,7 @@ def test_an_encoder_beside_decodes_gets_what_a_step_leaves(
     seeing: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = seeing
-    engine = load(path, num_blocks=64, ttit_target=1000.0)
+    engine = load(path, num_blocks=64, itl_target=1000.0)
     assert engine.encoder is not None
     granted: list[tuple[float, float]] = []
     grant = engine.encoder.turns.grant

@@ -160,7 +160,9 @@ def test_a_small_pool_shortens_the_default_context_but_not_a_configured_one() ->
 
 def test_configured_blocks_must_fit_the_free_memory() -> None:
     assert pool(use(free=10), gpu_memory_utilization=0.1, num_blocks=8) == PoolSize(8, 1024)
-    with pytest.raises(ValueError, match=r"--num-blocks 999: 15\.61 GiB of KV, .* room for 7\.50 GiB, 480 b"):
+    with pytest.raises(
+        ValueError, match=r"--advanced.num-blocks 999: 15\.61 GiB of KV, .* room for 7\.50 GiB, 480 b"
+    ):
         pool(use(free=10), num_blocks=999)
 
 
@@ -236,7 +238,9 @@ def test_an_out_of_memory_error_names_purpose_and_remedy(monkeypatch: pytest.Mon
 def test_a_cpu_without_memory_names_purpose_and_remedy(tiny_engine: MakeEngine, kept: bool) -> None:
     """Whether torch or Baton has asked the system for it."""
     files = [KeptFiles.create()] if kept else []
-    with pytest.raises(ValueError, match=r"no memory is left for the KV pool; lower --num-blocks, or stop"):
+    with pytest.raises(
+        ValueError, match=r"no memory is left for the KV pool; lower --advanced.num-blocks, or stop"
+    ):
         tiny_engine(device="cpu", num_blocks=10**13, enable_prefix_caching=True, kept_files=files)
     for each in files:
         each.close()
@@ -245,7 +249,9 @@ def test_a_cpu_without_memory_names_purpose_and_remedy(tiny_engine: MakeEngine, 
 def test_context_and_pool_must_fit_each_other(tiny_engine: MakeEngine) -> None:
     assert tiny_engine(num_blocks=4, block_size=8).model_config.max_model_len == 32
     assert tiny_engine(num_blocks=99).model_config.max_model_len == 256
-    with pytest.raises(ValueError, match=r"--max-model-len 40: .* holds 32 tokens, .* or raise --num-blocks"):
+    with pytest.raises(
+        ValueError, match=r"--max-model-len 40: .* holds 32 tokens, .* or raise --advanced.num-blocks"
+    ):
         tiny_engine(num_blocks=4, block_size=8, max_model_len=40)
     with pytest.raises(ValueError, match="--max-model-len 257: the model's context is 256"):
         tiny_engine(max_model_len=257)
@@ -424,7 +430,7 @@ def test_the_error_of_a_full_gpu_lists_the_memory_that_each_part_needs(embedded_
         return build_engine(EngineConfig(str(embedded_model_path), device="cuda", **config))
 
     with pytest.raises(
-        ValueError, match=r"--num-blocks 9000000: .* weights 0\.\d+ GiB, activations of the l"
+        ValueError, match=r"--advanced.num-blocks 9000000: .* weights 0\.\d+ GiB, activations of the l"
     ):
         start(num_blocks=9_000_000)
     with pytest.raises(ValueError, match=r"--gpu-memory-utilization 0\.001 allows -?\d"):

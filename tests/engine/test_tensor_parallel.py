@@ -132,7 +132,7 @@ def test_whole_experts_on_each_rank_give_the_same_tokens(
             max_num_batched_tokens=24,
             max_num_seqs=3,
             enable_expert_parallel=size > 1,
-            ttit_target=60.0,  # chunks follow no speed: the last layer computes a token for each of them
+            itl_target=60.0,  # chunks follow no speed: the last layer computes a token for each of them
             **config,
         )
         tokens = tokens_of(engine, requests)

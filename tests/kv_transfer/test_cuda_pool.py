@@ -216,7 +216,9 @@ def test_a_copy_through_the_arena_may_be_late(late: int) -> None:
 
 def test_an_arena_that_cannot_be_pinned_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
-    with pytest.raises(ValueError, match=r"--kv-slots.* 16 slots of 4096 bytes: cannot pin 65536 bytes"):
+    with pytest.raises(
+        ValueError, match=r"--advanced.kv-slots.* 16 slots of 4096 bytes: cannot pin 65536 bytes"
+    ):
         CudaPool(cache("bfloat16", 16, 1), Arena.create(SLOTS, SLOT_BYTES), exported=False)
 
 

@@ -36,7 +36,7 @@ def test_the_defaults_come_from_the_chosen_file(tmp_path: Path):
     [({"temperature": -1}, "temperature"), ({"top_k": "20"}, "top_k"), ([], "generation_config.json")],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, content: Any, reason: str):
-    with pytest.raises(ValueError, match=f"--generation-config auto.*{reason}"):
+    with pytest.raises(ValueError, match=f"--advanced.generation-config auto.*{reason}"):
         sampling_defaults("auto", written(tmp_path, content))
 
 

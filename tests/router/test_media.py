@@ -115,7 +115,7 @@ async def test_files_come_from_allowed_hosts(host: Host) -> None:
         ("missing", {}, "was answered with the status 404"),
         ("packed", {}, "with a Content-Encoding"),
         ("loop", {}, "leads to more than 3 redirects"),
-        ("file", {"most_bytes": len(FILE) - 1}, "have more than 255999 bytes (--max-body-bytes)"),
+        ("file", {"most_bytes": len(FILE) - 1}, "have more than 255999 bytes (--advanced.max-body-size)"),
         ("chunked", {}, "have more than 1048576 bytes"),
         ("never", {"seconds": 0.05}, "did not come within 0.05 s"),
     ],

@@ -107,8 +107,8 @@ async def test_a_short_answer_stays_on_the_prefill_worker(cluster: Cluster) -> N
     assert await counted(cluster, "no_handover") == 1
     why = (await cluster.get("/status"))["router"]["overflow_why"]
     assert re.fullmatch(
-        r"on a prefill worker, though a decode worker had room: .*--no-overflow.*; costs of the last one: "
-        r"handover [\d.]+ s, decode worker [\d.]+ s, prefill worker [\d.]+ s",
+        r"on a prefill worker, though a decode worker had room: .*--advanced\.no-overflow.*; costs of the "
+        r"last one: handover [\d.]+ s, decode worker [\d.]+ s, prefill worker [\d.]+ s",
         why["no_handover"],
     )
 

@@ -214,7 +214,7 @@ async def test_a_process_that_starts_after_an_admin_call_reaches_the_workers(sta
 
 
 async def test_each_process_has_its_own_view_of_the_workers(start: Callable[..., Any]):
-    routers = await start("--router-processes", "3", "--no-prefix-fetches", prefills=2)
+    routers = await start("--router-processes", "3", "--advanced.no-prefix-fetches", prefills=2)
     prompt = list(range(3, 503))
     chunks = prompt_hints(prompt, b"", b"")
 

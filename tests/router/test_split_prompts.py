@@ -196,7 +196,7 @@ async def test_a_failed_part_ends_the_plan(
         name, message = str(cluster.connection(worker)), worker.failure
         [failure] = (await cluster.get("/status"))["router"]["failures"]
         assert [failure[of] for of in ("code", "worker", "message")] == ["part_failed", name, message]
-        assert "--no-split-prompts" in failure["remedy"]
+        assert "--advanced.no-split-prompts" in failure["remedy"]
         [line] = [record.getMessage() for record in caplog.records if message in record.getMessage()]
         assert name in line
 

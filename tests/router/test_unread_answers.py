@@ -154,7 +154,7 @@ async def test_a_client_is_cut_off_over_tls(
 @pytest.mark.long
 async def test_a_router_process_cuts_off_a_client(start: Callable[..., Any]):
     """With the event loop that routers use."""
-    router = await start("--client-timeout", "0.5")
+    router = await start("--advanced.client-timeout", "0.5")
     sock = await open_unread(router.url, 31 * FILE)
     ended = select.poll()
     ended.register(sock, 0)  # errors alone: to read would be progress

@@ -424,7 +424,7 @@ async def test_a_defect_in_one_request_does_not_hide_a_lost_worker_from_the_othe
     ("wrong", "named"),
     [
         ({"drain_timeout": -1}, "--drain-timeout"),
-        ({"decode_only": True, "overflow": False}, "--no-overflow"),
+        ({"decode_only": True, "overflow": False}, "--advanced.no-overflow"),
         ({"workers": ("nowhere",)}, "--worker"),
         ({"workers": ("host:99999",)}, "--worker"),
     ],

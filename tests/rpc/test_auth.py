@@ -244,7 +244,7 @@ def test_an_error_names_the_missing_or_broken_file(
     chain, key = certificates.server
     assert TlsFiles.of("ssl", None, None, None) is None
     assert TlsFiles.of("ssl", chain, key, None) == TlsFiles(chain, key)
-    assert TlsFiles.of("cluster", chain, key, certificates.ca, mutual=True) is not None
+    assert TlsFiles.of("cluster-ssl", chain, key, certificates.ca, mutual=True) is not None
     broken = tmp_path / "broken"
     broken.write_text("nothing")
     for given, message in (
@@ -259,5 +259,5 @@ def test_an_error_names_the_missing_or_broken_file(
         with pytest.raises(ValueError) as error:
             TlsFiles.of("ssl", *given)
         assert message in str(error.value)
-    with pytest.raises(ValueError, match="--cluster-ca-certs: some are missing"):
-        TlsFiles.of("cluster", chain, key, None, mutual=True)
+    with pytest.raises(ValueError, match="--cluster-ssl-ca-certs: some are missing"):
+        TlsFiles.of("cluster-ssl", chain, key, None, mutual=True)

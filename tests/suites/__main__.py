@@ -27,7 +27,8 @@ import pytest
 HERE = Path(__file__).parent
 LIST = HERE.parents[1] / "docs" / "suites.toml"
 SERVE = [
-    "--tool-call-parser", "llama3_json", "--generation-config", str(HERE), "--enable-per-request-metrics",
+    "--tool-call-parser", "llama3_json", "--advanced.generation-config", str(HERE),
+    "--advanced.enable-per-request-metrics",
 ]  # fmt: skip
 PYTEST = [
     "-p", "plugin", "-q", "--no-header", "--tb=line", "-c", "/dev/null", "-o", "asyncio_mode=auto",

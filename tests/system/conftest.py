@@ -121,13 +121,19 @@ def broken(
     tmp_path_factory: pytest.TempPathFactory, otlp: Receiver, shallow_model: list[str]
 ) -> Iterator[Broken]:
     """The one that tests do break: two workers of each role, each started again however it ends."""
-    watched = ("--otlp-endpoint", otlp.endpoint, "--log-format", "json", "--log-level", "debug")
+    watched = ("--advanced.otlp-endpoint", otlp.endpoint, "--log-format", "json", "--log-level", "debug")
     # What is broken here is the way of KV from a prefill worker to decode: decode workers do not go without,
     # and prompts have one prefill worker. `test_split` breaks what several have.
     with LocalCluster(
         tmp_path_factory.mktemp("broken"),
         worker_flags=[*FLAGS, *watched, *shallow_model],
-        router_flags=["--no-overflow", "--no-split-prompts", *PATIENT, *watched, *shallow_model],
+        router_flags=[
+            "--advanced.no-overflow",
+            "--advanced.no-split-prompts",
+            *PATIENT,
+            *watched,
+            *shallow_model,
+        ],
     ) as cluster:
         yield Broken(cluster, asyncio.run(expected(cluster.url, [*SHORT, *LONG], at_once=12)))
 

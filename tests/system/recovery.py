@@ -13,15 +13,13 @@ from baton.bench.lab.harness.streams import Case, Stream, cases, new_session, re
 from baton.bench.lab.harness.workers import metric
 from tests.within import WITHIN
 
-UNHURRIED = (
-    "--engine-timeout", "60", "--peer-timeout", "60", "--transfer-timeout", "60", "--hold-timeout", "600",
-)  # fmt: skip
+UNHURRIED = ("--failure-timeout", "60")
 """However slow the machine is, no process counts as dead. A prefill that leaks is held for longer than tests
 wait for whole pools."""
 PATIENT = ("--max-wait", "600")
 """Of a router: on a slow machine prompts seem to wait for a minute."""
 FLAGS = (
-    "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
+    "--device", "cpu", "--dtype", "float32", "--advanced.num-threads", "1", "--advanced.num-blocks", "600",
     "--max-num-batched-tokens", "64", "--drain-timeout", "1", *UNHURRIED,
     "--speculative-config", '{"num_speculative_tokens": 3}',
     "--no-enable-prefix-caching",  # a prompt that comes again must still be under way when something breaks

@@ -69,7 +69,8 @@ def attacked(tmp_path_factory: pytest.TempPathFactory, shallow_model_path: Path)
     grpc_port, admin_port = free_port(), free_port()
     admin = f"http://127.0.0.1:{admin_port}"
     serve = Serve(
-        machine, "--model", str(shallow_model_path), "--num-threads", "1", "--num-blocks", "600",
+        machine, "--model", str(shallow_model_path), "--advanced.num-threads", "1",
+        "--advanced.num-blocks", "600",
         "--max-num-batched-tokens", "64", "--api-key-file", str(keys), "--cluster-secret-file", str(secret),
         "--grpc-port", str(grpc_port), "--admin-port", str(admin_port), "--tool-call-parser", "qwen3_coder",
     )  # fmt: skip

@@ -21,8 +21,12 @@ pytestmark = pytest.mark.all
 
 TURNS = 10
 ANSWER = 12
-ANYWHERE = ("--routing-policy", "round-robin", "--no-split-prompts")  # a part of a prompt is not fetched
-HANDED_OVER = (*ANYWHERE, "--no-overflow")
+ANYWHERE = (
+    "--advanced.routing-policy",
+    "round-robin",
+    "--advanced.no-split-prompts",
+)  # a part of a prompt is not fetched
+HANDED_OVER = (*ANYWHERE, "--advanced.no-overflow")
 FETCHED = "baton:prefix_fetched_tokens_total"
 LOADED = "baton:offload_loaded_tokens_total"
 Make = Callable[..., LocalCluster]
@@ -42,7 +46,7 @@ def reusing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]) 
         blocks: int, router_flags: tuple[str, ...], worker_flags: tuple[str, ...] = HOST
     ) -> LocalCluster:
         directory: Path = tmp_path_factory.mktemp("reusing")
-        flags = [*FLAGS, *shallow_model, "--enable-prefix-caching", "--num-blocks", str(blocks)]
+        flags = [*FLAGS, *shallow_model, "--enable-prefix-caching", "--advanced.num-blocks", str(blocks)]
         flags += [*worker_flags, "--disk-cache-dir", str(directory)]
         named = [*router_flags, *shallow_model]
         return made.enter_context(LocalCluster(directory, worker_flags=flags, router_flags=named))
@@ -70,7 +74,11 @@ async def total(cluster: LocalCluster, metric: str) -> float:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("router_flags", "tiers", "blocks"),
-    [(HANDED_OVER, HOST, 80), (HANDED_OVER, (*BOTH, "--block-size", "128"), 12), (ANYWHERE, BOTH, 80)],
+    [
+        (HANDED_OVER, HOST, 80),
+        (HANDED_OVER, (*BOTH, "--advanced.block-size", "128"), 12),
+        (ANYWHERE, BOTH, 80),
+    ],
     ids=["handed over, host", "handed over, disk, large blocks", "anywhere, disk"],
 )
 async def test_chats_say_the_same_with_every_cache_on_through_evictions_kills_and_drains(
@@ -126,7 +134,9 @@ async def test_hits_recover_after_a_restart_of_a_prefill_worker(reusing: Make) -
     """From the other worker of its pool, from decode workers, and from the memory of their hosts: pools are
     smaller than the chats."""
     flags = (*HOST, "--drain-timeout", "10")
-    cluster = await asyncio.to_thread(reusing, 160, ("--no-overflow", "--no-split-prompts"), flags)
+    cluster = await asyncio.to_thread(
+        reusing, 160, ("--advanced.no-overflow", "--advanced.no-split-prompts"), flags
+    )
     leaving = cluster.of("prefill")[0]
     chats = [text(400, number) for number in range(6)]
     shares: list[float] = []

@@ -78,7 +78,7 @@ async def test_kills_while_a_head_drafts(
     with LocalCluster(
         tmp_path / "drafting",
         worker_flags=[*flags, *shallow_model],
-        router_flags=["--no-overflow", "--no-split-prompts", *shallow_model],
+        router_flags=["--advanced.no-overflow", "--advanced.no-split-prompts", *shallow_model],
     ) as cluster:
         broken = Broken(cluster, right)
 

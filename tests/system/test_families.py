@@ -53,7 +53,7 @@ async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Pa
         prefill=1,
         decode=1,
         worker_flags=[*FLAGS, *named],
-        router_flags=["--no-overflow", *named],
+        router_flags=["--advanced.no-overflow", *named],
     ) as cluster:
         async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
 
@@ -79,7 +79,7 @@ async def test_streams_outlive_each_process_of_workers(kind: str, tmp_path: Path
     save_spelled_tokenizer(model)
     named = ["--model", str(model), "--served-model-name", kind]
     with LocalCluster(
-        tmp_path, worker_flags=[*FLAGS, *named], router_flags=["--no-overflow", *named]
+        tmp_path, worker_flags=[*FLAGS, *named], router_flags=["--advanced.no-overflow", *named]
     ) as cluster:
         asked = cases(6, 60, repeat=5)
         broken = Broken(cluster, await expected(cluster.url, asked))

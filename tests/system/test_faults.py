@@ -152,8 +152,8 @@ def cluster(shallow_model_path: Path) -> Iterator[Cluster]:
     admin = free_port()
     serve = Serve(
         machine, "--model", str(shallow_model_path), "--decode-tensor-parallel-size", str(RANKS),
-        "--num-threads", "1", "--num-blocks", "600", "--max-num-batched-tokens", "64",
-        "--router-processes", "2", "--admin-port", str(admin), "--engine-timeout", "20",
+        "--advanced.num-threads", "1", "--advanced.num-blocks", "600", "--max-num-batched-tokens", "64",
+        "--router-processes", "2", "--admin-port", str(admin), "--failure-timeout", "20",
         *PATIENT,
     )  # fmt: skip
     try:

@@ -80,7 +80,7 @@ async def test_a_client_reads_the_tokens_of_transformers(
         decode=1,
         encode=encoders,
         worker_flags=[*FLAGS, *room, *named],
-        router_flags=["--no-overflow", *named],
+        router_flags=["--advanced.no-overflow", *named],
     ) as cluster:
         async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
 
@@ -187,9 +187,9 @@ async def test_an_engine_asks_for_an_image_that_the_one_before_it_had(tmp_path: 
     before, after = (tokenizer.encode(part, add_special_tokens=False).ids for part in ("Look:", "which?"))
     ids = [*before, *[IMAGE_TOKEN] * 15, *after]
     named = ["--model", str(model), "--served-model-name", "vl"]
-    flags = [*FLAGS, *named, "--replace-engine", "--no-standby"]
+    flags = [*FLAGS, *named, "--replace-engine", "--advanced.no-standby"]
     with LocalCluster(
-        tmp_path, prefill=1, decode=1, worker_flags=flags, router_flags=["--no-overflow", *named]
+        tmp_path, prefill=1, decode=1, worker_flags=flags, router_flags=["--advanced.no-overflow", *named]
     ) as cluster:
         [worker] = cluster.of("prefill")
 

@@ -21,7 +21,7 @@ from .recovery import FLAGS, SHORT, Broken, each_has, hold, wait_exit
 pytestmark = pytest.mark.all
 
 # Steps may take as long as they like.
-GENEROUS = ("--ttit-target", "5000", "--enable-prefix-caching")
+GENEROUS = ("--itl-target", "5000", "--enable-prefix-caching")
 TOKENS = 65
 ASKED = [replace(case, max_tokens=TOKENS) for case in SHORT]
 CHUNKS = 3 * CHUNK_TOKENS
@@ -40,7 +40,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[st
         directory, prefill=1, decode=1,
         worker_flags=flags, decode_flags=GENEROUS, router_flags=shallow_model,
     ) as cluster:  # fmt: skip
-        cluster.restart_router("--no-overflow")
+        cluster.restart_router("--advanced.no-overflow")
         right = asyncio.run(expected(cluster.url, [*ASKED, CACHED], at_once=12))
         cluster.restart_router()
         yield Broken(cluster, right)
@@ -80,7 +80,7 @@ async def test_decode_prefills_and_goes_on_through_kills(overflowing: Broken) ->
 async def test_decode_prefills_the_rest_of_what_it_has_cached(overflowing: Broken) -> None:
     """A prompt of several chunks, whose KV came from a prefill worker the first time."""
     await asyncio.to_thread(overflowing.all_back)
-    await asyncio.to_thread(overflowing.cluster.restart_router, "--no-overflow")
+    await asyncio.to_thread(overflowing.cluster.restart_router, "--advanced.no-overflow")
     [stream] = await overflowing.ride([CACHED])
     assert stream.cached_tokens == 0  # the prefill worker computed it, and has no prefix cache
     await asyncio.to_thread(overflowing.cluster.restart_router)

@@ -27,9 +27,9 @@ async def test_each_rank_is_killed_in_mid_stream(
     size = "--tensor-parallel-size"
     with LocalCluster(
         tmp_path, prefill=1, decode=1,
-        worker_flags=[*FLAGS, *shallow_model, size, str(prefill_ranks), "--block-size", "32"],
-        decode_flags=[size, str(decode_ranks), "--block-size", "16"],
-        router_flags=["--no-overflow", *shallow_model],
+        worker_flags=[*FLAGS, *shallow_model, size, str(prefill_ranks), "--advanced.block-size", "32"],
+        decode_flags=[size, str(decode_ranks), "--advanced.block-size", "16"],
+        router_flags=["--advanced.no-overflow", *shallow_model],
     ) as cluster:  # fmt: skip
         ranked = Broken(cluster, broken.right)
         await ranked.ride(MIXED)

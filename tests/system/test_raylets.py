@@ -33,8 +33,8 @@ pytestmark = pytest.mark.all
 T = TypeVar("T")
 CASES = cases(8, 24)
 FLAGS = (
-    "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600", "--max-num-batched-tokens", "64",
-    "--engine-timeout", "20", "--peer-timeout", "20", "--drain-timeout", "5",
+    "--dtype", "float32", "--advanced.num-threads", "1", "--advanced.num-blocks", "600",
+    "--max-num-batched-tokens", "64", "--failure-timeout", "30", "--drain-timeout", "5",
 )  # fmt: skip
 BACK_S = 120.0
 
@@ -249,7 +249,7 @@ def test_an_actor_of_a_role_starts_when_its_disk_has_room_again(machine: Machine
 def test_one_of_each_over_two_raylets(machine: Machine, raylets: Raylets) -> None:
     raylets.add(4)
     other = raylets.add(2, side="far")
-    joined = Joined(machine, raylets, 1, 1, "--decode-nodes", "side=far")
+    joined = Joined(machine, raylets, 1, 1, "--advanced.decode-nodes", "side=far")
     nodes = joined.nodes()
     assert other.startswith(nodes["decode 0"]), "its label says where"
     assert not other.startswith(nodes["router 0"]), "the router is where the command was"
@@ -286,7 +286,7 @@ def test_another_command_goes_on_with_the_cluster_whose_front_was_lost(
     """As on KubeRay when the one pod with the router is replaced: the workers do not notice."""
     raylets.add(3, side="far")
     front = raylets.add(1)
-    far = ("--prefill-nodes", "side=far", "--decode-nodes", "side=far")
+    far = ("--advanced.prefill-nodes", "side=far", "--advanced.decode-nodes", "side=far")
     joined = Joined(machine, raylets, 1, 1, *far, front=front)
     workers = joined.incarnations()
     assert front.startswith(joined.nodes()["router 0"])
@@ -319,7 +319,7 @@ def test_pairs_stand_side_by_side(machine: Machine, raylets: Raylets) -> None:
     raylets.add(1)  # the router's
     for _ in range(2):
         raylets.add(3)
-    joined = Joined(machine, raylets, 2, 2, "--placement", "pair")
+    joined = Joined(machine, raylets, 2, 2, "--advanced.placement", "pair")
     nodes = joined.nodes()
     assert nodes["prefill 0"] == nodes["decode 0"]
     assert nodes["prefill 1"] == nodes["decode 1"]

@@ -42,7 +42,7 @@ def replacing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]
             prefill=1,
             decode=1,
             worker_flags=[*CACHED, "--replace-engine", *shallow_model],
-            router_flags=["--no-overflow", *PATIENT, *shallow_model],
+            router_flags=["--advanced.no-overflow", *PATIENT, *shallow_model],
         )
     with cluster:
         right = asyncio.run(expected(cluster.url, [salted(case, "right") for case in ASKED], at_once=16))

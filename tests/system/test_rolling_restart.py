@@ -21,7 +21,17 @@ CASES = cases(8, 24)
 @pytest.mark.long
 async def test_every_worker_is_restarted_under_load() -> None:
     machine = Machine()
-    served = Serve(machine, "--prefill", "2", "--decode", "2", "--num-blocks", "600", "--num-threads", "1")
+    served = Serve(
+        machine,
+        "--prefill",
+        "2",
+        "--decode",
+        "2",
+        "--advanced.num-blocks",
+        "600",
+        "--advanced.num-threads",
+        "1",
+    )
     try:
         await asyncio.to_thread(served.until_ready)
         right = await expected(served.url, CASES, at_once=8)

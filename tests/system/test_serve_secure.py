@@ -38,8 +38,8 @@ def test_tls_keys_and_two_processes_that_drain(
         "--router-processes", "2", "--admin-port", str(admin_port),
         "--api-key-file", str(keys), "--cluster-secret-file", str(secret),
         "--ssl-certfile", chain, "--ssl-keyfile", key, "--ssl-ca-certs", certificates.ca,
-        "--cluster-certfile", worker, "--cluster-keyfile", worker_key,
-        "--cluster-ca-certs", certificates.ca, "--log-dir", str(logs),
+        "--cluster-ssl-certfile", worker, "--cluster-ssl-keyfile", worker_key,
+        "--cluster-ssl-ca-certs", certificates.ca, "--log-dir", str(logs),
     )  # fmt: skip
     try:
         serve.until_ready()

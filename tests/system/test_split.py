@@ -21,8 +21,8 @@ from .recovery import PATIENT, UNHURRIED, Broken, each_has
 pytestmark = pytest.mark.all
 
 FLAGS = (
-    "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
-    "--max-num-batched-tokens", "256", *UNHURRIED, "--engine-timeout", "20", "--drain-timeout", "1",
+    "--device", "cpu", "--dtype", "float32", "--advanced.num-threads", "1", "--advanced.num-blocks", "600",
+    "--max-num-batched-tokens", "256", *UNHURRIED, "--failure-timeout", "20", "--drain-timeout", "1",
     "--no-enable-prefix-caching",
 )  # fmt: skip
 """Tests let engines hang."""

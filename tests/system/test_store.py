@@ -36,7 +36,7 @@ async def test_chats_go_on_after_all_workers_and_then_the_store_were_restarted(
 ) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", libraries(tmp_path / "lib"))
     machine = Machine()
-    served = Serve(machine, "--kv-store", "local?size=256MiB", "--num-threads", "1")
+    served = Serve(machine, "--kv-store", "local?size=256MiB", "--advanced.num-threads", "1")
     try:
         await asyncio.to_thread(served.until_ready)
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=120) as client:

@@ -24,7 +24,7 @@ TIMES_NOISE = 10.0
 """A worker adds in another order than transformers. So it may be off from float64 by some times as much as
 the trainer's own float32 is."""
 FLAGS = (
-    "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "200",
+    "--device", "cpu", "--dtype", "float32", "--advanced.num-threads", "1", "--advanced.num-blocks", "200",
     "--max-num-batched-tokens", "64", "--enable-prefix-caching",
 )  # fmt: skip
 

@@ -72,7 +72,7 @@ def test_engines_with_too_many_threads_are_told_how_many_to_have(
     """Threads of one each cannot be fewer."""
     monkeypatch.setattr(cpu_engines, "usable_cpus", lambda: 8)
     advice = cpu_engines.remedy([CpuEngine(pid, count) for pid, count in enumerate(threads)])
-    assert advice.endswith(f"--num-threads {each}") if each else not advice
+    assert advice.endswith(f"--advanced.num-threads {each}") if each else not advice
 
 
 def test_the_text_names_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:

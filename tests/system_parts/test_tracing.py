@@ -33,7 +33,7 @@ def test_a_malformed_traceparent_is_dropped(sent: str | None) -> None:
 
 
 def test_an_endpoint_without_http_is_refused() -> None:
-    with pytest.raises(ValueError, match="--otlp-endpoint must be http://HOST:PORT"):
+    with pytest.raises(ValueError, match=r"--advanced\.otlp-endpoint must be http://HOST:PORT"):
         Tracer("127.0.0.1:4317", "baton", {})
 
 
@@ -55,7 +55,7 @@ Tracer("http://127.0.0.1:1", "baton", {})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "off\n", done.stderr
-    assert "ValueError: --otlp-endpoint: tracing needs OpenTelemetry" in done.stderr
+    assert "ValueError: --advanced.otlp-endpoint: tracing needs OpenTelemetry" in done.stderr
     assert "pip install -e '.[otel]'" in done.stderr
 
 

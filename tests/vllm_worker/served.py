@@ -183,7 +183,7 @@ class VLLMCluster(Front):
                     str(PYTHON), "-m", "baton.cluster.cli", "serve", "--engine", "vllm",
                     "--model", str(model),
                     "--served-model-name", "tiny", "--port", str(self.port), "--dtype", "float32",
-                    "--log-dir", str(self.logs), "--num-threads", "1", "--no-overflow",
+                    "--log-dir", str(self.logs), "--advanced.num-threads", "1", "--advanced.no-overflow",
                     "--vllm-args", "--enforce-eager", *flags,
                 ],
                 cwd=directory, env=environment, stdout=out, stderr=subprocess.STDOUT,
@@ -295,14 +295,16 @@ def serving(
 def joined(cluster: VLLMCluster, *flags: str) -> Iterator[tuple[Front, Front]]:
     """Starts Baton's engine beside the vLLM workers of a cluster. Yields a router of a pair in which it
     prefills, and one of a pair in which it decodes."""
-    engine = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", *flags]
+    engine = ["--device", "cpu", "--dtype", "float32", "--advanced.num-threads", "1", *flags]
     fronts: list[Front] = []
     with contextlib.ExitStack() as roles:
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
             worker = ["--port", str(port := free_port()), "--model", str(cluster.model), *engine]
             roles.enter_context(_started(role, *worker))
             theirs = cluster.workers()[other]["address"]
-            fronts.append(roles.enter_context(routed(cluster, f"127.0.0.1:{port}", theirs, "--no-overflow")))
+            fronts.append(
+                roles.enter_context(routed(cluster, f"127.0.0.1:{port}", theirs, "--advanced.no-overflow"))
+            )
         yield fronts[0], fronts[1]
 
 

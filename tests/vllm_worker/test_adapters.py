@@ -71,9 +71,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMCluster]:
     with serving(
         directory / "model", tmp_path_factory.mktemp("served"),
-        "--max-model-len", "2304", "--num-blocks", "100", "--max-num-batched-tokens", "256",
-        "--enable-lora", "--lora-modules", f"one={directory / 'one'}", "--max-loras", "1",
-        "--max-cpu-loras", "2", "--admin-key-file", str(directory / "key"),
+        "--max-model-len", "2304", "--advanced.num-blocks", "100", "--max-num-batched-tokens", "256",
+        "--enable-lora", "--lora-modules", f"one={directory / 'one'}", "--advanced.max-loras", "1",
+        "--advanced.max-cpu-loras", "2", "--admin-key-file", str(directory / "key"),
     ) as served:  # fmt: skip
         yield served
 
@@ -155,7 +155,7 @@ def test_tokens_are_those_of_merged_weights(cluster: VLLMCluster, directory: Pat
     assert cluster.workers()["decode"]["status"]["prompt_tokens"] == 0, "all KV was handed over"
     status, text = changed(cluster, "load", lora_name="three", lora_path=str(directory / "one"))
     assert status == 400
-    assert "--max-cpu-loras" in text
+    assert "--advanced.max-cpu-loras" in text
 
     psutil.Process(cluster.process_of("decode 0 engine").pid).kill()
     cluster.until_restarted("decode 0", 1)

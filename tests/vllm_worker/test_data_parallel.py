@@ -35,7 +35,7 @@ def reference(model: Path) -> Reference:
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMCluster]:
     with serving(
         model, tmp_path_factory.mktemp("served"), "--data-parallel-size", "2",
-        "--max-model-len", "512", "--block-size", "64", "--num-blocks", "60",
+        "--max-model-len", "512", "--advanced.block-size", "64", "--advanced.num-blocks", "60",
         "--max-num-batched-tokens", "256", "--max-num-seqs", "8",
     ) as served:  # fmt: skip
         yield served

@@ -32,7 +32,7 @@ def states(path: Path) -> tuple[str, ...]:
 
 def windows(path: Path) -> tuple[str, ...]:
     save_tiny(path, "Gemma3Text", **SIZES, head_dim=32, sliding_window=48, initializer_range=0.1)
-    return ("--block-size", "32")
+    return ("--advanced.block-size", "32")
 
 
 @pytest.mark.long
@@ -43,7 +43,7 @@ def test_tokens_are_those_of_transformers(save: Callable[[Path], tuple[str, ...]
     model = tmp_path / "model"
     options = save(model)
     save_tokenizer(model, SIZES["vocab_size"])
-    limits = "--max-model-len", "512", "--num-blocks", "300"
+    limits = "--max-model-len", "512", "--advanced.num-blocks", "300"
     cluster = VLLMCluster(model, tmp_path, *limits, *options)
     prompts = prompts_of(LENGTHS, 5)
     expected = generated(model, prompts)

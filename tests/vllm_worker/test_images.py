@@ -28,8 +28,8 @@ from .served import VLLMCluster, joined, routed, serving
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 TOKENS = 60
 FLAGS = (
-    "--max-model-len", "512", "--block-size", "32", "--num-blocks", "100",
-    "--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--max-images", "20",
+    "--max-model-len", "512", "--advanced.block-size", "32", "--advanced.num-blocks", "100",
+    "--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--advanced.max-images", "20",
 )  # fmt: skip
 Part = str | np.ndarray
 
@@ -140,7 +140,7 @@ def test_a_stream_goes_on_when_an_engine_is_killed(cluster: VLLMCluster, model: 
 
 def test_pairs_with_batons_engine(cluster: VLLMCluster, model: Seeing) -> None:
     """Both engines take the KV of images from each other."""
-    flags = ("--max-model-len", "512", "--num-blocks", "100")
+    flags = ("--max-model-len", "512", "--advanced.num-blocks", "100")
     with joined(cluster, *flags) as fronts:
         for seed, front in enumerate(fronts, 5):
             parts = ("Look:", picture(seed), "Look at it and say what it is. " * 3)
@@ -166,7 +166,7 @@ def test_a_decode_worker_alone_encodes(cluster: VLLMCluster, model: Seeing) -> N
 
 def test_a_preempted_decode_is_computed_where_its_image_is_encoded(model: Seeing, tmp_path: Path) -> None:
     """All decodes do not fit into the blocks at their ends, and nothing is cached."""
-    flags = dict(pairwise(FLAGS)) | {"--num-blocks": "40"}
+    flags = dict(pairwise(FLAGS)) | {"--advanced.num-blocks": "40"}
     given = [word for flag in FLAGS[::2] for word in (flag, flags[flag])]
     every = [("Look:", picture(10 + i), f"at {i}") for i in range(4)]
     with (
@@ -211,7 +211,7 @@ def test_gemma_serves_text_alone(tmp_path: Path) -> None:
     settings = {"image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor"}
     settings |= {"size": {"height": 32, "width": 32}, "image_seq_length": 16}
     (model / "preprocessor_config.json").write_text(json.dumps(settings))
-    limits = ("--max-model-len", "128", "--num-blocks", "100", "--max-num-seqs", "8")
+    limits = ("--max-model-len", "128", "--advanced.num-blocks", "100", "--max-num-seqs", "8")
     dummy = "--load-format", "dummy"  # vLLM does not know the names of tensors that transformers writes
     with serving(model, tmp_path, *limits, *dummy, sees=True) as cluster:
         assert len(cluster.ask(prompt=[5, 6, 7], max_tokens=4)["token_ids"]) == 4

@@ -40,7 +40,7 @@ LATENT: dict[str, Any] = {
 """The sizes that vLLM's kernels read."""
 LENGTHS = (1, 3, 64, 129, 300)
 LIMITS = (
-    "--max-model-len", "2048", "--num-blocks", "200", "--max-num-batched-tokens", "256",
+    "--max-model-len", "2048", "--advanced.num-blocks", "200", "--max-num-batched-tokens", "256",
     "--max-num-seqs", "4", "--no-enable-prefix-caching",
 )  # fmt: skip
 ON_GPU = ("--device", "cuda", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.05")
@@ -127,7 +127,7 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "attention": Kind(tiny("Llama"), on_cpu=""),
-    "windows": Kind(tiny("Gemma3Text", sliding_window=48), ("--block-size", "32"), on_cpu=""),
+    "windows": Kind(tiny("Gemma3Text", sliding_window=48), ("--advanced.block-size", "32"), on_cpu=""),
     "latents": Kind(
         tiny("DeepseekV3", **LATENT, q_lora_rank=64, first_k_dense_replace=3), on_cpu=CPU_LATENTS
     ),
@@ -256,7 +256,7 @@ def test_tokens_after_images_are_those_of_one_vllm(tmp_path: Path) -> None:
     asked = [("Look:", first), ("Look:", second, "and"), ("Say", first, "then", second, "?"), ("Say", "more")]
     kind = Kind(
         Seeing,
-        ("--max-images", "20", "--max-model-len", "512"),
+        ("--advanced.max-images", "20", "--max-model-len", "512"),
         "--mm-encoder-attn-backend TORCH_SDPA",
         on_cpu="",
     )

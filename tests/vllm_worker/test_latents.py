@@ -64,7 +64,7 @@ def test_latents_are_handed_over(model: Path) -> None:
 @pytest.mark.timeout(900)
 def test_latents_between_workers(model: Path, tmp_path: Path) -> None:
     """Of vLLM, and of vLLM and Baton's engine in both directions."""
-    limits = "--max-model-len", "512", "--num-blocks", "200", "--no-enable-prefix-caching"
+    limits = "--max-model-len", "512", "--advanced.num-blocks", "200", "--no-enable-prefix-caching"
     eager = "--enforce-eager --attention-backend CPU_MLA"
     eager += f" --compilation-config '{json.dumps(COMPILATION)}'"
     cluster = VLLMCluster(model, tmp_path, *limits, "--vllm-args", eager)

@@ -73,9 +73,9 @@ def test_there_is_room_for_the_adapters_of_the_start() -> None:
     more = dict(pairwise(command_line(replace(two, max_cpu_loras=8), ())))
     assert (more["--max-loras"], more["--max-cpu-loras"]) == ("2", "8")
     for few in (replace(two, max_loras=3), replace(two, lora_modules=("a=/a", "b=/b", "c=/c"))):
-        with pytest.raises(ValueError, match=r"--max-cpu-loras 2: .* raise it to at least 3"):
+        with pytest.raises(ValueError, match=r"--advanced.max-cpu-loras 2: .* raise it to at least 3"):
             replace(few, max_cpu_loras=2)
-    with pytest.raises(ValueError, match="--max-cpu-loras 2: needs --enable-lora"):
+    with pytest.raises(ValueError, match=r"--advanced\.max-cpu-loras 2: needs --enable-lora"):
         config(max_cpu_loras=2)
     for wrong in (("a",), ("=a",), ("a=",), ("a=/a", "a=/b")):
         with pytest.raises(ValueError, match="give NAME=PATH, with a name for each adapter"):

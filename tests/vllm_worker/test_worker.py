@@ -19,7 +19,7 @@ from tests.within import WITHIN
 from .served import Front, Reference, VLLMCluster, joined, prompts_of, save_model, serving
 
 TOKENS = 12
-FLAGS = ("--max-model-len", "2304", "--num-blocks", "100", "--max-num-batched-tokens", "256")
+FLAGS = ("--max-model-len", "2304", "--advanced.num-blocks", "100", "--max-num-batched-tokens", "256")
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_pairs_with_batons_engine(cluster: VLLMCluster, reference: Reference, le
     """Chunked prompts, all at once, and then one that begins as another. Log probabilities are those of one
     engine."""
     with (
-        joined(cluster, "--max-model-len", "2304", "--num-blocks", "1000") as fronts,
+        joined(cluster, "--max-model-len", "2304", "--advanced.num-blocks", "1000") as fronts,
         ThreadPoolExecutor(30) as pool,
     ):
         for seed, front in enumerate(fronts, 20):

@@ -19,9 +19,9 @@ def config(**fields: Any) -> WorkerConfig:
 @pytest.mark.parametrize(
     ("fields", "flag"),
     [
-        ({"kv_lanes": 0}, "--kv-lanes: 0"),
-        ({"kv_slots": 5}, "--kv-slots: 5"),
-        ({"kv_slot_bytes": 100_000}, "--kv-slot-bytes: 100000"),
+        ({"kv_lanes": 0}, "--advanced.kv-lanes: 0"),
+        ({"kv_slots": 5}, "--advanced.kv-slots: 5"),
+        ({"kv_slot_bytes": 100_000}, "--advanced.kv-slot-size: 100000"),
         ({"kv_connector": "nixl", "kv_encrypt": True}, "--kv-encrypt: NIXL"),
         ({"kv_connector": "nixl"}, r"--kv-connector: .*'\.\[nixl\]'"),
         (
@@ -33,16 +33,16 @@ def config(**fields: Any) -> WorkerConfig:
         ({"kv_store": "missing://host:1"}, r"--kv-store: the package no_such_package .*'\.\[store\]'"),
         ({"kv_store": "mooncake://host:1?max_age=1d"}, "--kv-store: max_age=1d"),
         ({"kv_store": "mooncake://host:1", "engine_args": ()}, "--kv-store: .*--engine vllm"),
-        ({"kv_bind": ("lo", "10.255.255.254")}, "--kv-bind: '10.255.255.254'"),
+        ({"kv_bind": ("lo", "10.255.255.254")}, "--advanced.kv-bind: '10.255.255.254'"),
         (
             {"engine": EngineConfig("model", max_num_seqs=32_768, max_num_batched_tokens=32_768)},
             "--max-num-seqs",
         ),
-        ({"kv_bind": ("no-such-nic",)}, "--kv-bind: 'no-such-nic'.*lo"),
-        ({"kv_host": "0.0.0.0"}, "--kv-host: '0.0.0.0'"),
-        ({"kv_host": "no such host"}, "--kv-host: 'no such host' is neither"),
+        ({"kv_bind": ("no-such-nic",)}, "--advanced.kv-bind: 'no-such-nic'.*lo"),
+        ({"kv_host": "0.0.0.0"}, "--advanced.kv-host: '0.0.0.0'"),
+        ({"kv_host": "no such host"}, "--advanced.kv-host: 'no such host' is neither"),
         ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),
-        ({"deadlines": TransferDeadlines(engine_dead=0)}, "--engine-timeout: 0"),
+        ({"deadlines": TransferDeadlines(engine_dead=0)}, "--failure-timeout: 0"),
         (
             {"engine": EngineConfig("model", enable_memory_saver=True), "replace_engine": True},
             "--enable-memory-saver: not with --replace-engine",
@@ -130,5 +130,5 @@ def test_all_addresses_of_a_host_that_has_ipv6_alone(
 
 def test_kv_host_may_not_name_an_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"net9": []})
-    with pytest.raises(ValueError, match="--kv-host: the interface net9 has no IP address"):
+    with pytest.raises(ValueError, match=r"--advanced\.kv-host: the interface net9 has no IP address"):
         config(kv_host="net9")

@@ -97,7 +97,7 @@ class WorkerAdapters:
             raise Refused("it loads no adapters: start it with --engine vllm --enable-lora")
         if len(asked.adapters) > most:
             text = f"{len(asked.adapters)} adapters are more than {most}"
-            raise Refused(f"{text}: unload one, or start the workers with a larger --max-cpu-loras")
+            raise Refused(f"{text}: unload one, or start the workers with a larger --advanced.max-cpu-loras")
         for each in asked.adapters:
             if not _NAME.fullmatch(each.name):
                 raise Refused("an adapter's name must be 1 to 128 printable characters without spaces")

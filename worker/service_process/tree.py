@@ -107,7 +107,7 @@ class WorkerTree:
         self._engine: ChildProcess | None = None
         self._ranks: list[ChildProcess] = []  # from rank 1 on
         if config.trace_dir is not None:
-            make_directory("--trace-dir", Path(config.trace_dir))
+            make_directory("--advanced.trace-dir", Path(config.trace_dir))
         with contextlib.ExitStack() as opened:
             enter = opened.enter_context
             self._store: Store | None = None
@@ -273,7 +273,7 @@ class WorkerTree:
             start = self._transfer_config(engine)
             images = None if engine.image_layout is None else self._image_config(start, engine)
         except ValueError as error:
-            raise StartError(f"--kv-slot-bytes: {error}") from error
+            raise StartError(f"--advanced.kv-slot-size: {error}") from error
         port = await self._start_transfer(self.transfer, start)
         if images is not None:
             assert self._images is not None, "the engine fetches images as it was told"

@@ -35,8 +35,8 @@ from baton.cluster.gpus import visible_gpus
 WORKERS = ("prefill", "decode")
 ROLES = (*WORKERS, "router")
 ON_CPU = (
-    "--device", "cpu", "--num-threads", "1", "--num-blocks", "600",
-    "--max-num-batched-tokens", "64", "--engine-timeout", "2", "--peer-timeout", "3",
+    "--device", "cpu", "--advanced.num-threads", "1", "--advanced.num-blocks", "600",
+    "--max-num-batched-tokens", "64", "--failure-timeout", "2",
 )  # fmt: skip
 # A step of workers that share a GPU may take long, so deadlines are the usual ones.
 ON_CUDA = "--max-num-seqs", "32", "--max-num-batched-tokens", "2048"
@@ -158,7 +158,7 @@ def start(args: argparse.Namespace, directory: Path) -> LocalCluster:
     on_gpus, shape, gpus = args.device == "cuda", args.model_shape, len(visible_gpus())
     model = ["--model", str(write_shape(shape, directory, tokenizer=True))] if shape else []
     flags = [*(ON_CUDA if on_gpus else ON_CPU), *model, "--dtype", args.dtype]
-    flags += ["--num-blocks", str(BLOCKS_AT_RATE if args.rate else BLOCKS)] if on_gpus else []
+    flags += ["--advanced.num-blocks", str(BLOCKS_AT_RATE if args.rate else BLOCKS)] if on_gpus else []
     flags += ["--load-format", "dummy", "--max-model-len", "2048"] if shape else []
     # The embedded model is a GGUF file, which workers would else serve packed.
     flags += ["--quantization", args.quantization or ("auto" if shape else "none")]

@@ -72,7 +72,7 @@ TOTALS = {
 """Rows of `baton bench` → their units. The report has their means over the seeds."""
 REQUESTS = {"cuda": (300, 50), "cpu": (20, 4)}  # of each rate and seed; with --short
 ON_DEVICE = {
-    "cpu": "--device cpu --dtype float32 --num-threads 1",
+    "cpu": "--device cpu --dtype float32 --advanced.num-threads 1",
     "cuda": "--model {model} --load-format dummy --max-model-len {context}",
 }
 Request = dict[str, np.ndarray]

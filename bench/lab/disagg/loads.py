@@ -21,7 +21,7 @@ SHORT = ("2000/150", "saturated", "swing", "agents")
 SMALLER = 32
 SMALL_LEVELS = (1.0, 2.0)
 SMALL_PERIOD_S = 2.0
-SMALL_SLO = "ttft=2s,ttit=200"
+SMALL_SLO = "ttft=2s,itl=200"
 SMALL_AGENTS = (
     "--turns", "3", "--prefix-len", "125", "--context-len", "190", "--input-len", "lognormal:28,0.8@4,250",
     "--output-len", "uniform:2,8", "--think-time", "exponential:0.05",
@@ -83,20 +83,20 @@ _LEVEL = {"open": "r", "closed": "c", "batch": "b", "swing": "r", "agents": "a",
 
 # TTFT within five times that of an idle H200, and a mean gap within 20 ms, about four steps of an idle one.
 LOADS = (
-    Load("2000/150", "open", ((2000, 150),), (8, 12, 22), "ttft=250,ttit=20"),
-    Load("8000/200", "open", ((8000, 200),), (1, 2, 3, 4), "ttft=1s,ttit=20"),
-    Load("500/500", "open", ((500, 500),), (6, 12, 24), "ttft=100,ttit=20"),
-    Load("200/20", "open", ((200, 20),), (40, 80), "ttft=75,ttit=20"),
-    Load("30000/100", "open", ((30000, 100),), (0.5, 0.8), "ttft=5s,ttit=20"),
-    Load("saturated", "closed", ((2000, 150),), (128, 256), "ttft=5s,ttit=50"),
-    Load("agents", "agents", ((11_000, 150),), (16, 48, 96), "ttft=2s,ttit=50", context=49_152),
-    Load("swing", "swing", ((2000, 50), (200, 500)), (12, 20), "ttft=250,ttit=20"),
+    Load("2000/150", "open", ((2000, 150),), (8, 12, 22), "ttft=250,itl=20"),
+    Load("8000/200", "open", ((8000, 200),), (1, 2, 3, 4), "ttft=1s,itl=20"),
+    Load("500/500", "open", ((500, 500),), (6, 12, 24), "ttft=100,itl=20"),
+    Load("200/20", "open", ((200, 20),), (40, 80), "ttft=75,itl=20"),
+    Load("30000/100", "open", ((30000, 100),), (0.5, 0.8), "ttft=5s,itl=20"),
+    Load("saturated", "closed", ((2000, 150),), (128, 256), "ttft=5s,itl=50"),
+    Load("agents", "agents", ((11_000, 150),), (16, 48, 96), "ttft=2s,itl=50", context=49_152),
+    Load("swing", "swing", ((2000, 50), (200, 500)), (12, 20), "ttft=250,itl=20"),
 )
 
 ENGINE_LOADS = (
-    Load("prompts", "closed", ((2000, 8),), (1,), "ttft=5s,ttit=50"),
-    Load("long-prompts", "closed", ((8000, 8),), (1,), "ttft=5s,ttit=50"),
-    Load("steps", "batch", ((1000, 512),), (1, 8, 32, 64, 128, 256), "ttft=60s,ttit=50"),
+    Load("prompts", "closed", ((2000, 8),), (1,), "ttft=5s,itl=50"),
+    Load("long-prompts", "closed", ((8000, 8),), (1,), "ttft=5s,itl=50"),
+    Load("steps", "batch", ((1000, 512),), (1, 8, 32, 64, 128, 256), "ttft=60s,itl=50"),
 )
 """What one engine can: first tokens of single prompts, and gaps of answers that run side by side."""
 
@@ -105,7 +105,7 @@ def trace_load(path: Path, first: float) -> Load:
     """The first so many seconds of a trace in Mooncake's format."""
     flags = ("--first", f"{first:g}")
     return Load(
-        path.stem, "trace", ((8000, 200),), (TRACE_SPEED,), "ttft=5s,ttit=50",
+        path.stem, "trace", ((8000, 200),), (TRACE_SPEED,), "ttft=5s,itl=50",
         context=131_072, trace=path, flags=flags,
     )  # fmt: skip
 

@@ -305,7 +305,7 @@ def engine_of(
             enable_prefix_caching=False,
             max_num_seqs=running,
             max_num_batched_tokens=BUDGET,
-            ttit_target=60.0,  # no limit on the chunks of prompts beside decodes
+            itl_target=60.0,  # no limit on the chunks of prompts beside decodes
             batch_invariant=exact,
             elastic_memory=False if args.positions else None,  # `positions` writes all of the cache
         )

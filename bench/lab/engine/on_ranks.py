@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     size = args.tensor_parallel_size
     if args.device == "cpu":
         # Without a bound on gaps, prompts fill the batch before the first request ends.
-        engine: dict[str, Any] = {"model": str(embedded_path()), "dtype": "float32", "ttit_target": 60.0}
+        engine: dict[str, Any] = {"model": str(embedded_path()), "dtype": "float32", "itl_target": 60.0}
         engine |= {"num_blocks": 512, "max_num_seqs": 16}
         work = Work(engine, [1, 16], [500], 128, 16, compared=True)
         _compare(work, size, report, {})
@@ -89,7 +89,7 @@ def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int
         "max_model_len": 16384,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": 16384,
-        "ttit_target": 60.0,
+        "itl_target": 60.0,
     }
 
 

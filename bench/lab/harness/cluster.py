@@ -36,7 +36,7 @@ from baton.system.addresses import free_port
 START_S = 300.0
 STOP_S = 60.0
 SET_POOL_S = 60.0
-WHOLE_S = 25.0  # less than --hold-timeout, which would hide a leak
+WHOLE_S = 25.0  # less than a prefill waits for its decode worker, which would hide a leak
 _MUST_BE_ZERO = (
     "requests_running", "requests_waiting", "tokens_waiting", "held_prefills", "reservations",
     "transfers_open",
@@ -180,7 +180,7 @@ class LocalCluster:
         """Makes no process yet.
 
         Args:
-            encode: encoders. With some, all workers have --encoder-pool.
+            encode: encoders. With some, all workers have --advanced.encoder-pool.
             router: False: the workers alone.
             devices: of the prefill workers, then of the decode workers; empty: what `--device` says.
             cpus: that each may use, in the same order; empty: those of this process.
@@ -190,7 +190,7 @@ class LocalCluster:
         self.url = ""
         self.workers: list[Worker] = []
         self._counts = {"encode": encode, "prefill": prefill, "decode": decode}
-        pooled = ["--encoder-pool"] if encode else []
+        pooled = ["--advanced.encoder-pool"] if encode else []
         self._flags = {
             "encode": [*worker_flags],
             "prefill": [*worker_flags, *pooled, *prefill_flags],
@@ -322,7 +322,7 @@ def two_workers(
             flags += ["--gpu-memory-utilization", "0.45"] if gpus == 1 else []
         else:
             # One thread each: otherwise two engines would compete for the cores of a small machine.
-            flags = [*flags, "--dtype", "float32", "--num-threads", "1"]
+            flags = [*flags, "--dtype", "float32", "--advanced.num-threads", "1"]
             flags += ["--model", args.model] if args.model else []
         with LocalCluster(
             directory, prefill=1, decode=1, router=False, worker_flags=flags, devices=devices

@@ -86,21 +86,21 @@ def background_tokens(tokens: int) -> int:
 def flags(args: argparse.Namespace, directory: Path) -> list[str]:
     """The flags of both roles."""
     common = [
-        "--dtype", "float32" if args.device == "cpu" else "bfloat16", "--kv-lanes", str(args.lanes),
-        "--kv-connector", args.kv_connector, "--trace-dir", str(directory),
+        "--dtype", "float32" if args.device == "cpu" else "bfloat16", "--advanced.kv-lanes", str(args.lanes),
+        "--kv-connector", args.kv_connector, "--advanced.trace-dir", str(directory),
         "--no-enable-prefix-caching",  # batches repeat prompts, which must be computed again
     ]  # fmt: skip
     if args.elastic_memory is not None:
-        common.append("--elastic-memory" if args.elastic_memory else "--no-elastic-memory")
+        common.append("--advanced.elastic-memory" if args.elastic_memory else "--advanced.no-elastic-memory")
     if args.device == "cpu":
         # One thread each: otherwise two engines would compete for the cores of a small machine.
-        return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])]
+        return [*common, "--advanced.num-threads", "1", *(["--model", args.model] if args.model else [])]
     model = args.model or str(write_shape(args.model_shape, directory))
     prompts = (*args.tokens, *args.long)
     longest = max(CONTEXT + background_tokens(max(args.tokens)), *(length + 1024 for length in prompts))
     common += ["--model", model, "--load-format", "dummy"]
     common += ["--max-model-len", str(longest), "--max-num-batched-tokens", "8192", "--max-num-seqs", "128"]
-    common += ["--kv-slot-bytes", str(2 << 20), "--kv-slots", "256", "--engine-timeout", "120"]
+    common += ["--advanced.kv-slots", "256", "--failure-timeout", "120"]
     return common
 
 

@@ -141,7 +141,7 @@ def main() -> int:
     args = p.parse_args()
     turns = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
     args.rounds = driver.MIN_PAIRS if args.short else ROUNDS
-    on_gpus = ("--max-model-len", "16384", "--kv-lanes", "8", "--kv-slots", "256")
+    on_gpus = ("--max-model-len", "16384", "--advanced.kv-lanes", "8", "--advanced.kv-slots", "256")
     with two_workers(args, ("--kv-connector", args.kv_connector), on_gpus) as cluster:
         runs = asyncio.run(measure(args, cluster, turns))
     report = report_of("reuse", args, **turns._asdict(), transport=runs.transport)

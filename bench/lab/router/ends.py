@@ -217,7 +217,7 @@ def cpu_seconds(pid: int) -> float:
 _PAUSE_S = 0.0005
 _ASK = b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n"
 _BYTES = (16 << 20) - 1024
-"""Just below the default of `--max-body-bytes`."""
+"""Just below the default of `--advanced.max-body-size`."""
 _LONG_ANSWER = {"n": 16, "max_tokens": 1000}
 _MANY_ANSWERS = {"n": 128, "max_tokens": 400}
 _SENTENCE = "The router chooses a worker, and sends it what to read. "

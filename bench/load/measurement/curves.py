@@ -26,7 +26,7 @@ def curves(records: Sequence[Record], begin: float, end: float) -> dict[str, Any
     counted = [r for r in ok if begin <= r.intended < end]
     samples = {
         "ttft": [r.ttft for r in counted],
-        "ttit": [gap for r in counted for gap in r.gaps],
+        "itl": [gap for r in counted for gap in r.gaps],
         "e2e.per_token": [r.e2e / r.generated for r in counted if r.generated],
     }
     distributions = {name: _distribution(values) for name, values in samples.items() if values}
@@ -70,7 +70,7 @@ def _timeline(records: Sequence[Record], ok: Sequence[Record]) -> dict[str, Any]
         "tokens_per_s": [_digits(each / width) for each in counts(arrivals, tokens)],
         "failed_per_s": [_digits(each / width) for each in counts([r.ended for r in records if not r.ok])],
         **{f"ttft.{name}": quantile(first, q) for name, q in (("p50", 0.5), ("p99", 0.99))},
-        **{f"ttit.{name}": quantile(gaps, q) for name, q in (("p50", 0.5), ("p99", 0.99))},
+        **{f"itl.{name}": quantile(gaps, q) for name, q in (("p50", 0.5), ("p99", 0.99))},
     }
     return {"at": [_digits(each) for each in edges - width / 2], **lists}
 

@@ -1,10 +1,11 @@
-"""Service-level objectives: `ttft=500,ttit=50` limits every request, `ttft.p99=500,ttit.p99=15` limits the
+"""Service-level objectives: `ttft=500,itl=50` limits every request, `ttft.p99=500,itl.p99=15` limits the
 run.
 
 Goodput is the rate of requests that meet all bounds on a request (DistServe, OSDI 2024). A failed request
 meets no bound.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -12,12 +13,17 @@ import msgspec
 
 from baton.bench.load.measurement import quantiles
 
-METRICS = ("ttft", "ttit", "gap", "handover", "e2e")
+METRICS = ("ttft", "itl", "gap", "handover", "e2e")
 QUANTILES = (*quantiles.QUANTILES, "max")
 SYNTAX = (
     "METRIC=LIMIT or METRIC.QUANTILE=LIMIT, separated by commas; METRIC one of "
     f"{', '.join(METRICS)}; QUANTILE one of {', '.join(QUANTILES)}; LIMIT in ms, or with a unit: 1.5s"
 )
+
+
+def renamed(text: str) -> str:
+    """Metrics by their present names: earlier reports and command lines say ttit for itl."""
+    return re.sub(r"\bttit\b", "itl", text)
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -36,7 +42,7 @@ class Slo(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        return cls(tuple(_bound(part, text) for part in text.split(",") if part.strip()))
+        return cls(tuple(_bound(part, text) for part in renamed(text).split(",") if part.strip()))
 
     @property
     def per_request(self) -> Sequence[Bound]:

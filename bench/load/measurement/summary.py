@@ -24,7 +24,7 @@ from baton.bench.load.target.answer import Failure, Record
 from baton.bench.report import Row
 
 LATENCIES = (
-    "ttft", "ttft.first", "ttft.later", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e",
+    "ttft", "ttft.first", "ttft.later", "itl", "itl.normalized", "itl.request", "handover", "e2e",
     "e2e.per_token",
 )  # fmt: skip
 PARTS = 20  # of the window, in time
@@ -194,7 +194,7 @@ def request_value(record: Record, metric: str) -> float | None:
             return record.ttft * 1e3
         case "e2e":
             return record.e2e * 1e3
-        case "ttit":
+        case "itl":
             mean = record.mean_gap
             return None if mean is None else mean * 1e3
         case "gap":
@@ -213,7 +213,7 @@ def _bound_met(bound: Bound, latencies: Latencies) -> bool:
 
 def _name(bound: Bound) -> str:
     """The metric of the rows that a bound on the run limits."""
-    return "ttit" if bound.metric == "gap" else bound.metric
+    return "itl" if bound.metric == "gap" else bound.metric
 
 
 def _steadiness(records: Sequence[Record], warm_up: float | None) -> Steadiness:
@@ -247,7 +247,7 @@ def _filled(records: Sequence[Record], begin: float, end: float) -> float:
 
 
 def _series(ok: Sequence[Record]) -> dict[str, Series]:
-    """In ms. `ttit` has every gap between chunks; `ttit.normalized` has each token's share of its gap.
+    """In ms. `itl` has every gap between chunks; `itl.normalized` has each token's share of its gap.
     `e2e.per_token` divides the latency by the output tokens. Only sessions of several turns have `ttft.first`
     and `ttft.later`."""
     later = [r for r in ok if r.turn]
@@ -256,9 +256,9 @@ def _series(ok: Sequence[Record]) -> dict[str, Series]:
         "ttft": Series.of([[r.ttft * 1e3] for r in ok]),
         "ttft.first": Series.of([[r.ttft * 1e3] for r in first]),
         "ttft.later": Series.of([[r.ttft * 1e3] for r in later]),
-        "ttit": Series.of([[g * 1e3 for g in r.gaps] for r in ok]),
-        "ttit.normalized": Series.of([_normalized(r) for r in ok]),
-        "ttit.request": Series.of([[m * 1e3] for r in ok if (m := r.mean_gap) is not None]),
+        "itl": Series.of([[g * 1e3 for g in r.gaps] for r in ok]),
+        "itl.normalized": Series.of([_normalized(r) for r in ok]),
+        "itl.request": Series.of([[m * 1e3] for r in ok if (m := r.mean_gap) is not None]),
         "handover": Series.of([[g * 1e3 for g in r.gaps[:1]] for r in ok]),
         "e2e": Series.of([[r.e2e * 1e3] for r in ok]),
         "e2e.per_token": Series.of([[r.e2e * 1e3 / max(1, r.generated)] for r in ok]),

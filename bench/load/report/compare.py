@@ -17,6 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from baton.bench.load.measurement.slo import renamed
 from baton.bench.load.report.table import Rows, rows_of
 
 SYNTAX = "ROW>+5% (grew by more), ROW<-5% (shrank by more), ROW>+2 (by more units), ROW>250 (is more)"
@@ -24,7 +25,7 @@ _CONDITION = re.compile(r"^\s*([\w.=/-]+?)\s*([<>])\s*([+-]?)(\d+(?:\.\d+)?)\s*(
 # If these parameters differ, the two runs are not the same experiment.
 _SAME = ("model", "api", "load", "duration_s", "requests", "workload", "extra_body", "warm_up", "seed")
 _OF_EACH_RUN = ("texts", "dialect")
-_LATENCIES = ("ttft", "ttit", "handover", "e2e")
+_LATENCIES = ("ttft", "itl", "handover", "e2e")
 _RATES = ("throughput", "goodput", "max_rate", "interactivity")
 _FAILURES = ("errors", "requests.failed", "requests.refused")
 Kind = str
@@ -34,7 +35,7 @@ _STYLES = {"": "", "dim": "dim", "good": "green", "bad": "red", "warn": "yellow"
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """`ttit.p99>+5%`: if the condition holds, the comparison fails."""
+    """`itl.p99>+5%`: if the condition holds, the comparison fails."""
 
     text: str
     row: str
@@ -45,7 +46,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        match = _CONDITION.match(text)
+        match = _CONDITION.match(renamed(text))
         if match is None:
             raise ValueError(f"--fail-if {text!r} is no condition. Write {SYNTAX}.")
         row, operator, sign, number, percent = match.groups()
@@ -78,7 +79,7 @@ class Verdict:
 def load(path: Path) -> dict[str, Any]:
     """Reads a report that --json wrote. Raises ValueError for another file."""
     try:
-        report = json.loads(path.read_text())
+        report = json.loads(renamed(path.read_text()))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
         raise ValueError(f"{path}: no report ({e}). Give a file that --json wrote.") from e
     rows = report.get("results") if isinstance(report, dict) else None

@@ -83,7 +83,7 @@ class Progression:
             text += f", [red]{self._failed} FAILED[/red]"
         for name, values in (
             ("TTFT", [r.ttft for r in recent]),
-            ("TTIT", [g for r in recent for g in r.gaps]),
+            ("ITL", [g for r in recent for g in r.gaps]),
         ):
             if values:
                 p50, p99 = (percentile(values, q) * 1e3 for q in (0.5, 0.99))

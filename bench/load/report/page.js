@@ -30,9 +30,9 @@ function draw(title, xLabel, curves, options = {}) {
 
 const name = (run, label) => runs.length > 1 ? `${run.name} ${label}`.trim() : label || run.name;
 
-for (const [metric, title] of [["ttft", "Time to first token, ms"], ["ttit", "Gaps between tokens, ms"],
+for (const [metric, title] of [["ttft", "Time to first token, ms"], ["itl", "Gaps between tokens, ms"],
   ["e2e.per_token", "Latency ÷ output tokens, ms"]])
-  draw(`${title}: share of requests below`.replace("requests", metric === "ttit" ? "gaps" : "requests"), "ms", runs.map((run, index) => {
+  draw(`${title}: share of requests below`.replace("requests", metric === "itl" ? "gaps" : "requests"), "ms", runs.map((run, index) => {
     const values = run.curves.distributions?.[metric] ?? [];
     // Equal values are one point, the last.
     const points = values.map((value, at) => [value, at / (values.length - 1)]).filter(([value], at) => value !== values[at + 1]);
@@ -44,7 +44,7 @@ const timeline = (run, metric) => (run.curves.timeline?.at ?? []).map((at, index
   .filter(([, value]) => value !== null);
 for (const [title, metrics] of [
   ["First tokens over time, ms", { "ttft.p50": "p50", "ttft.p99": "p99" }],
-  ["Gaps over time, ms", { "ttit.p50": "p50", "ttit.p99": "p99" }],
+  ["Gaps over time, ms", { "itl.p50": "p50", "itl.p99": "p99" }],
   ["Output tokens per second", { tokens_per_s: "" }], ["Requests in flight", { in_flight: "" }],
   ["Failures per second", { failed_per_s: "" }]]) {
   const curves = runs.flatMap((run, index) => Object.entries(metrics).map(([metric, label], style) =>
@@ -54,7 +54,7 @@ for (const [title, metrics] of [
 }
 
 for (const [title, rows] of [
-  ["First tokens by load, ms", { "ttft.p50": "p50", "ttft.p99": "p99" }], ["Gaps by load, ms", { "ttit.p50": "p50", "ttit.p99": "p99" }],
+  ["First tokens by load, ms", { "ttft.p50": "p50", "ttft.p99": "p99" }], ["Gaps by load, ms", { "itl.p50": "p50", "itl.p99": "p99" }],
   ["Throughput and goodput by load, requests/s", { "throughput.requests": "all", "goodput.requests": "within the objectives" }],
   ["Output tokens per second by load", { "throughput.output_tokens": "" }]])
   draw(title, "load: sessions/s, or users", runs.flatMap((run, index) => Object.entries(rows).map(([row, label], style) =>

@@ -16,7 +16,7 @@ from baton.bench.load.report.table import ms, name_of, rows_of
 
 _PAGES = files("baton.router.endpoints.pages")
 _ROWS = (
-    "ttft.p50", "ttft.p99", "ttit.p50", "ttit.p99", "e2e.p50", "e2e.per_token.p50", "e2e.per_token.p90",
+    "ttft.p50", "ttft.p99", "itl.p50", "itl.p99", "e2e.p50", "e2e.per_token.p50", "e2e.per_token.p90",
     "throughput.requests", "throughput.output_tokens", "goodput.requests", "goodput.share", "input.cached",
     "requests.sent", "requests.failed",
 )  # fmt: skip

@@ -15,9 +15,9 @@ TITLES = {
     "ttft": "TTFT",
     "ttft.first": "TTFT first turns",
     "ttft.later": "TTFT later turns",
-    "ttit": "TTIT, every gap",
-    "ttit.normalized": "TTIT per token",
-    "ttit.request": "TTIT by request",
+    "itl": "ITL, every gap",
+    "itl.normalized": "ITL per token",
+    "itl.request": "ITL by request",
     "handover": "Handover",
     "e2e": "End to end",
     "e2e.per_token": "End to end/token",
@@ -67,12 +67,12 @@ def render(report: Mapping[str, Any]) -> RenderableType:
 def render_sweep(report: Mapping[str, Any]) -> RenderableType:
     """A line for each run."""
     table = Table(title="Sweep", title_justify="left", title_style="bold")
-    numbers = ["TTFT p50", "p99", "TTIT p50", "p99", "max", "requests/s", "tokens/s", "good", "failed"]
+    numbers = ["TTFT p50", "p99", "ITL p50", "p99", "max", "requests/s", "tokens/s", "good", "failed"]
     for column in ("load", *numbers, ""):
         table.add_column(column, justify="left" if column in ("load", "") else "right")
     for run in report["detail"]["points"]:
         rows, detail = rows_of(run), run["detail"]
-        names = ("ttft.p50", "ttft.p99", "ttit.p50", "ttit.p99", "ttit.max")
+        names = ("ttft.p50", "ttft.p99", "itl.p50", "itl.p99", "itl.max")
         good = rows.get("goodput.share")
         table.add_row(
             run["parameters"]["load"],

@@ -267,6 +267,6 @@ class Record(msgspec.Struct, kw_only=True, tag=True):
             fields |= {
                 "ttft_ms": self.ttft * 1e3,
                 "e2e_ms": self.e2e * 1e3,
-                "ttit_ms": None if mean_gap is None else mean_gap * 1e3,
+                "itl_ms": None if mean_gap is None else mean_gap * 1e3,
             }
         return fields | {"error_class": self.error_class}

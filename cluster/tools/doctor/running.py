@@ -203,7 +203,7 @@ async def handover(
     return bad(
         check, f"the KV did not arrive{f' ({why})' if why else ''}",
         f"Let {name_of(decode)} connect to {kv}, the port for KV of {name_of(prefill)}: look at firewalls, "
-        "network policies and --kv-host. The logs of both workers have more.",
+        "network policies and --advanced.kv-host. The logs of both workers have more.",
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class Targets(NamedTuple):
     """For the 99th percentile, in seconds."""
 
     ttft: float
-    ttit: float
+    itl: float
 
 
 class Pools(NamedTuple):
@@ -100,9 +100,9 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
         )
     machine = of_decode.machine(positions_of(load), load.gpu_memory_utilization, load.max_num_seqs)
     shortest = machine.step(1, _longest(load), [])
-    if targets.ttit < shortest:
+    if targets.itl < shortest:
         raise ValueError(
-            f"--slo ttit={targets.ttit * 1e3:.1f}: a step with a single request takes {shortest * 1e3:.2f} "
+            f"--slo itl={targets.itl * 1e3:.1f}: a step with a single request takes {shortest * 1e3:.2f} "
             "ms, and no number of workers makes it shorter; a larger --decode-tensor-parallel-size may"
         )
     in_memory = _in_memory(of_decode, load)
@@ -170,7 +170,7 @@ def _workers(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets
     workers = Workers(of_prefill.machine(positions, share, seats), machine, seats, splits=not load.images)
     if targets is None:
         return workers
-    steps = targets.ttit / machine.step(1, 1, [])
+    steps = targets.itl / machine.step(1, 1, [])
     return replace(workers, ttft_target=targets.ttft, target_steps=steps)
 
 
@@ -186,24 +186,24 @@ def _check_alone(workers: Workers, load: SizingOptions, targets: Targets) -> Non
             f"--slo ttft={targets.ttft * 1e3:.0f}: a request that is alone in the cluster has its first "
             f"token after {served.ttft.p50 * 1e3:.0f} ms; a larger --prefill-tensor-parallel-size may help"
         )
-    if served.gap.p50 > targets.ttit:
+    if served.gap.p50 > targets.itl:
         raise ValueError(
-            f"--slo ttit={targets.ttit * 1e3:.1f}: the tokens of a request that is alone in the cluster are "
+            f"--slo itl={targets.itl * 1e3:.1f}: the tokens of a request that is alone in the cluster are "
             f"{served.gap.p50 * 1e3:.2f} ms apart; a larger --decode-tensor-parallel-size may help"
         )
 
 
 def _work(
-    of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, ttit: float, in_memory: int
+    of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, itl: float, in_memory: int
 ) -> tuple[float, Pools]:
     """How many workers the load keeps busy all the time, and the pools with which the search begins: those in
     which each pool does its own work. Agents ask for more only when they have their answers.
 
-    `ttit`: seconds of the longest step that decodes."""
+    `itl`: seconds of the longest step that decodes."""
     if load.agents is not None:
         return 0.0, Pools(1, 1)
     context = load.input + load.output / 2
-    rows = min(load.max_num_seqs, in_memory, of_decode.steps.fitting_rows(context, ttit) or 1)
+    rows = min(load.max_num_seqs, in_memory, of_decode.steps.fitting_rows(context, itl) or 1)
     prompts = load.rate * of_prefill.prefill(load.input)
     decodes = load.rate * load.output * of_decode.steps.decode(rows, rows * context) / rows
     return prompts + decodes, Pools(math.floor(prompts) + 1, math.ceil(decodes))
@@ -222,10 +222,10 @@ def _search(
     of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets, in_memory: int
 ) -> "tuple[_Search, Pools]":
     """The search, and the pools with which it begins."""
-    work, first = _work(of_prefill, of_decode, load, targets.ttit, in_memory)
+    work, first = _work(of_prefill, of_decode, load, targets.itl, in_memory)
     _check_size(sum(first), load)
     simulate = _simulation(of_prefill, of_decode, load, targets, begins=False)
-    rows = of_decode.steps.fitting_rows(positions_of(load), targets.ttit)
+    rows = of_decode.steps.fitting_rows(positions_of(load), targets.itl)
     return _Search(simulate, targets, in_memory, load.max_num_seqs, rows, work), first
 
 
@@ -281,14 +281,14 @@ class _Search:
             return f"{self._bound('TTFT')} decides: with one worker less requests wait for room"
         if served.ttft.p99 > self._targets.ttft:
             return f"TTFT decides: with one worker less its p99 is {served.ttft.p99 * 1e3:.0f} ms"
-        return f"TTIT decides: with one worker less its p99 is {served.gap.p99 * 1e3:.1f} ms"
+        return f"ITL decides: with one worker less its p99 is {served.gap.p99 * 1e3:.1f} ms"
 
     def missed(self, pools: Pools) -> float:
         """The larger of both latencies, ÷ its target. More than 1 without capacity."""
         if sum(pools) <= self._work:
             return math.inf
         served = self.of(pools)
-        return max(served.ttft.p99 / self._targets.ttft, served.gap.p99 / (PADDED * self._targets.ttit))
+        return max(served.ttft.p99 / self._targets.ttft, served.gap.p99 / (PADDED * self._targets.itl))
 
     def _bound(self, else_: str) -> str:
         """What keeps a worker from more requests at a time, or `else_`."""
@@ -343,13 +343,12 @@ def _one_token(
 
 
 def parse_slo(text: str) -> Targets:
-    """Parses `ttft=500,ttit=20`, in ms. Raises ValueError with the flag."""
+    """Parses `ttft=500,itl=20`, in ms. Raises ValueError with the flag."""
     try:
-        targets = {
-            name.strip(): float(value) / 1e3 for name, value in (word.split("=") for word in text.split(","))
-        }
+        pairs = (word.split("=") for word in text.replace("ttit", "itl").split(","))  # its earlier name
+        targets = {name.strip(): float(value) / 1e3 for name, value in pairs}
     except ValueError:
         targets = {}
-    if set(targets) != {"ttft", "ttit"} or not all(value > 0 for value in targets.values()):
-        raise ValueError(f"--slo {text}: give both targets in milliseconds, as ttft=1000,ttit=50")
-    return Targets(targets["ttft"], targets["ttit"])
+    if set(targets) != {"ttft", "itl"} or not all(value > 0 for value in targets.values()):
+        raise ValueError(f"--slo {text}: give both targets in milliseconds, as ttft=1000,itl=50")
+    return Targets(targets["ttft"], targets["itl"])

@@ -98,7 +98,7 @@ def serve_line(sizing: SizingOptions, pools: Pools, targets: Targets | None, enc
     words += ["--prefill", str(pools.prefill), "--decode", str(max(1, pools.decode))]
     words += ["--encode", str(encoders)] if encoders else []
     if targets is not None:
-        words += ["--ttft-target", f"{targets.ttft * 1e3:g}", "--ttit-target", f"{targets.ttit * 1e3:g}"]
+        words += ["--ttft-target", f"{targets.ttft * 1e3:g}", "--itl-target", f"{targets.itl * 1e3:g}"]
     defaults = SizingOptions()
     for name in (
         "prefill_tensor_parallel_size", "decode_tensor_parallel_size", "kv_cache_dtype", "max_num_seqs",
@@ -118,7 +118,7 @@ def show(sized: Answer, sizes: tuple[int, int], source: str) -> None:
         *(f"{t * 1e3:.0f} ms" for t in (served.ttft.p50, served.ttft.p99)), f"{served.busy[0]:.0%}", "", "",
     )  # fmt: skip
     decode = (
-        "decode (TTIT)", pools.decode, pools.decode * sizes[1],
+        "decode (ITL)", pools.decode, pools.decode * sizes[1],
         *(f"{t * 1e3:.1f} ms" for t in (served.gap.p50, served.gap.p99)), f"{served.busy[1]:.0%}",
         f"≤ {served.most}", f"≤ {sized.kv_bytes / 1e9:.1f} of {sized.kv_room / 1e9:.1f} GB",
     )  # fmt: skip

@@ -45,7 +45,7 @@ def needs_of(
     names = ("quantization", "dtype", "kv_cache_dtype", "max_model_len")
     options = {name: getattr(engine, name) for name in names}
     seats = choose(engine, "cuda", gpu_gib).max_num_seqs
-    numbers = (engine.gpu_memory_utilization, seats, engine.ttit_target or 0.0)
+    numbers = (engine.gpu_memory_utilization, seats, engine.itl_target or 0.0)
     arguments = json.dumps([resolved.location, options, ranks, gpus, gpu_gib, numbers])
     command = [sys.executable, "-m", "baton.cluster.tools.sizing.worker_needs", arguments]
     child = subprocess.run(

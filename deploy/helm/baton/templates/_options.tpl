@@ -14,13 +14,13 @@ value that is none of its choices. Gives the kind of the flag: "switch", "value"
 {{- $choices := "" -}}
 {{- range .commands -}}
 {{- with get $options.commands . -}}
-{{- $flags = merge $flags .flags ($variable | ternary dict .aliases) -}}
+{{- $flags = merge $flags .flags ($variable | ternary .variables .aliases) -}}
 {{- $choices = get .choices $flag | default $choices -}}
 {{- end -}}
 {{- end -}}
 {{- if not (hasKey $flags $flag) -}}
 {{- $hint := get $options.refused $flag | printf ": %s" | trimSuffix ": " -}}
-{{- with include "baton.options.nearest" (list $flag (keys $flags | sortAlpha)) -}}
+{{- with empty $hint | not | ternary "" (include "baton.options.nearest" (list $flag (keys $flags | sortAlpha))) -}}
 {{- $hint = $variable | ternary (trimPrefix "--" . | upper | replace "-" "_" | printf "BATON_%s") . | printf "; did you mean %s?" -}}
 {{- end -}}
 {{- fail (printf "%s: baton %s has no %s%s" .where (join ", " .commands) .name $hint) -}}
@@ -87,10 +87,10 @@ effect: a flag that comes twice, and a setting whose flag the chart gives.
 {{- fail (printf "%s: %s takes no value, not %s" $where $flag .) -}}
 {{- else if and (ne $kind "switch") (not (contains "=" .)) -}}
 {{- fail (printf "%s: %s needs a value: write %s=VALUE" $where $flag $flag) -}}
-{{- else if and (ne $kind "values") (hasKey $charts $flag) -}}
+{{- else if and (ne $kind "values") (replace "--advanced." "--" $flag | hasKey $charts) -}}
 {{- fail (printf "%s: %s is given twice; the chart sets it, or the list does" $where $flag) -}}
 {{- end -}}
-{{- $_ := default list $pod.values.args | has . | not | set $charts $flag -}}
+{{- $_ := default list $pod.values.args | has . | not | set $charts (replace "--advanced." "--" $flag) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $_ := default false .settings | ternary .root.Values.settings dict -}}

@@ -146,7 +146,7 @@ args:
   - "--host=::"
   - --port=8000
   - --grpc-port=8001
-  - "--admin-host=::"
+  - "--advanced.admin-host=::"
   - --admin-port=8002
   {{- range include "baton.workers" .root | splitList " " }}
   - --kubernetes-service={{ include "baton.fullname" $.root }}-{{ . }}
@@ -261,7 +261,7 @@ startupProbe:  # not on the gRPC port: a kubelet cannot prove the cluster secret
 readinessProbe:
   httpGet: {path: /health, port: {{ $ports.first.metrics }}}
   periodSeconds: 1  # determines how soon routers see a change
-livenessProbe:  # not for a hung engine: that ends the worker (--engine-timeout)
+livenessProbe:  # not for a hung engine: that ends the worker (--failure-timeout)
   httpGet: {path: /health, port: {{ $ports.first.metrics }}}
   periodSeconds: 10
   timeoutSeconds: 5
