@@ -139,7 +139,7 @@ class ActiveRequest:
 
     def __post_init__(self) -> None:
         body = self.body = self.prepared.options
-        self.prompts = self.prepared.prompts
+        self.prompts = [job.prompt_ids for job in self.jobs[:: self.prepared.options.n]]
         self.sampling = self.jobs[0].sampling
         images = (image for job in self.jobs[:: self.body.n] for image in job.images)
         self._image_tokens = sum(image.tokens for image in images)

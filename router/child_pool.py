@@ -23,7 +23,7 @@ import signal
 import socket
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -305,7 +305,17 @@ class ChildPool:
     Wait-for graph: a request waits for a child. A child waits only for its process, which replies or dies.
     """
 
-    def __init__(self, server: ForkServer, kind: str, count: int, *, long_bytes: float = math.inf) -> None:
+    def __init__(
+        self,
+        server: ForkServer,
+        kind: str,
+        count: int,
+        decode: Callable[[msgspec.Raw], Any] = msgspec.msgpack.decode,
+        *,
+        long_bytes: float = math.inf,
+    ) -> None:
+        """`decode`: reads an answer. A child may have been taken over by a client, so it checks types."""
+        self._decode = decode
         self._long_bytes = long_bytes
         self._idle = [Child(server, kind) for _ in range(count)]
         self._slots = Slots(count)
@@ -330,16 +340,17 @@ class ChildPool:
         """
         kills = oom_kills()
         try:
-            return _read(*await self._call(key, parts))
+            return await self._call(key, parts)
         except ChildDied as died:
             died.caused_by_request |= died.killed and oom_kills() > kills
             if died.caused_by_request or not died.killed:
                 raise
-        return _read(*await self._call(key, parts))
+        return await self._call(key, parts)
 
-    async def _call(self, key: str, parts: Sequence[Frame]) -> tuple[bytes, memoryview]:
+    async def _call(self, key: str, parts: Sequence[Frame]) -> tuple[Any, memoryview]:
         is_long = sum(map(len, parts)) > self._long_bytes
-        return await self._slots.run(key, partial(self._by_child, parts), is_long=is_long)
+        reply, shared = await self._slots.run(key, partial(self._by_child, parts), is_long=is_long)
+        return read_answer(reply, self._decode), shared
 
     async def _by_child(self, parts: Sequence[Frame]) -> tuple[bytes, memoryview]:
         child = self._idle.pop()
@@ -354,20 +365,37 @@ class ChildPool:
         await asyncio.gather(*(child.end() for child in self._idle))
 
 
-def _read(reply: bytes, shared: memoryview) -> tuple[Any, memoryview]:
-    return read_answer(reply), shared
+class Answer(msgspec.Struct, tag="answer", array_like=True):
+    """What a child replies."""
+
+    value: msgspec.Raw
 
 
-def read_answer(reply: bytes) -> Any:
-    """Returns what `pipe.answered` was given. Raises the ApiError that it caught; one without details for a
+class Error(msgspec.Struct, tag="error", array_like=True):
+    """A child replies this when it raises an ApiError."""
+
+    kind: str
+    message: str
+    param: str | None
+
+
+class Defect(msgspec.Struct, tag="defect", array_like=True):
+    """A child replies this when it raises another exception."""
+
+    stack: str
+
+
+_reply = msgspec.msgpack.Decoder(Answer | Error | Defect).decode
+
+
+def read_answer(reply: bytes, decode: Callable[[msgspec.Raw], Any] = msgspec.msgpack.decode) -> Any:
+    """Decodes what `pipe.answered` was given. Raises the ApiError that it caught; one without details for a
     defect, which the log has."""
-    match msgspec.msgpack.decode(reply):
-        case ["answer", answer]:
-            return answer
-        case ["error", error, message, param]:
-            raise _ERRORS[error](message, param=param)
-        case ["defect", stack]:
+    match _reply(reply):
+        case Answer(value):
+            return decode(value)
+        case Error(kind, message, param):
+            raise _ERRORS[kind](message, param=param)
+        case Defect(stack):
             log.error("a child process failed\n%s", stack)
             raise ApiError("the request failed inside the router")
-        case other:
-            raise AssertionError(other)

@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ class PlacedImage(NamedTuple):
     start: int
     rows: int
     columns: int
-    pixels: bytes | memoryview
+    pixels: memoryview
     """Red, green and blue of each pixel, row by row."""
 
     @property
@@ -129,7 +130,7 @@ def shown(defaults: SamplingDefaults) -> dict[str, float]:
 
 def make_jobs(
     body: ChatOptions | CompletionOptions,
-    prompts: list[list[int]],
+    prompts: "Sequence[array[int]]",
     *,
     context: int,
     vocab_size: int,
@@ -141,7 +142,7 @@ def make_jobs(
     priority: int,
     structure: Structure | None,
     reasoning: pb.Reasoning | None,
-    bad_words: list[list[int]],
+    bad_words: "Sequence[array[int]]",
     images: list[list[PlacedImage]],
     defaults: SamplingDefaults,
 ) -> Iterator[list[Job]]:
@@ -168,7 +169,8 @@ def make_jobs(
         field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         text = f"{field}: {numbers} log probabilities of prompts are more than {MAX_PROMPT_LOGPROBS}"
         raise InvalidRequest(text, param=field)
-    for prompt_ids, of_prompt in zip(prompts, images or [[]] * len(prompts), strict=True):
+    lists = map(array.tolist, prompts)
+    for prompt_ids, of_prompt in zip(lists, images or [[]] * len(prompts), strict=True):
         if not prompt_ids:
             raise InvalidRequest(f"{body.prompt_field}: must not be empty", param=body.prompt_field)
         max_tokens = _max_tokens(body, len(prompt_ids), context, defaults)

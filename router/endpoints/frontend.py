@@ -135,7 +135,7 @@ class Frontend:
     @property
     def _served(self) -> Served:
         config, names = self._services.config, (*self._model_names, *self.adapters)
-        return Served(names, self.capacity, config.max_images, seal_key(config.secret).hex())
+        return Served(names, self.capacity, config.max_images, seal_key(config.secret))
 
     @property
     def adapters(self) -> dict[str, pb.Adapter]:
@@ -201,11 +201,14 @@ class Frontend:
         limit = min(self._services.config.request_timeout, math.inf if timeout is None else timeout)
         max_wait = seconds_of(headers, "x-max-wait")
         entry.max_wait = limit if max_wait is None else min(limit, max_wait)
-        entry.expect(max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity)))
+        expected = max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity))
+        entry.expect(expected)
         with self._services.active.counting():
             async with _until(Deadline(began, limit)):
                 prepared = await self._prepared(kind, raw, entry, history)
             assert isinstance(prepared, Prepared)
+            if (tokens := sum(map(len, prepared.prompts))) > expected:
+                entry.expect(tokens)  # before there are lists of them
             entry.receive(sum(len(image.pixels) for images in prepared.images for image in images))
             body, adapter = prepared.options, self._adapter(prepared.options.model)
             deadline = Deadline(began, min(limit, math.inf if body.timeout is None else body.timeout))
@@ -258,9 +261,7 @@ class Frontend:
         self, kind: Kind, raw: bytes | bytearray, entry: Entry, history: bytes
     ) -> Prepared | bytes:
         """Fetches the images that the body names by URL, if there are any."""
-        prepare = partial(
-            self._preparer.prepare, kind, raw, self._served, entry.account.key, history, entry.expect
-        )
+        prepare = partial(self._preparer.prepare, kind, raw, self._served, entry.account.key, history)
         try:
             return await prepare()
         except NeedsFiles as missing:

@@ -1,32 +1,29 @@
 """Prepares bodies, large ones in a child process. This module is also the process that forks the children.
 
-A frame is a body to prepare: a line of JSON, then the history, then files, then the client's bytes. The line
-is [kind, model names, context length, most images, key of reasoning and salt in hexadecimal, bytes of the
-history, {URL: bytes of its file}]. An answer is the bytes of a response, an array of the fields of
-`Prepared`, or an object with the URLs of the files that the router has to fetch.
+A frame is a body to prepare: a line of JSON (`_Head`), then the history, then files, then the client's bytes.
+An answer is the bytes of a response, `Prepared`, or the URLs of the files that the router has to fetch.
 """
 
 import asyncio
 import gc
-import json
 import sys
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple
 from functools import partial
+from itertools import accumulate, chain
 from typing import Any
+
+import msgspec
 
 from baton.router.admission.keys import ApiKey
 from baton.router.admission.slots import Slots
 from baton.router.api.bodies import ChatOptions, CompletionOptions
-from baton.router.api.openai_responses.tools import Called
 from baton.router.child_pool import ChildPool, ForkServer
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.preparation import pipe
-from baton.router.preparation.demand import Question
-from baton.router.preparation.images import PlacedImage, pillow
+from baton.router.preparation.images import pillow
 from baton.router.preparation.prepare import (
     NO_FILES,
     Kind,
@@ -55,7 +52,6 @@ MAX_OPTIONS_BYTES = 512 << 10
 MAX_OPTIONS_VALUES = 1 << 16
 """Limit for the commas and brackets in them: each value becomes an object. Tools have one in 20 bytes."""
 _PROMPT = {"messages", "prompt", "chat_template_kwargs", "bad_words"}
-assert array("I").itemsize == 4
 
 
 class Preparer:
@@ -65,7 +61,7 @@ class Preparer:
         """`processes`: how many of a router have such children."""
         self._tokenizer = tokenizer
         self._limits = f"{CPU_SECONDS} s or {child_bytes(processes) >> 20} MiB"
-        self._children = ChildPool(server, "bodies", CHILDREN, long_bytes=LONG_BYTES)
+        self._children = ChildPool(server, "bodies", CHILDREN, decode, long_bytes=LONG_BYTES)
         self._thread = ThreadPoolExecutor(1, "prepare")
         self._turns = Slots(1)  # of the thread
 
@@ -76,13 +72,9 @@ class Preparer:
         served: Served,
         key: ApiKey,
         history: bytes = b"",
-        expect: Callable[[int], None] = lambda tokens: None,
         files: Mapping[str, bytes] = NO_FILES,
     ) -> Prepared | bytes:
-        """Does the same as `prepare.prepare`. `key` is the client's. Raises ApiError and NeedsFiles.
-
-        `expect` is told the tokens of the prompts before this process makes lists of them, which take nine
-        times their bytes. It may refuse them."""
+        """Does the same as `prepare.prepare`. `key` is the client's. Raises ApiError and NeedsFiles."""
         if len(raw) + len(history) <= SMALL_BYTES and not files:
             tokenizer, salt = self._tokenizer, key.cache_salt
             small = partial(prepare, kind, raw, tokenizer, served, history, salt, in_child=False)
@@ -93,7 +85,7 @@ class Preparer:
         too_much = InvalidRequest(f"the preparation of this request takes more than {self._limits}")
         parts = head, *files.values(), raw
         answer, pixels = await self._children.ask(key.name, *parts, too_much=too_much)
-        return read_prepared(answer, expect, pixels)
+        return read_prepared(answer, pixels)
 
     async def close(self) -> None:
         await self._turns.close()
@@ -114,6 +106,19 @@ def fork_server(
     return ForkServer([sys.executable, "-m", __name__, title, memory], tokenizer.state, fd)
 
 
+class _Head(msgspec.Struct):
+    """The first line of a request."""
+
+    kind: Kind
+    served: Served
+    salt: bytes
+    """Of the client's API key."""
+    history: int
+    """Its bytes."""
+    files: dict[str, int]
+    """The bytes of each, by URL."""
+
+
 def request_head(
     kind: Kind,
     served: Served,
@@ -123,38 +128,22 @@ def request_head(
 ) -> bytes:
     """Returns what precedes the files and the client's bytes."""
     sizes = {url: len(file) for url, file in files.items()}
-    head = [kind, *astuple(served), salt.hex(), len(history), sizes]
-    return json.dumps(head).encode() + b"\n" + history
+    return msgspec.json.encode(_Head(kind, served, salt, len(history), sizes)) + b"\n" + history
 
 
-def read_prepared(
-    answer: Any, expect: Callable[[int], None] = lambda tokens: None, pixels: bytes | memoryview = b""
-) -> Prepared | bytes:
-    """`pixels`: of all images that have only a length in the answer. Raises NeedsFiles."""
-    if isinstance(answer, bytes):
-        return answer
-    if isinstance(answer, dict):
-        raise NeedsFiles(answer["urls"])
-    is_chat, options, *ids, texts, of_tools, flags, question, images = answer
-    (echoes, starts, beginning, repeated), (called, unenforced), (seals, marks) = texts, of_tools, flags
-    expect(sum(map(len, ids[0])) // 4)
-    kind = ChatOptions if is_chat else CompletionOptions
-    prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
-    chosen = kind.model_validate_json(options)
-    unread = memoryview(pixels)
-    placed = list[list[PlacedImage]]()
-    for of_prompt in images:
-        placed.append([])
-        for image in of_prompt:
-            if isinstance(size := image[-1], int):
-                image[-1], unread = unread[:size], unread[size:]
-            placed[-1].append(PlacedImage(*image))
-    calls = {name: Called(*call) for name, call in called.items()}
-    asked = None if question is None else Question(*question)
-    return Prepared(
-        chosen, prompts, echoes, starts, beginning, repeated, calls, unenforced, seals, marks, placed,
-        bad_words, asked,
-    )  # fmt: skip
+def read_prepared(answer: Prepared | bytes | list[str], pixels: bytes | memoryview = b"") -> Prepared | bytes:
+    """`pixels`: those of `Prepared.pixel_bytes`. Raises NeedsFiles."""
+    if isinstance(answer, list):
+        raise NeedsFiles(answer)
+    if isinstance(answer, Prepared) and answer.pixel_bytes:
+        sizes, shared = answer.pixel_bytes, memoryview(pixels)
+        if len(sizes) != sum(map(len, answer.images)) or min(sizes) < 0 or sum(sizes) > len(shared):
+            raise ValueError("a child has not left the pixels of its images")
+        ends = accumulate(sizes)
+        views = (shared[end - size : end] for end, size in zip(ends, sizes, strict=True))
+        answer.images = [[image._replace(pixels=next(views)) for image in each] for each in answer.images]
+        answer.pixel_bytes = []
+    return answer
 
 
 def main(title: str, memory_bytes: str, control: str) -> None:
@@ -163,7 +152,7 @@ def main(title: str, memory_bytes: str, control: str) -> None:
     tokenizer = ModelTokenizer.restored(sys.stdin.buffer.read())
 
     def serve() -> None:
-        pipe.serve(lambda request: share_pixels(answer_to(tokenizer, request)), CPU_SECONDS)
+        pipe.serve(lambda request: encode(share_pixels(answer_to(tokenizer, request))), CPU_SECONDS)
 
     if tokenizer.images is not None:
         with suppress(Unsupported):  # each request with an image is told
@@ -173,41 +162,42 @@ def main(title: str, memory_bytes: str, control: str) -> None:
     pipe.fork_children(int(control), title, kinds, int(memory_bytes))
 
 
-def answer_to(tokenizer: ModelTokenizer, request: bytes) -> list[Any] | dict[str, Any] | bytes:
-    """Raises InvalidRequest and ModelNotFound."""
-    head, _, payload = request.partition(b"\n")
-    kind, model_names, context, max_images, seal_key, salt, length, sizes = json.loads(head)
-    served = Served(tuple(model_names), context, max_images, seal_key)
-    history, files = payload[:length], {}
-    for url, size in sizes.items():
-        files[url] = payload[length : length + size]
-        length += size
+def answer_to(tokenizer: ModelTokenizer, request: bytes) -> Prepared | bytes | list[str]:
+    """Returns a list of URLs if the router has to fetch files. Raises InvalidRequest and ModelNotFound."""
+    line, _, payload = request.partition(b"\n")
+    head = msgspec.json.decode(line, type=_Head)
+    end, files = head.history, dict[str, bytes]()
+    for url, size in head.files.items():
+        files[url] = payload[end : end + size]
+        end += size
     try:
-        return _sent(prepare(kind, payload[length:], tokenizer, served, history, bytes.fromhex(salt), files))
+        return prepare(
+            head.kind, payload[end:], tokenizer, head.served, payload[: head.history], head.salt, files
+        )
     except NeedsFiles as needed:
-        return {"urls": needed.urls}
+        return needed.urls
 
 
-def share_pixels(answer: list[Any] | dict[str, Any] | bytes) -> list[Any] | dict[str, Any] | bytes:
-    """Leaves the pixels of an answer for the router, and their lengths in their places."""
-    if isinstance(answer, list) and answer[-1]:
+def share_pixels(answer: Prepared | bytes | list[str]) -> Prepared | bytes | list[str]:
+    """Leaves the pixels of an answer for the router."""
+    if isinstance(answer, Prepared) and answer.images:
         with open(pipe.SHARED, "wb", buffering=0, closefd=False) as file:
             file.seek(0)
-            for of_prompt in answer[-1]:
-                for number, image in enumerate(of_prompt):
-                    written = 0
-                    while written < len(image.pixels):
-                        written += file.write(memoryview(image.pixels)[written:])
-                    of_prompt[number] = image._replace(pixels=written)
+            for image in chain(*answer.images):
+                unread = memoryview(image.pixels)
+                while unread:
+                    unread = unread[file.write(unread) :]
+        answer.pixel_bytes = [len(image.pixels) for image in chain(*answer.images)]
+        answer.images = [[image._replace(pixels=memoryview(b"")) for image in each] for each in answer.images]
     return answer
 
 
-def _sent(prepared: Prepared | bytes) -> list[Any] | bytes:
-    """Raises InvalidRequest when the fields beside the prompt are too large."""
-    if isinstance(prepared, bytes):
-        return prepared
-    chosen = prepared.options
-    options = chosen.model_dump_json(
+def _plain(value: Any) -> Any:
+    """What msgspec writes for a value of another type. Raises InvalidRequest when the fields beside the
+    prompt are too large."""
+    if isinstance(value, array):
+        return value.tobytes()
+    options = value.model_dump_json(
         by_alias=True,
         exclude_unset=True,
         exclude=_PROMPT,
@@ -221,14 +211,21 @@ def _sent(prepared: Prepared | bytes) -> list[Any] | bytes:
             f"the fields beside the prompt have {values} commas and brackets, more than {MAX_OPTIONS_VALUES}"
         )
         raise InvalidRequest(text)
-    ids = (
-        [array("I", each).tobytes() for each in listed] for listed in (prepared.prompts, prepared.bad_words)
-    )
-    is_chat = isinstance(chosen, ChatOptions)
-    texts = prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated
-    of_tools = prepared.called, prepared.unenforced
-    flags = prepared.seals_reasoning, prepared.marks_cache
-    return [is_chat, options, *ids, texts, of_tools, flags, prepared.question, prepared.images]
+    return isinstance(value, ChatOptions), options
+
+
+def _rich(kind: type, value: Any) -> Any:
+    """Undoes `_plain`."""
+    if kind is array:
+        (ids := array("I")).frombytes(value)
+        return ids
+    is_chat, options = value
+    return (ChatOptions if is_chat else CompletionOptions).model_validate_json(options)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+decode = msgspec.msgpack.Decoder(Prepared | bytes | list[str], dec_hook=_rich).decode
+"""An answer, as a child writes it and the router reads it."""
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import hashlib
 from collections import OrderedDict
 from typing import NamedTuple
 
+import msgspec
+
 from baton.router.api.structured import Structure
 from baton.router.child_pool import ChildPool, ForkServer
 from baton.router.errors import InvalidRequest
@@ -28,12 +30,15 @@ class Answer(NamedTuple):
     """Fields with schemas, and JSON pointers into these: what is left to the model."""
 
 
+decode = msgspec.msgpack.Decoder(Answer).decode
+
+
 class GrammarChecker:
     """Has child processes, and remembers which demands were valid."""
 
     def __init__(self, server: ForkServer) -> None:
         self._valid: OrderedDict[bytes, Answer] = OrderedDict()
-        self._children = ChildPool(server, "grammars", _CHILDREN)
+        self._children = ChildPool(server, "grammars", _CHILDREN, decode)
 
     async def check(self, question: Question, key: str) -> Answer:
         """`key` names the client's API key.
@@ -43,9 +48,7 @@ class GrammarChecker:
         name = hashlib.blake2b(question.text).digest()
         if name not in self._valid:
             too_much = InvalidRequest(f"{question.param}: too much to compile", param=question.param)
-            (structure, unenforced), _ = await self._children.ask(key, question.text, too_much=too_much)
-            left_out = tuple((field, pointer) for field, pointer in unenforced)
-            self._valid[name] = Answer(structure and Structure(**structure), left_out)
+            self._valid[name], _ = await self._children.ask(key, question.text, too_much=too_much)
             if len(self._valid) > _CACHED:
                 self._valid.popitem(last=False)
         return self._valid[name]

@@ -7,6 +7,7 @@ A grammar may take minutes to compile, or overflow the compiler's stack. Then th
 import json
 from functools import cache
 
+import msgspec
 from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -27,8 +28,8 @@ def serve() -> None:
     pipe.serve(limited()(answer_to), CPU_SECONDS)
 
 
-def answer_to(request: bytes) -> tuple[Structure | None, list[tuple[str, str]]]:
-    """Raises InvalidRequest and Unsupported."""
+def answer_to(request: bytes) -> bytes:
+    """Returns a `grammar_checker.Answer`. Raises InvalidRequest and Unsupported."""
     question = demand.read(request)
     parts = _Parts(_alphabet(question.vocab_size))
     try:
@@ -37,7 +38,7 @@ def answer_to(request: bytes) -> tuple[Structure | None, list[tuple[str, str]]]:
             parts.compile(structure)
     except (ValueError, RecursionError, MemoryError) as error:
         raise InvalidRequest(f"{question.param}: {str(error) or TOO_MUCH}", param=question.param) from error
-    return structure, parts.unenforced
+    return msgspec.msgpack.encode((structure, parts.unenforced))
 
 
 @cache

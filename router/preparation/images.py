@@ -143,7 +143,7 @@ def place(
     begin = 0
     for at, image in zip(written, images, strict=True):
         ids += token_ids[begin:at]
-        placed.append(PlacedImage(image.name, len(ids), image.rows, image.columns, image.pixels))
+        placed.append(PlacedImage(image.name, len(ids), image.rows, image.columns, memoryview(image.pixels)))
         ids += [token] * (image.rows * image.columns)
         begin = at + 1
     return [*ids, *token_ids[begin:]], placed

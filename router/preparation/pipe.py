@@ -16,11 +16,12 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 from setproctitle import setproctitle
 
+from baton.router.child_pool import Answer, Defect, Error
 from baton.router.errors import ApiError
 from baton.system.logs import stack_without_text
 from baton.system.memory import trim
@@ -133,8 +134,9 @@ def limit(memory_bytes: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def serve(answer: Callable[[bytes], Any], cpu_seconds: float) -> None:
-    """Answers requests until the router closes the pipe. A request that takes longer ends the process."""
+def serve(answer: Callable[[bytes], bytes], cpu_seconds: float) -> None:
+    """Answers requests with MessagePack until the router closes the pipe. A request that takes longer ends
+    the process."""
     reply = str(os.getpid()).encode()
     while True:
         sys.stdout.buffer.write(_LENGTH.pack(len(reply)) + reply)
@@ -149,17 +151,17 @@ def serve(answer: Callable[[bytes], Any], cpu_seconds: float) -> None:
         _give_memory_back()
 
 
-def answered(answer: Callable[[bytes], Any], request: bytes) -> bytes:
+def answered(answer: Callable[[bytes], bytes], request: bytes) -> bytes:
     """Returns the reply that `child_pool.read_answer` reads: the answer, or the error that was raised."""
     try:
-        return msgspec.msgpack.encode(["answer", answer(request)])
+        return msgspec.msgpack.encode(Answer(msgspec.Raw(answer(request))))
     except ApiError as error:
         message = error.message.encode(errors="backslashreplace").decode()
-        return msgspec.msgpack.encode(["error", type(error).__name__, message, error.param])
+        return msgspec.msgpack.encode(Error(type(error).__name__, message, error.param))
     except MemoryError:
         sys.exit(1)  # the memory limit: the router refuses the request
     except Exception as error:  # noqa: BLE001  (a defect: the router logs it)
-        return msgspec.msgpack.encode(["defect", "\n".join(stack_without_text(error))])
+        return msgspec.msgpack.encode(Defect("\n".join(stack_without_text(error))))
 
 
 def _give_memory_back() -> None:

@@ -26,6 +26,7 @@ from tests.within import WITHIN
 # the file before. A step has a kind of child: "queued test", "received check".
 SCRIPT = """
 import ctypes, os, socket, sys, time
+import msgspec
 from baton.router.preparation import pipe
 state = sys.stdin.buffer.read()
 if state == b"never":
@@ -94,7 +95,7 @@ def reply(request):
     if request[:4] == b"wait":
         time.sleep(0.2)
     secret = os.environ.get("BATON_API_KEY", "").encode()
-    return b"%d %b %b %b" % (os.getpid(), state, request, secret)
+    return msgspec.msgpack.encode(b"%d %b %b %b" % (os.getpid(), state, request, secret))
 pipe.fork_children(int(sys.argv[1]), "test", {"test": lambda: pipe.serve(reply, 10.0)}, 1 << 32)
 """
 

@@ -29,7 +29,7 @@ WAIT = 60.0
 
 
 def image(number: int, tokens: int = 4) -> PlacedImage:
-    return PlacedImage(bytes([number]) * 32, 0, 1, tokens, bytes([number]) * 12)
+    return PlacedImage(bytes([number]) * 32, 0, 1, tokens, memoryview(bytes([number]) * 12))
 
 
 class Fleet:

@@ -9,6 +9,7 @@ import struct
 import threading
 import warnings
 import zlib
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,19 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
-from msgspec import msgpack
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from baton.router.api import jobs
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest, Unsupported
 from baton.router.preparation import images, pipe
-from baton.router.preparation.child import answer_to, read_prepared, request_head, share_pixels
+from baton.router.preparation.child import (
+    answer_to,
+    decode,
+    encode,
+    read_prepared,
+    request_head,
+    share_pixels,
+)
 from baton.router.preparation.prepare import NeedsChild, NeedsFiles, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.vision.images import ImageSettings
@@ -132,7 +139,7 @@ def test_tokens_of_images_stand_where_the_template_puts_them(tokenizer: ModelTok
     urls = [url_of(file_of(picture(size=size))) for size in ((24, 16), (16, 8))]
     found = prepared(tokenizer, chat(*urls))
     before = tokenizer.encode("ab", add_special_tokens=False)
-    assert found.prompts == [[*before, *[IMAGE_TOKEN] * 6, *[IMAGE_TOKEN] * 2]]
+    assert found.prompts == [array("I", [*before, *[IMAGE_TOKEN] * 6, *[IMAGE_TOKEN] * 2])]
     [[first, second]] = found.images
     assert (first.start, second.start) == (len(before), len(before) + 6)
     # The other forms of a chat give the same prompt, and so does a child process.
@@ -162,11 +169,11 @@ def test_pixels_are_beside_the_answer_of_a_child(
         for sizes in ([(40, 24), (16, 80)], [(32, 32)]):
             body = chat(*(url_of(file_of(picture(size=size))) for size in sizes))
             frame = request_head("chat", SERVED) + json.dumps(body).encode()
-            expected = read_prepared(answer_to(tokenizer, frame))
-            answer = msgpack.decode(msgpack.encode(share_pixels(answer_to(tokenizer, frame))))
-            assert len(str(answer)) < 5000
+            expected = read_prepared(decode(encode(answer_to(tokenizer, frame))))
+            answer = encode(share_pixels(answer_to(tokenizer, frame)))
+            assert len(answer) < 5000
             size = os.fstat(file.fileno()).st_size
-            assert read_prepared(answer, pixels=os.pread(file.fileno(), size, 0)) == expected
+            assert read_prepared(decode(answer), pixels=os.pread(file.fileno(), size, 0)) == expected
             os.ftruncate(file.fileno(), 0)
 
 
@@ -248,7 +255,7 @@ def test_a_child_without_memory_for_a_thread_ends_as_one_without_memory(
     monkeypatch.setattr(threading.Thread, "start", start)
     body = chat(url_of(file_of(picture())))
     with pytest.raises(SystemExit):
-        pipe.answered(lambda _: prepared(tokenizer, body), b"")
+        pipe.answered(lambda _: encode(prepared(tokenizer, body)), b"")
     images._threads.cache_clear()
 
 
@@ -385,7 +392,7 @@ def test_the_processor_of_gemma_writes_around_an_image(kind: str, text: str, tmp
         IMAGE_TOKEN + 2,
         *spelled,
     ]
-    assert found.prompts == [[*tokenizer.encode("ab", add_special_tokens=False), *image, *image]]
+    assert found.prompts == [array("I", [*tokenizer.encode("ab", add_special_tokens=False), *image, *image])]
     assert second.start == first.start + len(image)
     images._kept.clear()
     body = chat(picture_url)

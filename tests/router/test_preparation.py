@@ -11,11 +11,13 @@ import signal
 import struct
 import sys
 import threading
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import psutil
 import pytest
 from pydantic import ValidationError
@@ -26,6 +28,7 @@ from baton.router.admission.entry import entering
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey
 from baton.router.api.bodies import ChatBody, ChatOptions, CompletionBody
 from baton.router.api.fields import MAX_ITEMS
+from baton.router.api.jobs import PlacedImage
 from baton.router.api.sampling import Body
 from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
@@ -35,6 +38,8 @@ from baton.router.preparation.child import (
     SMALL_BYTES,
     Preparer,
     answer_to,
+    decode,
+    encode,
     read_prepared,
     request_head,
 )
@@ -72,8 +77,11 @@ def test_a_child_ends_quietly_if_its_router_ends_within_a_frame(
 
 
 def in_child(kind: Kind, raw: bytes, tokenizer: ModelTokenizer) -> Prepared | bytes:
-    answer = functools.partial(answer_to, restored(tokenizer))
-    return read_prepared(child_pool.read_answer(pipe.answered(answer, request_head(kind, SERVED) + raw)))
+    def answer(request: bytes) -> bytes:
+        return encode(answer_to(restored(tokenizer), request))
+
+    reply = pipe.answered(answer, request_head(kind, SERVED) + raw)
+    return read_prepared(child_pool.read_answer(reply, decode))
 
 
 @functools.cache
@@ -119,6 +127,41 @@ def test_a_child_prepares_as_the_router_does(tokenizer: ModelTokenizer, kind: Ki
     options = here.options.model_dump(exclude=without, warnings=False)
     assert there.options.model_dump(exclude=without, warnings=False) == options
     assert there.options.structure == here.options.structure
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompts": [b"12345"]},
+        {"prompts": [[1, 2]]},
+        {"options": [True, b'{"n": 1000000}']},
+        {"options": [True, b"{}", 1]},
+        {"beginning": "end"},
+        {"called": {"look": ["exec", "look"]}},
+        {"images": [[[b"", 0, 1, 1, b"", 0]]]},
+        {"question": "What?"},
+        {"seals_reasoning": 1},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_child_that_a_client_has_taken_over_is_not_believed(
+    tokenizer: ModelTokenizer, wrong: dict[str, Any]
+):
+    answer = encode(prepare("chat", json.dumps(CHAT).encode(), tokenizer, SERVED))
+    assert isinstance(decode(answer), Prepared)
+    with pytest.raises(msgspec.ValidationError):
+        decode(msgspec.msgpack.encode(msgspec.msgpack.decode(answer) | wrong))
+
+
+def test_a_child_has_left_the_pixels_that_it_names(tokenizer: ModelTokenizer):
+    for sizes in ([9], [4, 4], [9, -1], [-1, 9, 0]):
+        found = prepare("chat", json.dumps(CHAT).encode(), tokenizer, SERVED)
+        assert isinstance(found, Prepared)
+        found.images = [[PlacedImage(b"", at, 1, 1, memoryview(b"")) for at in range(len(sizes))]]
+        found.pixel_bytes = sizes
+        with pytest.raises(ValueError, match="has not left the pixels"):
+            read_prepared(found, bytes(7))
 
 
 @pytest.mark.all
@@ -206,7 +249,7 @@ def test_only_the_part_of_a_text_that_is_kept_is_tokenized(
     body = {"prompt": text, "truncate_prompt_tokens": 90, "truncation_side": side}
     prepared = prepare("completion", json.dumps(body).encode(), tokenizer, Served(("fake",), 100))
     assert isinstance(prepared, Prepared)
-    assert prepared.prompts == [expected[:90] if side == "right" else expected[-90:]]
+    assert prepared.prompts == [array("I", expected[:90] if side == "right" else expected[-90:])]
     assert max(lengths) <= (100 + 1024) * tokenizer.longest_token < len(text)
 
 

@@ -438,7 +438,7 @@ async def test_only_the_worker_that_computes_the_prompt_gets_pixels(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.router.workers.worker.PIXELS_SENT", 4)
-    image = PlacedImage(bytes(32), 1, 2, 3, b"pixels")
+    image = PlacedImage(bytes(32), 1, 2, 3, memoryview(b"pixels"))
 
     def with_image(*args: Any, **given: Any) -> Iterator[list[Job]]:
         for made in make_jobs(*args, **given):
