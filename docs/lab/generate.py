@@ -8,7 +8,7 @@ A run file is what `bench.report.Report` writes (`--json`). Among its keys are:
     command: how to repeat the run.
     note: circumstances, and what the rows cannot say.
     tried: null for a result. For an experiment a list of sentences: what was tried, the result, and why it
-        stayed or went. Rows of experiments stand in no table.
+        stayed or went. Rows of experiments stand in no table. An empty list is a result that is only linked.
 
 `other` of a row is the value of what `ratio_to` names, if known. `low` and `high` are the 95 % interval of
 the ratio, or of the value if there is no ratio. Without a value they are the least and the most of several
@@ -230,10 +230,10 @@ def results(found: list[Run]) -> list[str]:
     """The newest row of each name, and the runs: those that are shown with their commands."""
     newest: dict[str, tuple[dict[str, Any], Run]] = {}
     for run in found:
+        if run.tried is not None:
+            continue
         for row in run.results:
             newest[row["name"]] = row, run
-    if not newest:
-        return []
     tables: dict[str, list[dict[str, Any]]] = {}
     for row, run in newest.values():
         tables.setdefault(run.file, []).append(row)
@@ -245,7 +245,7 @@ def results(found: list[Run]) -> list[str]:
             continue
         command = f": `{run.command}`" if run.command else ""
         lines += [f"{run.link}{command}", "", *table(tables[run.file]), ""]
-    return [*lines, *([f"Older: {', '.join(older)}", ""] if older else [])]
+    return [*lines, *([f"More: {', '.join(older)}", ""] if older else [])]
 
 
 def of_tests(found: list[Run]) -> list[str]:

@@ -47,8 +47,13 @@ def test_the_newest_run_of_a_row_stands_and_the_others_are_linked(tmp_path: Path
         "|---|---|---|",
         "| `decode.b1` | 4 ms | 0.8 |",
         "",
-        "Older: [2026-11-27, 0a1b2c3d, H200](runs/2026-11-27-a.json)",
+        "More: [2026-11-27, 0a1b2c3d, H200](runs/2026-11-27-a.json)",
     ]
+
+
+def test_a_result_with_an_empty_list_of_what_was_tried_is_only_linked(tmp_path: Path) -> None:
+    write(tmp_path, "29", [Row("decode.b1", 5, "ms")], tried=[])
+    assert block("engine#x", tmp_path) == "More: [2026-11-29, 0a1b2c3d, H200](runs/2026-11-29-a.json)"
 
 
 def test_rows_that_differ_in_one_part_are_columns(tmp_path: Path) -> None:
