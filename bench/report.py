@@ -31,6 +31,7 @@ class Row:
     Attributes:
         name: stable and dotted.
         goal: bound of `ratio`, or of `value` if there is no ratio.
+        other: the value of what `ratio_to` names.
         better: which side of the goal is good; None without a goal.
         low, high: 95 % confidence interval of `value`, if known.
     """
@@ -41,6 +42,7 @@ class Row:
     p99: float | None = None
     ratio: float | None = None
     ratio_to: str | None = None
+    other: float | None = None
     spread: float | None = None
     goal: float | None = None
     better: Literal["higher", "lower"] | None = "lower"
@@ -107,8 +109,8 @@ class Report:
             more: fields of the row.
         """
         ratio, spread = paired_ratio(base, values) if inverse else paired_ratio(values, base)
-        value = scale * statistics.median(values)
-        self.add(Row(name, value, unit, ratio=ratio, ratio_to=to, spread=spread, **more))
+        value, other = (scale * statistics.median(series) for series in (values, base))
+        self.add(Row(name, value, unit, ratio=ratio, ratio_to=to, other=other, spread=spread, **more))
 
     def as_dict(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -128,7 +130,7 @@ class Report:
     def write(self, indent: int | None = None) -> None:
         """Writes the JSON file, if there is a path. Indented for readers it takes twenty times as long."""
         if self.json_path is not None:
-            self.json_path.write_text(json.dumps(self.as_dict(), indent=indent) + "\n")
+            self.json_path.write_text(json.dumps(self.as_dict(), indent=indent, default=str) + "\n")
 
     def finish(self) -> int:
         """Prints the table and writes the file. Returns the exit code."""

@@ -14,24 +14,21 @@ NAME is `cuda` or `cpu`. With `--only memory` or `--only step` a part is measure
 request: they only take their memory.
 """
 
-import argparse
 import gc
 import json
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import MIN_PAIRS, report_of
-from baton.bench.lab.engine.drive import drain, fill, greedy, prompt
+from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run
+from baton.bench.lab.engine.drive import drain, greedy, prompt, steady
 from baton.bench.lab.shapes import BAMBA, SHAPES, write_shape
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.core.elastic import Budget
 from baton.engine.execution import memory_sizing
@@ -60,7 +57,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Case:
+class Workload:
     room: int
     """Bytes for states and KV, where memory moves."""
     short: Load
@@ -68,13 +65,13 @@ class Case:
     config: dict[str, Any]
 
 
-ON_GPU = Case(
+ON_GPU = Workload(
     33 * GB,
     Load(256, 64, 16),
     Load(8, 128_000, 4),
     {"dtype": "bfloat16", "device": "cuda", "max_model_len": 131072, "max_num_batched_tokens": 8192},
 )
-ON_CPU = Case(
+ON_CPU = Workload(
     20_000_000,
     Load(64, 16, 4),
     Load(20, 1_500, 2),
@@ -82,7 +79,7 @@ ON_CPU = Case(
 )
 
 
-def engine_of(case: Case, path: Path, room: int, **config: Any) -> Engine:
+def engine_of(case: Workload, path: Path, room: int, **config: Any) -> Engine:
     """An engine with so many bytes for states and KV, whatever the device has."""
     gc.collect()
     memory_sizing.CPU_POOL_BYTES = room
@@ -119,26 +116,26 @@ def run_load(engine: Engine, load: Load, seed: int, *, computed: bool) -> int:
     return started
 
 
-def measure_memory(case: Case, path: Path, name: str, report: Report, *, short: bool) -> None:
+def measure_memory(run: Run, case: Workload, path: Path) -> None:
     engine = engine_of(case, path, case.room, enable_prefix_caching=True)
-    budget = engine.lives.budget
+    budget, name = engine.lives.budget, f"elastic.{run.device}"
     assert budget is not None, "the model has states, and the device can map pages"
     for row, load, seed in (
         ("short", case.short, 0), ("long", case.long, 10_000), ("short_again", case.short, 20_000)
     ):  # fmt: skip
         before, began = budget.stats, time.perf_counter()
-        requests = run_load(engine, load, seed, computed=not short or load is case.short)
+        requests = run_load(engine, load, seed, computed=not run.short or load is case.short)
         moved = budget.stats
         split = held_by_split(budget, load, engine.block_size)
         to = {"ratio": requests / split, "ratio_to": "a split for them alone", "goal": 0.9}
-        report.add(Row(f"elastic.{name}.{row}", requests, "requests", better="higher", **to))
-        report.detail[row] = {
+        run.add(Row(f"{name}.{row}", requests, "requests", better="higher", **to))
+        run.detail[row] = {
             "seconds": time.perf_counter() - began,
             "moved_bytes": moved.moved_bytes - before.moved_bytes,
             "moving_seconds": moved.moving_seconds - before.moving_seconds,
             "preemptions": engine.stats().preemptions,
         }
-    report.add_median(f"elastic.{name}.move", moves(engine, budget), "ms", scale=1e3)
+    run.add_median(f"{name}.move", moves(engine, budget), "ms", scale=1e3)
     engine.close()
 
 
@@ -163,7 +160,7 @@ def moves(engine: Engine, budget: Budget) -> list[float]:
     return seconds
 
 
-def measure_steps(case: Case, path: Path, name: str, report: Report, *, short: bool) -> None:
+def measure_steps(run: Run, case: Workload, path: Path) -> None:
     """Both engines are in this process, and take turns. The elastic one has moved memory before."""
     room, blocks = step_room(case, path)
     elastic = engine_of(case, path, room, max_num_seqs=max(STEP_BATCHES))
@@ -172,23 +169,21 @@ def measure_steps(case: Case, path: Path, name: str, report: Report, *, short: b
     moves(elastic, budget)
     fixed = engine_of(case, path, room, max_num_seqs=max(STEP_BATCHES), num_blocks=min(planned, blocks))
     assert fixed.lives.budget is None, "its blocks are fixed"
-    context, steps = (64, 16) if name == "cpu" else (1064, 32 if short else 96)
-    for batch in STEP_BATCHES if name == "cuda" else STEP_BATCHES[:1]:
-        pairs = MIN_PAIRS if short else 9
-        series = driver.interleaved(
-            lambda batch=batch: step_seconds(elastic, batch, context, steps),
-            lambda batch=batch: step_seconds(fixed, batch, context, steps),
-            pairs,
-        )
-        pooled, apart = series
-        report.add_ratio(
-            f"elastic.{name}.step.b{batch}", pooled, "ms", apart, "a fixed split", scale=1e3, goal=1.01
-        )
+    context, steps = (1064, 32 if run.short else 96) if run.on_gpus else (64, 16)
+    for batch in STEP_BATCHES if run.on_gpus else STEP_BATCHES[:1]:
+
+        def seconds(engine: Engine, batch: int = batch) -> float:
+            return steady(engine, batch, context, steps, 2 * steps + 24)[1]
+
+        run.compare(
+            f"elastic.{run.device}.step.b{batch}", partial(seconds, elastic), "ms", partial(seconds, fixed),
+            "a fixed split", pairs=MIN_PAIRS if run.short else 9, scale=1e3, goal=1.01,
+        )  # fmt: skip
     for engine in (elastic, fixed):
         engine.close()
 
 
-def step_room(case: Case, path: Path) -> tuple[int, int]:
+def step_room(case: Workload, path: Path) -> tuple[int, int]:
     """Bytes for states and KV of each of the two engines, and the blocks that a fixed split has then. There
     are states for the largest batch, and twice the KV that an engine wants beside them."""
     config = read_config(path)
@@ -200,44 +195,24 @@ def step_room(case: Case, path: Path) -> tuple[int, int]:
     return max(STEP_BATCHES) * state_bytes + blocks * block_bytes, blocks
 
 
-def step_seconds(engine: Engine, batch: int, context: int, steps: int) -> float:
-    """Mean seconds from step to step while `batch` requests decode."""
-    fill(engine, batch, context, 2 * steps + 24)
-    for _ in range(8):
-        engine.loop.step()
-    count, began = 0, time.perf_counter()
-    while count < steps:
-        count += engine.loop.step().seconds > 0
-    seconds = time.perf_counter() - began
-    for live in list(engine.lives):
-        engine.cancel(live)
-    drain(engine)
-    return seconds / steps
+def measure(run: Run) -> None:
+    case = ON_GPU if run.on_gpus else ON_CPU
+    run.parameters["room"] = case.room
+    if run.on_gpus:
+        path = write_shape(BAMBA, run.directory)
+    else:
+        path = run.directory
+        (path / "config.json").write_text(json.dumps(TINY))
+        torch.set_num_threads(1)
+    if run.args.only != "step":
+        measure_memory(run, case, path)
+    if run.args.only != "memory":
+        measure_steps(run, case, path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = driver.parser("Elastic memory: what moves between states and KV, and what it costs.")
-    parser.add_argument("--only", choices=("memory", "step"), help="what is measured; default: both")
-    args = parser.parse_args(argv)
-    return measure(args)
-
-
-def measure(args: argparse.Namespace) -> int:
-    case = ON_GPU if args.device == "cuda" else ON_CPU
-    report = report_of("elastic", args, room=case.room)
-    with tempfile.TemporaryDirectory() as directory:
-        if args.device == "cuda":
-            path = write_shape(BAMBA, Path(directory))
-        else:
-            path = Path(directory)
-            (path / "config.json").write_text(json.dumps(TINY))
-            torch.set_num_threads(1)
-        if args.only != "step":
-            measure_memory(case, path, args.device, report, short=args.short)
-        if args.only != "memory":
-            measure_steps(case, path, args.device, report, short=args.short)
-    return report.finish()
-
+BENCH = Bench(
+    "elastic", measure, __doc__, options=(Option("--only", "measure this part", choices=("memory", "step")),)
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -15,27 +15,25 @@ On a GPU, with dummy weights of Qwen3-VL-8B and an image of 1080p. On a CPU with
 """
 
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from baton.bench.lab import driver
-from baton.bench.lab.driver import report_of
+from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run, in_turns
 from baton.bench.lab.shapes import SEEING, SHAPES, write_shape
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.engine.execution.image_encoder import tower_graphs
 from baton.engine.loader.hf_config import read_config
 from baton.vision.tower import Tower
 from baton.vision.turns import Turns
 
 SHAPE = {"cpu": "small-qwen3-vl", "cuda": SEEING}
-PIXELS = {"cpu": (320, 240), "cuda": (1920, 1080)}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 REPLAYED_ON = ("cuda",)
 WARM = 3
@@ -67,29 +65,24 @@ def busy() -> Iterator[None]:
         thread.join()
 
 
-def encoders(model: Path, device: str, width: int, height: int, report: Report) -> dict[str, Encode]:
+def encoders(run: Run, model: Path, width: int, height: int) -> dict[str, Encode]:
     """By how they compute. Each is warm."""
-    vision, on = read_config(model).vision, torch.device(device)
+    vision, on = read_config(model).vision, torch.device(run.device)
     assert vision is not None, "a model that takes images"
     settings = vision.settings
     rows, columns = max(1, height // settings.side), max(1, width // settings.side)
     count = settings.pixel_bytes(rows, columns)
     pixels = np.random.default_rng(0).integers(0, 256, count, dtype=np.uint8).tobytes()
     encodes: dict[str, Encode] = {}
-    for name in ("launched", "replayed") if device in REPLAYED_ON else ("launched",):
+    for name in ("launched", "replayed") if run.device in REPLAYED_ON else ("launched",):
         graphs = tower_graphs(settings, on) if name == "replayed" else None
-        tower = Tower(settings, vision.tower, {}, on, DTYPE[device], Turns(), graphs=graphs)
-
-        def encode(tower: Tower = tower) -> np.ndarray:
-            return tower.encode(pixels, rows, columns)
-
-        warm_seconds, before = list[float](), _reserved(device)
-        for _ in range(WARM):
-            warm_seconds.append(seconds(encode))
-        encodes[name] = encode
+        tower = Tower(settings, vision.tower, {}, on, DTYPE[run.device], Turns(), graphs=graphs)
+        encodes[name] = partial(tower.encode, pixels, rows, columns)
+        before = _reserved(run.device)
+        warm_seconds = [seconds(encodes[name]) for _ in range(WARM)]
         if graphs is not None:
-            report.add(Row("encoder.captured", 1e3 * warm_seconds[1], "ms"))
-            report.add(Row("encoder.kept", (_reserved(device) - before) / 1e9, "GB"))
+            run.add(Row("encoder.captured", 1e3 * warm_seconds[1], "ms"))
+            run.add(Row("encoder.kept", (_reserved(run.device) - before) / 1e9, "GB"))
     return encodes
 
 
@@ -107,38 +100,37 @@ def seconds(encode: Encode) -> float:
     return time.monotonic() - began
 
 
-def measure(encode: dict[str, Encode], images: int, report: Report) -> None:
+def measure(run: Run) -> None:
+    width, height = map(int, run.args.pixels.split("x"))
+    model = write_shape(run.args.model_shape, run.directory, tokenizer=True)
+    encode = encoders(run, model, width, height)
     for name, load in (("alone", nullcontext), ("busy", busy)):
-        times: dict[str, list[float]] = {each: [] for each in encode}
-        for _ in range(images):
-            for each, compute in encode.items():
-                with load():
-                    times[each].append(seconds(compute))
-        report.add_median(f"encoder.launched.{name}", times["launched"], "ms", scale=1e3)
-        if "replayed" in times:
-            row, to = f"encoder.replayed.{name}", "launched"
-            report.add_ratio(row, times["replayed"], "ms", times["launched"], to, scale=1e3)
+
+        def beside(encode: Encode, load: Callable[[], AbstractContextManager[None]] = load) -> float:
+            with load():
+                return seconds(encode)
+
+        times = in_turns(*(partial(beside, each) for each in encode.values()), rounds=run.args.images)
+        run.add_median(f"encoder.launched.{name}", times[0], "ms", scale=1e3)
+        if "replayed" in encode:
+            run.add_ratio(f"encoder.replayed.{name}", times[1], "ms", times[0], "launched", scale=1e3)
     if "replayed" in encode:
         differ = np.count_nonzero(encode["replayed"]() != encode["launched"]())
-        report.add(Row("encoder.differ", float(differ), "bytes", goal=0.0))
+        run.add(Row("encoder.differ", float(differ), "bytes", goal=0.0))
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "")
-    p.add_argument(
-        "--model-shape", choices=SHAPES, metavar="NAME", help="default: qwen3-vl-8b; small on CPUs"
-    )
-    p.add_argument(
-        "--pixels", metavar="WIDTHxHEIGHT", help="of the image (default: 1920x1080; 320x240 on CPUs)"
-    )
-    args = driver.with_counts(p, images=(20, driver.MIN_PAIRS))
-    width, height = map(int, args.pixels.split("x")) if args.pixels else PIXELS[args.device]
-    report = report_of("encoder", args)
-    with tempfile.TemporaryDirectory(prefix="baton-encoder-") as temporary:
-        model = write_shape(args.model_shape or SHAPE[args.device], Path(temporary), tokenizer=True)
-        measure(encoders(model, args.device, width, height, report), args.images, report)
-    return report.finish()
-
+BENCH = Bench(
+    "encoder",
+    measure,
+    __doc__,
+    options=(
+        Option(
+            "--model-shape", default={"cpu": "small-qwen3-vl", "cuda": SEEING}, choices=SHAPES, metavar="NAME"
+        ),
+        Option("--pixels", "of the image", {"cpu": "320x240", "cuda": "1920x1080"}, metavar="WIDTHxHEIGHT"),
+        Option("--images", default=20, short=MIN_PAIRS),
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

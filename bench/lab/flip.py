@@ -12,29 +12,22 @@ clients wait, and a flip would seem to last until one of them asks again. On GPU
 The prefill worker has the first GPU, both decode workers the second; with one GPU all three share it.
 """
 
-import argparse
 import asyncio
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from grpc.aio import Channel
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import report_of
-from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
-from baton.bench.lab.harness.streams import Case, Load, Verdict, expected, judge
+from baton.bench.lab.driver import LOGS, Bench, Option, Run, gpus_or_exit
+from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle, served
+from baton.bench.lab.harness.streams import Case, Load, Stream, expected, judge
 from baton.bench.lab.overlap.streams import Trace
-from baton.bench.lab.shapes import write_shape
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.cluster.supervision.calls import set_pool, status_of
 from baton.rpc.channel import connect
 
-FLIPS = 20
-SHORT_FLIPS = 5
 GOAL_S = 1.0
 QUIET_S = (0.3, 1.0)  # before each flip, and before each flip back
 CALL_S = 10.0  # for an answer of the worker
@@ -43,13 +36,12 @@ LOOK_S = 0.1  # between two questions whether it is computed; each costs the eng
 SHORT_ANSWER, LONG_ANSWER = 2, 32  # tokens; short for many prompts, long to run on a worker that moves
 ANSWERS = (SHORT_ANSWER, SHORT_ANSWER, SHORT_ANSWER, LONG_ANSWER)
 PROMPTS, WORDS = 16, 40_000  # words: of each dummy model, and more
-FLAGS = ("--dtype", "float32", "--no-enable-prefix-caching", "--load-format", "dummy")
+FLAGS = ("--dtype", "float32", "--no-enable-prefix-caching")
 ROUTER_FLAGS = ("--advanced.no-overflow", "--advanced.routing-policy", "round-robin")
-ON_CPU = ("--device", "cpu", "--advanced.num-threads", "1", "--advanced.num-blocks", "600")
+ON_CPU = ("--advanced.num-blocks", "600")
 ON_CUDA = ("--max-model-len", "8192")
 SHARES = {1: "0.31", 2: "0.42"}
 """Of a GPU's memory, for each worker, by the number of GPUs."""
-TRACES = "traces"
 SHAPES = {"cpu": "one-small-layer", "cuda": "llama-3.1-8b"}
 
 
@@ -89,68 +81,56 @@ def cases(rng: random.Random) -> list[Case]:
     ]
 
 
-async def measure(
-    args: argparse.Namespace, cluster: LocalCluster
-) -> tuple[list[float], Verdict, dict[str, int]]:
-    """When each flip to prefill began, what the clients read, and what the pools miss at the end."""
-    rng = random.Random(args.seed)
+async def answered(
+    run: Run, cluster: LocalCluster, rng: random.Random
+) -> tuple[list[float], list[Stream], dict[Case, list[int]]]:
+    """When each flip to prefill began, what the clients read, and the right answers."""
     requests = cases(rng)
-    right = await expected(cluster.url, requests, at_once=args.clients)
+    right = await expected(cluster.url, requests, at_once=run.args.clients)
     load = Load(cluster.url, requests, rng)
     address = cluster.of("decode")[1].lives[-1]["address"]
-    async with load.of(args.clients):
-        flips = await flip_repeatedly(address, cluster.secret, args.flips, rng)
-    leaks = await asyncio.to_thread(leaks_when_idle, cluster.url)
-    return flips, judge(load.streams, right), leaks
+    async with load.of(run.args.clients):
+        flips = await flip_repeatedly(address, cluster.secret, run.args.flips, rng)
+    return flips, load.streams, right
 
 
-def report_rows(report: Report, name: str, flips: Sequence[float], traces: Path) -> None:
-    trace = Trace.read(traces / "decode-1-engine.trace")
+def report_rows(run: Run, name: str, flips: Sequence[float], trace: Trace) -> None:
     prompts = [(trace.taken[prefill], token) for prefill, token in trace.first_token.items()]
     firsts = [next(prompt for prompt in prompts if prompt[0] >= began) for began in flips]
     waits = [taken - began for began, (taken, _) in zip(flips, firsts, strict=True)]
     seconds = [token - began for began, (_, token) in zip(flips, firsts, strict=True)]
-    report.add_median(f"{name}.seconds", seconds, "s", goal=GOAL_S)
-    report.add_median(f"{name}.until_prompt", waits, "s")
-    report.add(Row(f"{name}.flips", len(seconds), "times"))
-    report.detail = {"seconds": seconds, "until_prompt": waits}
+    run.add_median(f"{name}.seconds", seconds, "s", goal=GOAL_S)
+    run.add_median(f"{name}.until_prompt", waits, "s")
+    run.add(Row(f"{name}.flips", len(seconds), "times"))
+    run.detail = {"seconds": seconds, "until_prompt": waits}
 
 
-def start(args: argparse.Namespace, directory: Path) -> LocalCluster:
-    model = str(write_shape(SHAPES[args.device], directory, tokenizer=True))
-    devices, flags = [], ON_CPU
-    if args.device == "cuda":
-        gpus = min(driver.gpus_or_exit(1, "this bench"), 2)
-        devices = ["cuda:0", *[f"cuda:{gpus - 1}"] * 2]
-        flags = (*ON_CUDA, "--gpu-memory-utilization", SHARES[gpus])
-    return LocalCluster(
-        directory, prefill=1, decode=2,
-        worker_flags=[*FLAGS, *flags, "--model", model, "--advanced.trace-dir", str(directory / TRACES)],
-        devices=devices, router_flags=[*ROUTER_FLAGS, "--model", model],
-    )  # fmt: skip
+def measure(run: Run) -> None:
+    name, traces = f"flip.{run.device}", run.directory / "traces"
+    gpus = min(gpus_or_exit(1, "this bench"), 2) if run.on_gpus else 0
+    on_gpus = (*ON_CUDA, "--gpu-memory-utilization", SHARES.get(gpus, ""))
+    with served(
+        run, *FLAGS, "--advanced.trace-dir", str(traces), shape=SHAPES[run.device], decode=2, on_cpu=ON_CPU,
+        on_gpus=on_gpus, devices=["cuda:0", *[f"cuda:{gpus - 1}"] * 2], router_flags=ROUTER_FLAGS,
+    ) as cluster:  # fmt: skip
+        flips, streams, right = asyncio.run(answered(run, cluster, random.Random(run.args.seed)))
+        leaks = leaks_when_idle(cluster.url)
+    # The traces are complete after the workers have ended.
+    report_rows(run, name, flips, Trace.read(traces / "decode-1-engine.trace"))
+    judge(streams, right).add_to(run, name, leaks)
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "")
-    p.add_argument("--flips", type=int, metavar="N", help=f"default: {FLIPS}; {SHORT_FLIPS} with --short")
-    p.add_argument("--clients", type=int, metavar="N", help="streams at a time (default: 8 on a CPU, 32)")
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="of requests and moments")
-    p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
-    args = p.parse_args()
-    args.flips = args.flips or (SHORT_FLIPS if args.short else FLIPS)
-    args.clients = args.clients or (8 if args.device == "cpu" else 32)
-    if args.logs is not None:
-        args.logs.mkdir(parents=True, exist_ok=True)
-    report = report_of("flip", args)
-    with tempfile.TemporaryDirectory(prefix="baton-flip-") as temporary:
-        directory = args.logs or Path(temporary)
-        with start(args, directory) as cluster:
-            flips, verdict, leaks = asyncio.run(measure(args, cluster))
-        # The traces are complete after the workers have ended.
-        report_rows(report, f"flip.{args.device}", flips, directory / TRACES)
-        verdict.add_to(report, f"flip.{args.device}", leaks)
-    return report.finish()
-
+BENCH = Bench(
+    "flip",
+    measure,
+    __doc__,
+    options=(
+        Option("--flips", default=20, short=5),
+        Option("--clients", "streams at a time", {"cpu": 8, "cuda": 32}),
+        Option("--seed", "of requests and moments", 0),
+        LOGS,
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -47,32 +47,28 @@ import math
 import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
-from baton.bench.lab import driver
-from baton.bench.lab.disagg.sides import SERVE, Side, started
-from baton.bench.lab.driver import report_of
-from baton.bench.lab.harness.streams import new_session
+from baton.bench.lab.driver import Bench, Option, Run, parameters_of
+from baton.bench.lab.harness.sides import SERVE, SIDE, Side, in_order, started, two_sides
+from baton.bench.lab.harness.streams import Case, Stream, new_session, post
+from baton.bench.lab.harness.workers import samples
 from baton.bench.lab.shapes import SEEING, SHAPES, write_shape
 from baton.bench.load.target.tokenization import WORDS
-from baton.bench.report import Report, Row, paired_ratio
+from baton.bench.report import Row, paired_ratio
 from baton.steps.quantiles import percentile
 
 SHAPE = {"cpu": "small-qwen3-vl", "cuda": SEEING}
-PIXELS = {"cpu": (320, 240), "cuda": (1920, 1080)}
 TEXT_TOKENS = 200
 IMAGES = 4
 """Of a request of the highest rate."""
@@ -89,6 +85,9 @@ FIRST, STEP = 0.8, 1.25
 """Of the limit: where the search for the highest rate begins; and its first factor until it can halve."""
 METRICS_S = 1.5
 """Metrics of workers are at most a second old."""
+ENCODED = "baton:images_encoded_total"
+NO_CASE = Case("", ANSWER, 0.0, seed=0)
+"""No answer is compared with a right one."""
 BUSY = 429, 503
 """A server that refuses a request with one of these misses the rate."""
 GOALS = {"one": 0.9, "rate": 1.0}
@@ -103,18 +102,6 @@ FLAGS = {
     "cpu": "--model {model} --load-format dummy --device cpu --dtype float32 --advanced.num-threads 1",
     "cuda": "--model {model} --load-format dummy --max-model-len 33000",
 }
-
-
-@dataclass
-class Answer:
-    """Seconds. An answer without a first token has failed."""
-
-    first: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-    error: str = ""
-    late: bool = False
-    status: int = 200
-    prompt_tokens: int = 0
 
 
 class Pictures:
@@ -194,63 +181,30 @@ class Client:
         for target in targets:
             async with self._http.get(f"http://{target['targets'][0]}/metrics") as answer:
                 pages.append(await answer.text())
-        return [
-            sum(
-                sample.value
-                for family in text_string_to_metric_families(page)
-                for sample in family.samples
-                if sample.name == "baton:images_encoded_total"
-            )
-            for page in pages
-        ]
+        return [sum(s.value for s in samples(page) if s.name == ENCODED) for page in pages]
 
-    async def ask(self, body: dict[str, Any], url: str = "", within: float = math.inf) -> Answer:
+    async def ask(self, body: dict[str, Any], url: str = "", within: float | None = None) -> Stream:
         """`url`: of one process, which keeps images that came before. `within`: seconds; without a first
         token until then the answer is late, and is not read on."""
-        url = url or next(self._urls)
+        url, stream = url or next(self._urls), Stream(NO_CASE)
         data = json.dumps(body | {"model": self._models[url]}).encode()
-        answer, began = Answer(), time.monotonic()
-        before = began
+        reading = asyncio.create_task(post(self._http, f"{url}/v1/chat/completions", data, stream))
         try:
-            async with (
-                asyncio.timeout(None if math.isinf(within) else within) as limit,
-                self._http.post(
-                    f"{url}/v1/chat/completions", data=data, headers={"Content-Type": "application/json"}
-                ) as response,
-            ):
-                answer.status = response.status
-                if response.status != 200:
-                    answer.error = f"{response.status} {(await response.text())[:300]}"
-                    return answer
-                async for line in response.content:
-                    if not line.startswith(b"data: {"):
-                        continue
-                    event = json.loads(line[6:])
-                    if usage := event.get("usage"):
-                        answer.prompt_tokens = usage["prompt_tokens"]
-                    if "error" in event:
-                        answer.error = json.dumps(event["error"])[:300]
-                        break
-                    if not any(c["delta"].get("content") for c in event["choices"]):
-                        continue
-                    now = time.monotonic()
-                    if answer.first:
-                        answer.gaps.append(now - before)
-                    answer.first, before = answer.first or now - began, now
-                    limit.reschedule(None)
-        except TimeoutError:
-            answer.late = True
-        except aiohttp.ClientError as error:
-            answer.error = f"{type(error).__name__}: {error}"
-        return answer
+            await asyncio.wait([reading], timeout=within)
+            stream.late = not (reading.done() or stream.arrivals)
+            if not stream.late:
+                await reading
+        finally:
+            reading.cancel()
+        return stream
 
 
-def first_tokens(answers: Sequence[Answer]) -> list[float]:
+def first_tokens(answers: Sequence[Stream]) -> list[float]:
     """Raises RuntimeError if a request failed: its time would be missing among the worst."""
     for answer in answers:
-        if answer.error or not answer.first:
-            raise RuntimeError(f"a request failed: {answer.error or 'no token came'}")
-    return [answer.first for answer in answers]
+        if answer.error or not answer.arrivals:
+            raise RuntimeError(f"a request failed: {answer.status} {answer.error[:300] or 'no token came'}")
+    return [answer.ttft for answer in answers]
 
 
 Figures = dict[str, float]
@@ -445,7 +399,7 @@ async def highest(
     return low
 
 
-async def measure(
+async def measure_side(
     urls: Sequence[str], seed: int, args: Any, pictures: Pictures, result: Figures, log: Callable[[str], None]
 ) -> None:
     """Adds to `result`, as `Turn.figures` does. Raises RuntimeError or aiohttp.ClientError."""
@@ -491,83 +445,87 @@ def rows(figures: dict[str, list[Figures]], args: Any) -> list[Row]:
     return table
 
 
-def earlier(report: Report, turns: Sequence[str]) -> dict[str, Figures]:
-    """The results of an earlier run with the same arguments, from its file.
+def sides_of(args: Namespace) -> list[Side]:
+    serve = f"{SERVE}{FLAGS[args.device]}"
+    pool = f"{serve} --prefill 1 --decode 1 --encode 1"
+    return two_sides(args, Side("pool", 1, pool), Side("inside", 1, serve))
+
+
+def earlier(args: Namespace) -> dict[str, Figures]:
+    """The results of each turn: none yet, or with --resume those of an earlier run, from its file.
 
     Raises:
-        ValueError: the arguments were others.
+        ValueError: the arguments of the earlier run were others.
     """
-    path = report.json_path
-    if path is None or not path.exists():
-        return {}
-    before = json.loads(path.read_text())
-    now = json.loads(json.dumps(report.as_dict()["parameters"], default=str))
+    turns = [f"{side.name}.{seed}" for side in sides_of(args) for seed in range(args.seeds)]
+    if not args.resume or not args.json.exists():
+        return {turn: {} for turn in turns}
+    before = json.loads(args.json.read_text())
+    now = json.loads(json.dumps(parameters_of(args), default=str))
     differ = [name for name, value in now.items() if before["parameters"].get(name) != value]
     if differ := [name for name in differ if name != "resume"]:
-        raise ValueError(f"--resume: {path} was measured with another {', '.join(differ)}")
+        raise ValueError(f"--resume: {args.json} was measured with another {', '.join(differ)}")
     return {turn: before.get("detail", {}).get(turn, {}) for turn in turns}
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "")
-    add = p.add_argument
-    add("--side", type=Side.parse, action="append", metavar="'NAME COUNT COMMAND'", help="twice, or never")
-    add("--model-shape", choices=SHAPES, metavar="NAME", help="{model} (default: qwen3-vl-8b; small on CPUs)")
-    add("--pixels", metavar="WIDTHxHEIGHT", help="of an image (default: 1920x1080; 320x240 on CPUs)")
-    add("--at-once", default="32", metavar="N,…", help="images (default: %(default)s)")
-    add("--ttft", type=float, default=2000.0, metavar="MS", help="of p99 (default: %(default)s)")
-    add("--first-rate", type=float, metavar="R", help="requests/s (default: 0.8 of the limit)")
-    add("--resume", action="store_true", help="measure only what --json does not have yet")
-    add("--streams", type=int, default=8, metavar="N", help="of text (default: %(default)s)")
-    args = driver.with_counts(
-        p, seeds=(3, 1), requests=(20, 3), rated=(100, 3), halvings=(3, 1), seconds=(12, 1)
-    )
-    width, height = map(int, args.pixels.split("x")) if args.pixels else PIXELS[args.device]
-    args.pixels = [width, height]
-    args.at_once = [int(count) for count in args.at_once.split(",")]
-    serve = f"{SERVE}{FLAGS[args.device]}"
-    sides = args.side or [
-        Side("pool", 1, f"{serve} --prefill 1 --decode 1 --encode 1"),
-        Side("inside", 1, serve),
-    ]
-    if len({side.name for side in sides}) != 2 or len(sides) != 2:
-        p.error("--side: give it twice, with two names")
-    if args.resume and args.json is None:
-        p.error("--resume: name the file of the earlier run with --json PATH")
-    report = report_of("images", args)
-    names = [f"{side.name}.{seed}" for side in sides for seed in range(args.seeds)]
-    try:
-        earlier_turns = earlier(report, names) if args.resume else {}
-    except ValueError as error:
-        p.error(str(error))
-    turns: dict[str, Figures] = {name: earlier_turns.get(name, {}) for name in names}
+def measure(run: Run) -> None:
+    args, sides, turns = run.args, sides_of(run.args), earlier(run.args)
+    width, height = args.pixels
     figures = {side.name: [turns[f"{side.name}.{seed}"] for seed in range(args.seeds)] for side in sides}
-    report.detail, report.rows, failed = dict(turns), rows(figures, args), False
-    with tempfile.TemporaryDirectory(prefix="baton-images-") as temporary:
-        model = write_shape(args.model_shape or SHAPE[args.device], Path(temporary), tokenizer=True)
-        for seed in range(args.seeds):
-            for side in sides if seed % 2 == 0 else sides[::-1]:
-                turn = f"{side.name}.{seed}"
-                if "gaps" in turns[turn] or turns[turn].get("rate") == 0.0:
-                    continue
+    run.detail, run.rows = dict(turns), rows(figures, args)
+    model = write_shape(args.model_shape, run.directory, tokenizer=True)
+    for seed in range(args.seeds):
+        for side in in_order(sides, seed):
+            turn = f"{side.name}.{seed}"
+            if "gaps" in turns[turn] or turns[turn].get("rate") == 0.0:
+                continue
 
-                def told(step: str, turn: str = turn) -> None:
-                    print(f"bench.images: {turn}: {step}", file=sys.stderr, flush=True)
-                    report.rows = rows(figures, args)
-                    report.write()
+            def told(step: str, turn: str = turn) -> None:
+                print(f"bench.images: {turn}: {step}", file=sys.stderr, flush=True)
+                run.rows = rows(figures, args)
+                run.write()
 
-                try:
-                    pictures, began = Pictures(width, height, seed), time.monotonic()
-                    with contextlib.ExitStack() as stack:
-                        with pictures.being_made(images_of_turn(args)):
-                            urls = stack.enter_context(started(side, model)).split(",")
-                        told(f"started ({time.monotonic() - began:.0f} s)")
-                        asyncio.run(measure(urls, seed, args, pictures, turns[turn], told))
-                except (RuntimeError, OSError, aiohttp.ClientError) as error:
-                    failed = True
-                    told(f"failed: {error}")
-    return report.finish() or int(failed)
+            try:
+                pictures, began = Pictures(width, height, seed), time.monotonic()
+                with contextlib.ExitStack() as stack:
+                    with pictures.being_made(images_of_turn(args)):
+                        urls = [*stack.enter_context(started(side, model))]
+                    told(f"started ({time.monotonic() - began:.0f} s)")
+                    asyncio.run(measure_side(urls, seed, args, pictures, turns[turn], told))
+            except (RuntimeError, OSError, aiohttp.ClientError) as error:
+                run.failed = True
+                told(f"failed: {error}")
 
+
+def check(args: Namespace) -> None:
+    args.pixels = [*map(int, args.pixels.split("x"))]
+    args.at_once = [int(count) for count in args.at_once.split(",")]
+    if args.resume and args.json is None:
+        raise ValueError("--resume: name the file of the earlier run with --json PATH")
+    sides_of(args), earlier(args)
+
+
+BENCH = Bench(
+    "images",
+    measure,
+    __doc__,
+    options=(
+        SIDE,
+        Option("--model-shape", "{model}", SHAPE, choices=SHAPES, metavar="NAME"),
+        Option("--pixels", "of an image", {"cpu": "320x240", "cuda": "1920x1080"}, metavar="WIDTHxHEIGHT"),
+        Option("--at-once", "images", "32", metavar="N,…"),
+        Option("--ttft", "of p99", 2000.0, metavar="MS"),
+        Option("--first-rate", "requests/s (default: 0.8 of the limit)", type=float, metavar="R"),
+        Option("--resume", "measure only what --json does not have yet", False),
+        Option("--streams", "of text", 8),
+        Option("--seeds", "turns of each side", 3, short=1),
+        Option("--requests", "of one image", 20, short=3),
+        Option("--rated", "requests of a rate", 100, short=3),
+        Option("--halvings", "of the range of rates", 3, short=1),
+        Option("--seconds", "of text streams", 12, short=1),
+    ),
+    check=check,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

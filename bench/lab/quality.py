@@ -25,7 +25,6 @@ lm-eval makes the same three of a multiple-choice task. A query and a choice are
 import asyncio
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -35,17 +34,16 @@ import aiohttp
 import numpy as np
 import torch
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import report_of
-from baton.bench.lab.harness.cluster import LocalCluster
+from baton.bench.lab.driver import Bench, Option, Run
+from baton.bench.lab.harness.cluster import LocalCluster, served
 from baton.bench.lab.harness.streams import Case, Stream, new_session, read, until
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.cluster.model import embedded_path
 from baton.steps.quantiles import percentile
 from baton.system.lines import bounded_lines
 
 TASKS = Path(__file__).with_name("quality_tasks.jsonl")
-SIMPLE = ("--device", "cpu", "--advanced.num-blocks", "600", "--no-enable-prefix-caching")
+SIMPLE = ("--advanced.num-blocks", "600", "--no-enable-prefix-caching")
 FORMS: dict[str, tuple[str, ...]] = {
     "float32": ("--dtype", "float32"),
     "killed": ("--dtype", "float32"),
@@ -204,18 +202,28 @@ async def answered(
     return streams
 
 
-def measure(form: str, path: Path, tasks: Sequence[Question], reference: Reference, report: Report) -> None:
+def measure(run: Run) -> None:
+    path = embedded_path()
+    reference = Reference(path)
+    tasks = questions(run.args.tasks or TASKS, reference.tokenizer, 6 if run.short else None)
     expected = [
         [reference.logprobs(choice, len(question.query)) for choice in question.choices] for question in tasks
     ]
+    for form in [run.args.only] if run.args.only else FORMS:
+        compare(run, form, path, tasks, expected, reference)
+
+
+def compare(
+    run: Run,
+    form: str,
+    path: Path,
+    tasks: Sequence[Question],
+    expected: Sequence[Sequence[Sequence[float]]],
+    reference: Reference,
+) -> None:
+    """`expected`: the log probabilities of the tokens of each choice in transformers."""
     best = sum(right(expected, tasks)) / len(tasks)
-    model = ("--model", str(path), *SIMPLE, *FORMS[form])
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        LocalCluster(
-            Path(directory), prefill=1, decode=1, worker_flags=model, router_flags=model[:2]
-        ) as cluster,
-    ):
+    with served(run, *SIMPLE, model=str(path), on_cpu=FORMS[form], name=form) as cluster:
         prompts = [question.choices[question.gold] for question in tasks[:ANSWERS]]
         streams = asyncio.run(answered(cluster, prompts, kill=form == "killed"))
         scores = asyncio.run(scored(cluster.url, tasks))
@@ -226,45 +234,42 @@ def measure(form: str, path: Path, tasks: Sequence[Question], reference: Referen
         apart = asyncio.run(divergences(cluster.url, answers, reference))
     name = f"quality.{form}"
     share = sum(right(scores, tasks)) / len(tasks)
-    report.add(Row(f"{name}.accuracy", share, "share", ratio=share / best, ratio_to="transformers"))
+    run.add(Row(f"{name}.accuracy", share, "share", ratio=share / best, ratio_to="transformers"))
     reference_texts = [reference.answer(each.query, GENERATED_TOKENS) for each in tasks]
     hits, best = (
         sum(text.strip().startswith(each.answer.strip()) for text, each in zip(texts, tasks, strict=True))
         for texts in ([stream.text for stream in generated], reference_texts)
     )
     ratio = hits / best if best else None
-    report.add(Row(f"{name}.generated", hits / len(tasks), "share", ratio=ratio, ratio_to="transformers"))
+    run.add(Row(f"{name}.generated", hits / len(tasks), "share", ratio=ratio, ratio_to="transformers"))
     pairs = zip(flat(scores), flat(expected), strict=True)
-    _add(report, f"{name}.prompt", [abs(a - b) for a, b in pairs])
+    _add(run, f"{name}.prompt", [abs(a - b) for a, b in pairs])
     off = list[float]()
     for (ids, first), stream in zip(answers, streams, strict=True):
         off += [abs(a - b) for a, b in zip(stream.logprobs, reference.logprobs(ids, first), strict=True)]
-    _add(report, f"{name}.answer", off)
-    _add(report, f"{name}.kl", apart)
+    _add(run, f"{name}.answer", off)
+    _add(run, f"{name}.kl", apart)
 
 
 def flat(scores: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     return [x for choices in scores for choice in choices for x in choice]
 
 
-def _add(report: Report, name: str, off: Sequence[float]) -> None:
-    report.add(Row(name, float(np.mean(off)), "nats a token, mean", p99=percentile(off, 0.99)))
-    report.add(Row(f"{name}.max", float(np.max(off)), "nats"))
+def _add(run: Run, name: str, off: Sequence[float]) -> None:
+    run.add(Row(name, float(np.mean(off)), "nats a token, mean", p99=percentile(off, 0.99)))
+    run.add(Row(f"{name}.max", float(np.max(off)), "nats"))
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "", devices=("cpu",))
-    p.add_argument("--tasks", default=str(TASKS), metavar="FILE", help="questions (default: 48 of its own)")
-    p.add_argument("--only", choices=FORMS, help="a form of serving; default: all")
-    args = p.parse_args()
-    report = report_of("quality", args)
-    path = embedded_path()
-    reference = Reference(path)
-    tasks = questions(Path(args.tasks), reference.tokenizer, 6 if args.short else None)
-    for form in [args.only] if args.only else FORMS:
-        measure(form, path, tasks, reference, report)
-    return report.finish()
-
+BENCH = Bench(
+    "quality",
+    measure,
+    __doc__,
+    options=(
+        Option("--tasks", "questions (default: 48 of its own)", type=Path, metavar="FILE"),
+        Option("--only", "this form of serving", choices=FORMS),
+    ),
+    devices=("cpu",),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

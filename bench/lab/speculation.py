@@ -10,9 +10,8 @@ four tokens of each request, over one with one.
 
 import json
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import MIN_PAIRS, report_of
-from baton.bench.lab.engine.drive import answers, drain, fill
+from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run
+from baton.bench.lab.engine.drive import answers, drain, steady
 from baton.bench.lab.shapes import DENSE, write_shape
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig, build_engine
 from baton.engine.core.draft_counts import StepCosts
@@ -60,13 +58,13 @@ KNOWN = 32_000
 """Tokens that an EAGLE-3 head knows."""
 
 
-def on_cpu(report: Report, *, short: bool) -> None:
+def on_cpu(run: Run) -> None:
     from baton.router.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(embedded_path()))
     copying = tokenizer.encode(f"{TEXT}\n\n" * 4 + TEXT[:100])
     free = [tokenizer.encode(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n") for q in QUESTIONS]
-    tokens, pairs = (SHORT, MIN_PAIRS) if short else (LONG, 9)
+    tokens, pairs = (SHORT, MIN_PAIRS) if run.short else (LONG, 9)
     with_drafts, without = (_embedded(speculative) for speculative in (SpeculativeConfig(), None))
     for name, prompts, sampling, goal in (
         ("copying", [copying], {"temperature": 0.0}, 1.6),
@@ -74,21 +72,20 @@ def on_cpu(report: Report, *, short: bool) -> None:
     ):
         speed = partial(_tokens_per_s, prompts=prompts, max_tokens=tokens, **sampling)
         speed(with_drafts), speed(without)
-        drafting, plain = driver.interleaved(partial(speed, with_drafts), partial(speed, without), pairs)
-        report.add_ratio(
-            f"speculation.cpu.{name}", drafting, "tokens/s", plain, "the same without drafts",
-            goal=goal, better="higher",
+        run.compare(
+            f"speculation.cpu.{name}", partial(speed, with_drafts), "tokens/s", partial(speed, without),
+            "the same without drafts", pairs=pairs, goal=goal, better="higher",
         )  # fmt: skip
     stats = with_drafts.stats().speculation
     assert stats is not None
-    report.add(Row("speculation.cpu.accepted", stats.accepted / max(1, stats.drafts), "of drafts"))
+    run.add(Row("speculation.cpu.accepted", stats.accepted / max(1, stats.drafts), "of drafts"))
     exact = [_embedded(speculative, dtype="float32") for speculative in (SpeculativeConfig(), None)]
     requests = [
         _request(n, ids, 48, temperature=t) for n, ids in enumerate([copying, *free]) for t in (0.0, 0.8)
     ]
     one, other = (answers(engine, requests) for engine in exact)
     differ = sum(a != b for seq, ref in zip(one, other, strict=True) for a, b in zip(seq, ref, strict=True))
-    report.add(Row("speculation.cpu.different", differ, f"of {sum(map(len, one))} tokens", goal=0))
+    run.add(Row("speculation.cpu.different", differ, f"of {sum(map(len, one))} tokens", goal=0))
 
 
 def _embedded(speculative: SpeculativeConfig | None, **config: Any) -> Engine:
@@ -147,48 +144,48 @@ def _set_acceptance(device: torch.device, kernels: type[Kernels]) -> Tensor:
     return share
 
 
-def on_cuda(report: Report, *, short: bool, method: str) -> None:
+def on_cuda(run: Run) -> None:
     from baton.engine.kernels.triton_kernels import TritonKernels
 
-    share = _set_acceptance(torch.device("cuda"), TritonKernels)
-    steps, pairs = (32, MIN_PAIRS) if short else (128, 7)
-    with tempfile.TemporaryDirectory() as name:
-        path = write_shape(DENSE, Path(name))
-        config: dict[str, Any] = {
-            "dtype": "bfloat16", "device": "cuda", "load_format": "dummy", "max_model_len": 4096,
-            "max_num_seqs": 256, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.45,
-            "enable_prefix_caching": True,  # so that only the first run of a batch computes its prompts
-        }  # fmt: skip
-        without = build_engine(EngineConfig(str(path), **config))
-        speculative = SpeculativeConfig(method, model=str(_eagle(path)) if method == "eagle3" else "")
-        config["gpu_memory_utilization"] *= 2  # what this process has already counts for the second engine
-        drafting = build_engine(EngineConfig(str(path), **config, speculative_config=speculative))
+    share, method = _set_acceptance(torch.device("cuda"), TritonKernels), run.args.method
+    steps, pairs = (32, MIN_PAIRS) if run.short else (128, 7)
+    path = write_shape(DENSE, run.directory)
+    config: dict[str, Any] = {
+        "dtype": "bfloat16", "device": "cuda", "load_format": "dummy", "max_model_len": 4096,
+        "max_num_seqs": 256, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.45,
+        "enable_prefix_caching": True,  # so that only the first run of a batch computes its prompts
+    }  # fmt: skip
+    without = build_engine(EngineConfig(str(path), **config))
+    speculative = SpeculativeConfig(method, model=str(_eagle(path)) if method == "eagle3" else "")
+    config["gpu_memory_utilization"] *= 2  # what this process has already counts for the second engine
+    drafting = build_engine(EngineConfig(str(path), **config, speculative_config=speculative))
     speculation = drafting._scheduler.speculation
     assert speculation is not None
     if method == "ngram":
         speculation.drafter = _Set(speculative)
     costs, acceptance = speculation.costs, speculation._acceptance
+
+    def part(engine: Engine, batch: int, number: int) -> Callable[[], float]:
+        """Tokens/s, or seconds of a step."""
+        return lambda: steady(engine, batch, CONTEXT, steps, 4 * (steps + 24))[number]
+
     for batch in BATCHES:
         step, gain = GOALS.get(batch, (None, None))
-        run = partial(_steady, batch=batch, steps=steps)
         share.fill_(0.0)
         if step is not None:
             speculation.costs, speculation._acceptance = _Free(costs.sizes.tolist()), lambda live: 1.0
-            series = driver.interleaved(partial(run, drafting), partial(run, without), MIN_PAIRS)
-            forced, plain = ([seconds for _, seconds in each] for each in series)
+            run.compare(
+                f"speculation.cuda.step.b{batch}", part(drafting, batch, 1), "ms", part(without, batch, 1),
+                "a token each", pairs=MIN_PAIRS, scale=1e3, goal=step,
+            )  # fmt: skip
             speculation.costs, speculation._acceptance = costs, acceptance
-            report.add_ratio(
-                f"speculation.cuda.step.b{batch}", forced, "ms", plain, "a token each", scale=1e3, goal=step
-            )
         for kind, accepted, goal in (("accepted", ACCEPTED, gain), ("never", 0.0, NEVER)):
             share.fill_(accepted)
             speculation._tested = speculation._right = 0.0  # of another workload
-            run(drafting)
-            series = driver.interleaved(partial(run, drafting), partial(run, without), pairs)
-            drafted, base = ([speed for speed, _ in each] for each in series)
-            report.add_ratio(
-                f"speculation.cuda.{kind}.b{batch}", drafted, "tokens/s", base, "none",
-                goal=goal, better="higher",
+            part(drafting, batch, 0)()
+            run.compare(
+                f"speculation.cuda.{kind}.b{batch}", part(drafting, batch, 0), "tokens/s",
+                part(without, batch, 0), "none", pairs=pairs, goal=goal, better="higher",
             )  # fmt: skip
     for engine in (drafting, without):
         engine.close()
@@ -223,39 +220,12 @@ class _Free(StepCosts):
         return np.ones(len(self.sizes) - self.index(rows))
 
 
-def _steady(engine: Engine, *, batch: int, steps: int) -> tuple[float, float]:
-    """Tokens/s while `batch` requests decode with about `CONTEXT` tokens each, and the mean seconds from step
-    to step."""
-    fill(engine, batch, CONTEXT, 4 * (steps + 24))
-    for _ in range(12):
-        engine.loop.step()
-    tokens = count = 0
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    while count < steps:
-        done = engine.loop.step()
-        count += done.seconds > 0
-        tokens += len(done.outputs)
-    seconds = time.perf_counter() - began
-    for live in list(engine.lives):
-        engine.cancel(live)
-    drain(engine)
-    return tokens / seconds, seconds / steps
-
-
-def main() -> int:
-    parser = driver.parser("Drafts of tokens: their gain and their cost.")
-    parser.add_argument(
-        "--method", choices=("ngram", "eagle3"), default="ngram", help="on a GPU, what drafts"
-    )
-    args = parser.parse_args()
-    report = report_of("speculation", args)
-    if args.device == "cuda":
-        on_cuda(report, short=args.short, method=args.method)
-    else:
-        on_cpu(report, short=args.short)
-    return report.finish()
-
+BENCH = Bench(
+    "speculation",
+    lambda run: (on_cuda if run.on_gpus else on_cpu)(run),
+    __doc__,
+    options=(Option("--method", "on a GPU, what drafts", "ngram", choices=("ngram", "eagle3")),),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -10,7 +10,6 @@ alone    the decode worker computes all of it
 the share of `ttft` in which the step of the last range waited for KV. On CPUs each worker has one thread.
 """
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -19,16 +18,14 @@ import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
-from baton.bench.lab.driver import MIN_PAIRS, gpus_or_exit, parser, report_of
-from baton.bench.lab.harness.cluster import LocalCluster, two_workers
+from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run, gpus_or_exit, median_ms
+from baton.bench.lab.harness.cluster import MODEL, LocalCluster, two_workers
 from baton.bench.lab.harness.workers import Driver, Workers, prompt_of, request
-from baton.bench.lab.shapes import DENSE
 from baton.bench.report import Row
 from baton.router.policy.split import PromptCost, SplitWorker, first_speed, split
 from baton.rpc import worker_pb2 as pb
 
-ROUNDS = 7
-TOKENS = {"cpu": (900,), "cuda": (2_000, 8_000, 30_000)}
+TOKENS = {"cpu": [900], "cuda": [2_000, 8_000, 30_000]}
 GOALS = {2_000: 0.72, 8_000: 0.62, 30_000: 0.58, 128_000: 0.56}
 """Of `ttft`, over `alone`, on GPUs."""
 ANSWER = 4
@@ -100,42 +97,43 @@ async def one_round(pair: Pair, tokens: int, number: int, runs: Runs) -> None:
     runs.failed += computed != answer
 
 
-async def measure(args: argparse.Namespace, cluster: LocalCluster) -> dict[int, Runs]:
-    runs: dict[int, Runs] = {}
+async def rounds(run: Run, cluster: LocalCluster, tokens: int) -> Runs:
+    runs = Runs()
     async with Pair(*cluster.drivers()) as pair:
-        for tokens in args.tokens:
-            runs[tokens] = Runs()
-            # The prefill worker must know its speed.
-            warm = await pair.prefill.prefill(request(prompt_of(tokens, tokens - 1), 1))
-            await pair.prefill.tokens(warm, 1)
-            for number in range(args.rounds + 1):  # the first one warms up: lanes, speeds
-                await one_round(pair, tokens, tokens + number, runs[tokens] if number else Runs())
+        # The prefill worker must know its speed.
+        warm = await pair.prefill.prefill(request(prompt_of(tokens, tokens - 1), 1))
+        await pair.prefill.tokens(warm, 1)
+        for number in range(run.args.rounds + 1):  # the first one warms up: lanes, speeds
+            await one_round(pair, tokens, tokens + number, runs if number else Runs())
     return runs
 
 
-def main() -> int:
-    p = parser(__doc__ or "")
-    p.add_argument("--tokens", type=int, action="append", help=f"of a prompt (default: {TOKENS})")
-    p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
-    args = p.parse_args()
-    args.tokens = args.tokens or TOKENS[args.device]
-    args.rounds = MIN_PAIRS if args.short else ROUNDS
-    if args.device == "cuda":
+def measure(run: Run) -> None:
+    if run.on_gpus:
         gpus_or_exit(2, "a prompt that two workers share")
-    with two_workers(args, (), ("--max-model-len", str(max(args.tokens) + 1024))) as cluster:
-        results = asyncio.run(measure(args, cluster))
-    report = report_of("split", args)
-    for tokens, runs in results.items():
-        name = "split.cpu" if args.device == "cpu" else f"split.{args.device}.n{tokens}"
-        if runs.ttft:
-            goal = None if args.device == "cpu" else GOALS.get(tokens)
-            alone = runs.alone[: len(runs.ttft)]
-            report.add_ratio(f"{name}.ttft", runs.ttft, "ms", alone, "one engine", scale=1e3, goal=goal)
-            report.add(Row(f"{name}.alone", statistics.median(runs.alone) * 1e3, "ms"))
-            report.add(Row(f"{name}.waited", statistics.median(runs.waited), "of the time to first token"))
-        report.add(Row(f"{name}.failed", runs.failed, "prompts", goal=0))
-    return report.finish()
+    with two_workers(run, "--max-model-len", str(max(run.args.tokens) + 1024)) as cluster:
+        for tokens in run.args.tokens:
+            runs = asyncio.run(rounds(run, cluster, tokens))
+            name = f"split.cuda.n{tokens}" if run.on_gpus else "split.cpu"
+            if runs.ttft:
+                alone, goal = runs.alone[: len(runs.ttft)], GOALS.get(tokens) if run.on_gpus else None
+                run.add_ratio(f"{name}.ttft", runs.ttft, "ms", alone, "one engine", scale=1e3, goal=goal)
+                run.add(Row(f"{name}.alone", median_ms(runs.alone), "ms"))
+                waited = statistics.median(runs.waited)
+                run.add(Row(f"{name}.waited", waited, "of the time to first token"))
+            run.add(Row(f"{name}.failed", runs.failed, "prompts", goal=0))
 
+
+BENCH = Bench(
+    "split",
+    measure,
+    __doc__,
+    options=(
+        Option("--tokens", "of a prompt", TOKENS),
+        Option("--rounds", default=7, short=MIN_PAIRS),
+        MODEL,
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

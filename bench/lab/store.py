@@ -16,15 +16,14 @@ On a GPU one worker serves the 8B Llama shape. The trace needs two GPUs, for a p
 reads all objects in one call.
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
 import os
+import shlex
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,13 +33,13 @@ import aiohttp
 import msgspec
 import torch
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import report_of
+from baton.bench.lab.driver import Bench, Run, in_turns
 from baton.bench.lab.harness.processes import Server, spawn
+from baton.bench.lab.harness.sides import SERVE, Side, started
 from baton.bench.lab.harness.streams import Case, new_session, read
 from baton.bench.lab.harness.workers import prompt_of
 from baton.bench.lab.shapes import DENSE, write_shape
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_names.cache_kinds import ATTENTION, CacheArray
 from baton.kv_transfer import Injected, KVLayout, PagedKV
@@ -86,10 +85,8 @@ class Cluster:
         stream = await read(self.session, self.url, case, prompt=list(prompt), stream_options=usage)
         if stream.failed:
             raise RuntimeError(stream.error or "the stream ended early")
-        gaps = [after - before for before, after in itertools.pairwise(stream.arrivals)]
         text = [*prompt, *stream.token_ids]
-        ttft = stream.arrivals[0] - stream.started
-        return Turn(stream.started, ttft, statistics.median(gaps), stream.cached_tokens, text)
+        return Turn(stream.started, stream.ttft, statistics.median(stream.gaps), stream.cached_tokens, text)
 
     async def restart(self) -> None:
         """Restarts all workers, one after the other."""
@@ -116,10 +113,10 @@ def mooncake(size: str) -> Iterator[str]:
         popen.wait()
 
 
-def reads(url: str, device: str, report: Report) -> None:
+def reads(run: Run, url: str) -> None:
     """The engine's end of the store without an engine: writes chunks, and reads them again and again."""
-    chunks, secret = READ[device] // CHUNK_TOKENS, os.urandom(32)
-    kv = [torch.randn(2, chunks, BLOCK, 8, 128, device=device, dtype=torch.bfloat16) for _ in range(32)]
+    chunks, secret = READ[run.device] // CHUNK_TOKENS, os.urandom(32)
+    kv = [torch.randn(2, chunks, BLOCK, 8, 128, device=run.device, dtype=torch.bfloat16) for _ in range(32)]
     ends, units = StoreEnds.create(), Units(LAYOUT, 1)
     start = StoreStart(
         url=url, name="bench", title="baton", parent_pid=os.getpid(), encrypt=False, logging=None,
@@ -170,34 +167,32 @@ def reads(url: str, device: str, report: Report) -> None:
         client.open(chunks * size)
         assert client.reason() == ""
         ours(), own()  # page faults
-        pairs = driver.interleaved(ours, own, READS)
+        pairs = in_turns(ours, own, rounds=READS)
     finally:
         client.close()
         child.kill()
         child.wait()
         store.close()
     speeds = [[chunks * size / seconds / 1e9 for seconds in series] for series in pairs]
-    goal = 0.8 if device == "cuda" else None
-    name, to = f"store.{device}.read", "batch_get_into"
-    report.add_ratio(name, speeds[0], "GB/s", speeds[1], to, goal=goal, better="higher")
+    goal = 0.8 if run.on_gpus else None
+    name, to = f"store.{run.device}.read", "batch_get_into"
+    run.add_ratio(name, speeds[0], "GB/s", speeds[1], to, goal=goal, better="higher")
 
 
 @contextlib.asynccontextmanager
-async def cluster(directory: Path, *flags: str) -> AsyncIterator[Cluster]:
-    port, log = free_port(), directory / f"serve{len(flags)}.log"
-    command = [sys.executable, "-m", "baton.cluster.cli", "serve", "--port", str(port)]
-    server, url = Server("baton serve", [*command, *flags], log, {}), f"http://127.0.0.1:{port}"
-    async with new_session() as session:
-        try:
-            deadline = time.monotonic() + START_S
-            await asyncio.to_thread(server.until_answers, f"{url}/ready", deadline)
+async def cluster(run: Run, name: str, *flags: str) -> AsyncIterator[Cluster]:
+    log = run.directory / f"{name}.log"
+    starting = started(Side(name, 1, SERVE + shlex.join(flags)), Path(), log=log)
+    [(url, server)] = (await asyncio.to_thread(starting.__enter__)).items()
+    try:
+        async with new_session() as session:
             yield Cluster(session, url, server, log)
-        finally:
-            await asyncio.to_thread(server.stop, signal.SIGINT)
+    finally:
+        await asyncio.to_thread(starting.__exit__, None, None, None)
 
 
-async def second_turns(serving: Cluster, chats: int, device: str, report: Report) -> None:
-    history, name = HISTORY[device], f"store.{device}"
+async def second_turns(run: Run, serving: Cluster, chats: int) -> None:
+    history, name = HISTORY[run.device], f"store.{run.device}"
     firsts = [await serving.turn(prompt_of(history, chat)) for chat in range(chats)]
     await serving.restart()
     for kind in range(2):  # warms up: the first prompts of a process
@@ -208,33 +203,34 @@ async def second_turns(serving: Cluster, chats: int, device: str, report: Report
         turns.append(await serving.turn([*first.text, *prompt_of(NEW, 100 + chat)], 2))
         computed.append((await serving.turn(prompt_of(len(first.text) + NEW, 200 + chat), 2)).ttft)
     ttfts = [turn.ttft for turn in turns]
-    fields = {"scale": 1e3, "p99": percentile(ttfts, 0.99) * 1e3, "goal": GOAL[device]}
-    report.add_ratio(f"{name}.second_turn", ttfts, "ms", computed, "computing it all", **fields)
+    fields = {"scale": 1e3, "p99": percentile(ttfts, 0.99) * 1e3, "goal": GOAL[run.device]}
+    run.add_ratio(f"{name}.second_turn", ttfts, "ms", computed, "computing it all", **fields)
     tokens = sum(len(first.text) for first in firsts)
     share = sum(turn.cached for turn in turns) / tokens
-    goal = 0.9 if device == "cpu" else None  # a GPU computes a prompt faster than TCP carries its KV
-    report.add(Row(f"{name}.found", share, "share", goal=goal, better="higher"))
-    if device == "cuda":
+    goal = 0.9 if not run.on_gpus else None  # a GPU computes a prompt faster than TCP carries its KV
+    run.add(Row(f"{name}.found", share, "share", goal=goal, better="higher"))
+    if run.on_gpus:
         worst = max(ttfts) / statistics.median(computed)
-        report.add(Row(f"{name}.second_turn.worst", worst, "of computing", goal=1.02))
+        run.add(Row(f"{name}.second_turn.worst", worst, "of computing", goal=1.02))
 
 
-async def steps_beside_writes(serving: Cluster, count: int, device: str, report: Report) -> None:
+async def steps_beside_writes(run: Run, serving: Cluster, count: int) -> None:
     """Each answer beside writes has one without before it and one after it."""
     writing, alone = list[float](), list[float]()
     for number in range(-1, count):
-        prompt = prompt_of(HISTORY[device], 500 + number)
+        prompt = prompt_of(HISTORY[run.device], 500 + number)
         writing.append((await serving.turn(prompt, STEPS)).gap)
         alone.append((await serving.turn(prompt, STEPS)).gap)
     idle = [(before + after) / 2 for before, after in itertools.pairwise(alone)]
     fields = {"scale": 1e3, "goal": 1.02}
-    report.add_ratio(f"store.{device}.step_beside_writes", writing[1:], "ms", idle, "no writes", **fields)
+    run.add_ratio(f"store.{run.device}.step_beside_writes", writing[1:], "ms", idle, "no writes", **fields)
 
 
-async def trace(serving: Cluster, seconds: float, device: str, name: str, report: Report) -> None:
+async def trace(run: Run, serving: Cluster, name: str) -> None:
     """Chats that go on, and a restart in the middle."""
     turns: list[Turn] = []
-    numbers, ends, history = itertools.count(10_000), asyncio.Event(), TRACE_HISTORY[device]
+    numbers, ends, history = itertools.count(10_000), asyncio.Event(), TRACE_HISTORY[run.device]
+    seconds = AROUND_S / 3 if run.short else AROUND_S
 
     async def chat(number: int) -> None:
         text = prompt_of(history, next(numbers))
@@ -261,37 +257,34 @@ async def trace(serving: Cluster, seconds: float, device: str, name: str, report
         of_part = [turn for turn in later if start <= turn.began < stop]
         if of_part:
             ttfts = [turn.ttft for turn in of_part]
-            row = f"store.{device}.{name}.{part}"
-            report.add_median(f"{row}.ttft", ttfts, "ms", scale=1e3)
+            row = f"store.{run.device}.{name}.{part}"
+            run.add_median(f"{row}.ttft", ttfts, "ms", scale=1e3)
             hits = sum(turn.cached for turn in of_part) / sum(len(turn.text) - ANSWER for turn in of_part)
-            report.add(Row(f"{row}.hits", hits, "share"))
+            run.add(Row(f"{row}.hits", hits, "share"))
 
 
-async def measure(args: argparse.Namespace, report: Report) -> None:
-    seconds = AROUND_S / 3 if args.short else AROUND_S
+async def serve(run: Run) -> None:
+    flags, one, size = ["--dtype", "float32"], [], "1GiB"
+    if run.on_gpus:
+        model, size = write_shape(DENSE, run.directory, tokenizer=True), "12GiB"
+        flags, one = ["--model", str(model), "--load-format", "dummy"], ["--prefill", "0"]
+    few, store = run.short and not run.on_gpus, ["--kv-store", f"local?size={size}"]
+    async with cluster(run, "turns", *flags, *one, *store) as serving:
+        await second_turns(run, serving, FEW if few else CHATS[run.device])
+        await steps_beside_writes(run, serving, FEW if few else WRITING)
+    traced = torch.cuda.device_count() > 1 if run.on_gpus else not few
+    for kind, store_flags in (("trace", store), ("trace_without", [])) if traced else ():
+        async with cluster(run, kind, *flags, *store_flags) as serving:
+            await trace(run, serving, kind)
+
+
+def measure(run: Run) -> None:
     with mooncake("2GiB") as url:
-        await asyncio.to_thread(reads, url, args.device, report)
-    with tempfile.TemporaryDirectory() as name:
-        directory, flags, one, size = Path(name), ["--dtype", "float32"], [], "1GiB"
-        if args.device == "cuda":
-            model, size = write_shape(DENSE, directory, tokenizer=True), "12GiB"
-            flags, one = ["--model", str(model), "--load-format", "dummy"], ["--prefill", "0"]
-        few, store = args.short and args.device == "cpu", ["--kv-store", f"local?size={size}"]
-        async with cluster(directory, *flags, *one, *store) as serving:
-            await second_turns(serving, FEW if few else CHATS[args.device], args.device, report)
-            await steps_beside_writes(serving, FEW if few else WRITING, args.device, report)
-        traced = torch.cuda.device_count() > 1 if args.device == "cuda" else not few
-        for kind, store_flags in (("trace", store), ("trace_without", [])) if traced else ():
-            async with cluster(directory, *flags, *store_flags) as serving:
-                await trace(serving, seconds, args.device, kind, report)
+        reads(run, url)
+    asyncio.run(serve(run))
 
 
-def main() -> int:
-    args = driver.parser(__doc__ or "").parse_args()
-    report = report_of("store", args)
-    asyncio.run(measure(args, report))
-    return report.finish()
-
+BENCH = Bench("store", measure, __doc__)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -27,28 +27,25 @@ turns.
 pause.
 """
 
-import argparse
 import asyncio
 import math
 import random
 import re
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import gpus_or_exit, interleaved, report_of
+from baton.bench.lab.driver import Bench, Option, Run, gpus_or_exit
 from baton.bench.lab.engine.drive import drain, fill
-from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
+from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle, served
 from baton.bench.lab.harness.streams import (
     Case,
     Load,
@@ -56,13 +53,16 @@ from baton.bench.lab.harness.streams import (
     cases,
     expected,
     judge,
+    leaked,
     new_session,
     read,
     until,
+    worded,
+    zeros,
 )
 from baton.bench.lab.shapes import DENSE, SHAPES, write_shape
-from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
-from baton.bench.report import Report, Row, paired_ratio
+from baton.bench.load.target.tokenization import Segment
+from baton.bench.report import Row
 from baton.cluster.gpus import gpus_with_memory
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
@@ -71,28 +71,17 @@ from baton.system.tracing import time_of_day
 from baton.worker.kept_files import KeptFiles
 from baton.worker.service_process.standby import MOST_ENDS
 
-STREAMS, SHORT_STREAMS = 8, 4
-KILLS, SHORT_KILLS = 20, 2
 KILLS_NO_STANDBY = 5
 BETWEEN = 10
 """Tokens that each client gets between two kills."""
 REPEAT = 5  # of the texts of prompts: they have up to some 200 tokens
 ANSWER = 96
 """Tokens of an answer. They end at any time, before a kill and after it."""
-STEPS, SHORT_STEPS, PAIRS = 256, 64, 5
+PAIRS = 5
 BATCH, CONTEXT = 4, 128
 STANDS_BY = "an engine process stands by"
-CPU_FLAGS = (
-    "--device",
-    "cpu",
-    "--dtype",
-    "float32",
-    "--advanced.num-threads",
-    "1",
-    "--advanced.num-blocks",
-    "1200",
-)
-GPU_FLAGS = ("--dtype", "bfloat16", "--load-format", "dummy", "--batch-invariant", "--max-model-len", "32768")
+ON_CPU = ("--dtype", "float32", "--advanced.num-blocks", "1200")
+ON_GPUS = ("--dtype", "bfloat16", "--batch-invariant", "--max-model-len", "32768")
 GPU_ANSWER = 1536
 BESIDE = 16, 500, 64
 """Requests beside, the tokens of their prompts and of their answers."""
@@ -157,60 +146,15 @@ class Client:
 
 @dataclass
 class Kills:
-    """Of one cluster."""
+    """Of one cluster. The dicts tell apart the streams that the worker decoded (True) from all others."""
 
     streams: list[Stream]
-    recomputed: list[int]
-    """Tokens, by kill, of the streams that the worker decoded."""
-    recomputed_joining: list[int]
-    """The same of all others."""
-    pauses: list[float]
-    """Seconds of the longest one, by kill, of the streams that the worker decoded."""
-    pauses_joining: list[float]
-    """The same of all others."""
+    recomputed: dict[bool, list[int]]
+    """Tokens, by kill."""
+    pauses: dict[bool, list[float]]
+    """Seconds of the longest one, by kill."""
     stages: dict[str, list[float]]
     """Seconds of each stage of a pause, by kill: from the kill to the first token of the last stream."""
-
-
-@contextmanager
-def started(*flags: str, of_router: Sequence[str] = ()) -> Iterator[LocalCluster]:
-    model = ("--model", str(embedded_path()))
-    with (
-        tempfile.TemporaryDirectory(prefix="baton-survive-") as directory,
-        LocalCluster(
-            Path(directory),
-            prefill=1,
-            decode=1,
-            worker_flags=(*CPU_FLAGS, *model, *flags),
-            router_flags=(*model, *of_router),
-        ) as cluster,
-    ):
-        yield cluster
-
-
-@contextmanager
-def started_on_gpus(shape: str) -> Iterator[LocalCluster]:
-    """The decode worker has a GPU of its own if there are two. The prefill worker ends with its engine."""
-    gpus = gpus_or_exit(1, "this bench")
-    shares = ("0.9", "0.9") if gpus > 1 else ("0.17", "0.76")
-    with tempfile.TemporaryDirectory(prefix="baton-survive-") as directory:
-        model = ("--model", str(write_shape(shape, Path(directory), tokenizer=True)))
-        prefill, decode = (("--gpu-memory-utilization", share) for share in shares)
-        with LocalCluster(
-            Path(directory),
-            prefill=1,
-            decode=1,
-            worker_flags=(*GPU_FLAGS, *model),
-            prefill_flags=prefill,
-            decode_flags=(*decode, "--replace-engine"),
-            router_flags=(*model, *ALONE, *PATIENT),
-            devices=[f"cuda:{number % gpus}" for number in range(2)],
-        ) as cluster:
-            try:
-                yield cluster
-            except BaseException:
-                print(cluster.of("decode")[0].log.read_text(), file=sys.stderr)
-                raise
 
 
 async def killed(
@@ -265,16 +209,15 @@ async def killed(
         by_client = [client.recomputed(moments, decoded=decoded) for client in clients]
         return [max(of_kill) for of_kill in zip(*by_client, strict=True)]
 
-    def pauses_of(*, decoded: bool) -> list[float]:
+    def pauses(*, decoded: bool) -> list[float]:
         return [longest(streams(), *pair, decoded=decoded) for pair in pairwise([*moments, math.inf])]
 
+    text = log.read_text()
     return Kills(
         streams(),
-        recomputed(decoded=True),
-        recomputed(decoded=False),
-        pauses_of(decoded=True),
-        pauses_of(decoded=False),
-        stages_in(log.read_text()) | ends_of_pauses(log.read_text(), moments, streams()),
+        {decoded: recomputed(decoded=decoded) for decoded in (True, False)},
+        {decoded: pauses(decoded=decoded) for decoded in (True, False)},
+        stages_in(text) | ends_of_pauses(text, moments, streams()),
     )
 
 
@@ -331,7 +274,7 @@ def stages_in(log: str) -> dict[str, list[float]]:
     return stages
 
 
-def step_seconds(report: Report, steps: int) -> None:
+def step_on_cpu(run: Run, steps: int) -> None:
     """Adds the time of a decode step, and its ratio to one without the records of published blocks. That
     part is measured by itself: two engines of one process differ by more."""
     files = KeptFiles.create()
@@ -356,25 +299,23 @@ def step_seconds(report: Report, steps: int) -> None:
     finally:
         KeptBlocks.add = add
     seconds = time.process_time() - began
-    report.add(
-        Row(
-            "survive.cpu.step", 1e3 * seconds / steps, "ms of CPU", ratio=seconds / (seconds - spent),
-            ratio_to="without records", goal=SLOWEST_STEP,
-        )
-    )  # fmt: skip
+    to = {"ratio_to": "without records", "goal": SLOWEST_STEP}
+    run.add(
+        Row("survive.cpu.step", 1e3 * seconds / steps, "ms of CPU", ratio=seconds / (seconds - spent), **to)
+    )
     files.close()
 
 
-def step_on_gpu(shape: str, report: Report, steps: int) -> None:
+def step_on_gpu(run: Run, steps: int) -> None:
     """Adds the ratio of a decode step with records of published blocks, and weights in pages that others may
     map, to one without, in pairs."""
     files = KeptFiles.create()
-    with tempfile.TemporaryDirectory(prefix="baton-survive-") as directory:
-        config = EngineConfig(
-            str(write_shape(shape, Path(directory))), device="cuda", dtype="bfloat16", load_format="dummy",
-            num_blocks=1024, max_model_len=8192, enable_prefix_caching=True, stands_by=True,
-        )  # fmt: skip
-        recording, plain = build_engine(config, kept=[files.memory]), build_engine(config)
+    config = EngineConfig(
+        str(write_shape(run.args.model_shape, run.directory)), device="cuda", dtype="bfloat16",
+        load_format="dummy", num_blocks=1024, max_model_len=8192, enable_prefix_caching=True,
+        stands_by=True,
+    )  # fmt: skip
+    recording, plain = build_engine(config, kept=[files.memory]), build_engine(config)
 
     def seconds(engine: Engine) -> float:
         fill(engine, 32, CONTEXT, steps + 1)
@@ -382,12 +323,9 @@ def step_on_gpu(shape: str, report: Report, steps: int) -> None:
         drain(engine)
         return (time.monotonic() - began) / steps
 
-    ratio, spread = paired_ratio(*interleaved(lambda: seconds(recording), lambda: seconds(plain), PAIRS))
-    report.add(
-        Row(
-            "survive.cuda.step", 1e3 * seconds(recording), "ms", ratio=ratio, ratio_to="without records",
-            spread=spread, goal=SLOWEST_STEP,
-        )
+    run.compare(
+        "survive.cuda.step", partial(seconds, recording), "ms", partial(seconds, plain), "without records",
+        pairs=PAIRS, scale=1e3, goal=SLOWEST_STEP,
     )  # fmt: skip
     files.close()
 
@@ -399,108 +337,113 @@ def used_gib() -> float:
 
 def cases_of(count: int, tokens: int, answer: int) -> list[Case]:
     """Prompts of so many tokens. Prompts of different lengths share no prefix."""
-    compose = Composer(Tokenization(WORDS, 1.0, 0, "one token a word")).compose
-    prompts = [compose([Segment((tokens, number), tokens)]) for number in range(count)]
-    return [Case(prompt, answer, 0.8 * (i % 2), seed=i + 1) for i, prompt in enumerate(prompts)]
+    return worded(([Segment((tokens, number), tokens)] for number in range(count)), answer)
 
 
-def measure_on_gpus(args: argparse.Namespace, report: Report) -> None:
+def measure_on_gpus(run: Run) -> None:
+    """The decode worker has a GPU of its own if there are two. The prefill worker ends with its engine."""
+    args = run.args
     if args.part != "kills":
-        step_on_gpu(args.model_shape, report, SHORT_STEPS if args.short else STEPS)
+        step_on_gpu(run, args.steps)
     if args.part == "step":
         return
-    cases = cases_of(args.streams, args.prompt_tokens, GPU_ANSWER)
+    asked = cases_of(args.streams, args.prompt_tokens, GPU_ANSWER)
     others = cases_of(*BESIDE) if args.rate else []
-    with started_on_gpus(args.model_shape) as cluster:
+    shares = ("0.9", "0.9") if gpus_or_exit(1, "this bench") > 1 else ("0.17", "0.76")
+    prefill, decode = (("--gpu-memory-utilization", share) for share in shares)
+    with served(
+        run, shape=args.model_shape, on_gpus=ON_GPUS, prefill_flags=prefill,
+        decode_flags=(*decode, "--replace-engine"), router_flags=(*ALONE, *PATIENT),
+    ) as cluster:  # fmt: skip
         log, before = cluster.of("decode")[0].log, used_gib()
-        right = asyncio.run(expected(cluster.url, [*cases, *others], args.streams))
-        while STANDS_BY not in (text := log.read_text()):
-            if f"has ended ({MOST_ENDS}" in text:
-                raise RuntimeError("no standby comes")
-            time.sleep(STANDBY_CHECK)
-        memory = used_gib() - before
-        stays = asyncio.run(killed(cluster, cases, args.kills, standby=True, others=others, rate=args.rate))
-        tell(report, "cuda", stays, right, leaks_when_idle(cluster.url), len(cluster.of("decode")[0].exits))
+        try:
+            right = asyncio.run(expected(cluster.url, [*asked, *others], args.streams))
+            while STANDS_BY not in (text := log.read_text()):
+                if f"has ended ({MOST_ENDS}" in text:
+                    raise RuntimeError("no standby comes")
+                time.sleep(STANDBY_CHECK)
+            memory = used_gib() - before
+            stays = asyncio.run(
+                killed(cluster, asked, args.kills, standby=True, others=others, rate=args.rate)
+            )
+        except BaseException:
+            print(log.read_text(), file=sys.stderr)
+            raise
+        tell(run, stays, right, cluster)
         for line in log.read_text().splitlines():
             if any(word in line for word in TOLD):
                 print(line, file=sys.stderr)
-    report.add(Row("survive.cuda.standby_memory", memory, "GiB"))
-    report.add_median("survive.cuda.pause", stays.pauses, "s", goal=LONGEST_PAUSE)
-    report.add_median("survive.cuda.pause_joining", stays.pauses_joining, "s")
-    for stage, seconds in stays.stages.items():
-        report.add_median(f"survive.cuda.pause.{stage.replace(' ', '_')}", seconds, "s")
+    run.add(Row("survive.cuda.standby_memory", memory, "GiB"))
+    add_pauses(run, "pause", stays, goal=LONGEST_PAUSE)
+    run.add_median("survive.cuda.pause_joining", stays.pauses[False], "s")
 
 
-def tell(
-    report: Report,
-    device: str,
-    stays: Kills,
-    right: dict[Case, list[int]],
-    leaks: dict[str, int],
-    exits: int,
-) -> None:
-    verdict = judge(stays.streams, right)
+def tell(run: Run, stays: Kills, right: dict[Case, list[int]], cluster: LocalCluster) -> None:
+    verdict, leaks = judge(stays.streams, right), leaks_when_idle(cluster.url)
     for error in verdict.errors:
         print(error, file=sys.stderr)
-    report.detail = {
+    run.detail = {
         "leaks": leaks,
-        "recomputed": stays.recomputed,
-        "recomputed_joining": stays.recomputed_joining,
-        "pauses": stays.pauses,
-        "pauses_joining": stays.pauses_joining,
+        "recomputed": stays.recomputed[True],
+        "recomputed_joining": stays.recomputed[False],
+        "pauses": stays.pauses[True],
+        "pauses_joining": stays.pauses[False],
     }
-    name = f"survive.{device}"
-    report.add(Row(f"{name}.different", verdict.different + verdict.lost_or_repeated, "tokens", goal=0))
-    report.add(Row(f"{name}.failed", verdict.failed, "streams", goal=0))
-    report.add(Row(f"{name}.leaked", sum(leaks.values()), "blocks, slots, attempts", goal=0))
-    report.add(Row(f"{name}.ended", exits, "workers", goal=0))
-    report.add(Row(f"{name}.answers", len(stays.streams), "answers"))
-    most = max(stays.recomputed)
-    report.add(Row(f"{name}.recomputed", most, "tokens a stream", goal=MOST_RECOMPUTED[device]))
-    report.add(Row(f"{name}.recomputed_joining", max(stays.recomputed_joining), "tokens a stream"))
+    name = f"survive.{run.device}"
+    zeros(
+        run, name, different=(verdict.different + verdict.lost_or_repeated, "tokens"),
+        failed=(verdict.failed, "streams"), leaked=leaked(leaks),
+        ended=(len(cluster.of("decode")[0].exits), "workers"),
+    )  # fmt: skip
+    run.add(Row(f"{name}.answers", len(stays.streams), "answers"))
+    most, goal = max(stays.recomputed[True]), MOST_RECOMPUTED[run.device]
+    run.add(Row(f"{name}.recomputed", most, "tokens a stream", goal=goal))
+    run.add(Row(f"{name}.recomputed_joining", max(stays.recomputed[False]), "tokens a stream"))
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    requests = cases(args.streams, ANSWER, repeat=REPEAT)
-    with started("--no-enable-prefix-caching") as cluster:
+def add_pauses(run: Run, name: str, kills: Kills, goal: float | None = None) -> None:
+    run.add_median(f"survive.{run.device}.{name}", kills.pauses[True], "s", goal=goal)
+    for stage, seconds in kills.stages.items():
+        run.add_median(f"survive.{run.device}.{name}.{stage.replace(' ', '_')}", seconds, "s")
+
+
+def measure_on_cpu(run: Run) -> None:
+    requests, kills = cases(run.args.streams, ANSWER, repeat=REPEAT), run.args.kills
+    serving = partial(served, run, model=str(embedded_path()), on_cpu=ON_CPU)
+    with serving("--no-enable-prefix-caching", name="right") as cluster:
         right = asyncio.run(expected(cluster.url, requests))
-    with started() as cluster:
+    with serving(name="without") as cluster:
         ends = asyncio.run(killed(cluster, requests, 1))
-    with started("--replace-engine", "--advanced.no-standby", of_router=ALONE) as cluster:
-        starts = asyncio.run(killed(cluster, requests, min(args.kills, KILLS_NO_STANDBY)))
-    with started("--replace-engine", of_router=ALONE) as cluster:
-        stays = asyncio.run(killed(cluster, requests, args.kills, standby=True))
+    with serving(
+        "--replace-engine", "--advanced.no-standby", name="no_standby", router_flags=ALONE
+    ) as cluster:
+        starts = asyncio.run(killed(cluster, requests, min(kills, KILLS_NO_STANDBY)))
+    with serving("--replace-engine", name="standby", router_flags=ALONE) as cluster:
+        stays = asyncio.run(killed(cluster, requests, kills, standby=True))
         memory = standby_memory(cluster.of("decode")[0].log.read_text())
-        leaks = leaks_when_idle(cluster.url)
-        exits = len(cluster.of("decode")[0].exits)
-    tell(report, "cpu", stays, right, leaks, exits)
-    report.add(Row("survive.cpu.recomputed_without", max(ends.recomputed), "tokens a stream"))
-    for name, kills in (("pause", stays), ("pause_no_standby", starts)):
-        report.add_median(f"survive.cpu.{name}", kills.pauses, "s")
-        for stage, seconds in kills.stages.items():
-            report.add_median(f"survive.cpu.{name}.{stage.replace(' ', '_')}", seconds, "s")
-    report.add(Row("survive.cpu.standby_memory", memory, "GiB"))
-    report.add_median("survive.cpu.pause_without", ends.pauses, "s")
-    step_seconds(report, SHORT_STEPS if args.short else STEPS)
+        tell(run, stays, right, cluster)
+    run.add(Row("survive.cpu.recomputed_without", max(ends.recomputed[True]), "tokens a stream"))
+    add_pauses(run, "pause", stays)
+    add_pauses(run, "pause_no_standby", starts)
+    run.add(Row("survive.cpu.standby_memory", memory, "GiB"))
+    run.add_median("survive.cpu.pause_without", ends.pauses[True], "s")
+    step_on_cpu(run, run.args.steps)
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "")
-    p.add_argument("--model-shape", choices=sorted(SHAPES), default=DENSE, help=f"on GPUs; default: {DENSE}")
-    p.add_argument("--prompt-tokens", type=int, default=16_000, metavar="N", help="on GPUs; default: 16,000")
-    p.add_argument(
-        "--rate",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help="on GPUs: short requests a second beside; default: 0",
-    )
-    p.add_argument("--part", choices=("kills", "step"), help="on GPUs: measure this alone")
-    args = driver.with_counts(p, kills=(KILLS, SHORT_KILLS), streams=(STREAMS, SHORT_STREAMS))
-    report = report_of("survive", args)
-    (measure_on_gpus if args.device == "cuda" else measure)(args, report)
-    return report.finish()
-
+BENCH = Bench(
+    "survive",
+    lambda run: (measure_on_gpus if run.on_gpus else measure_on_cpu)(run),
+    __doc__,
+    options=(
+        Option("--kills", default=20, short=2),
+        Option("--streams", default=8, short=4),
+        Option("--steps", "that are timed", 256, short=64),
+        Option("--model-shape", "on GPUs", DENSE, choices=sorted(SHAPES), metavar="NAME"),
+        Option("--prompt-tokens", "on GPUs", 16_000),
+        Option("--rate", "on GPUs: short requests a second beside", 0.0),
+        Option("--part", "on GPUs: measure this alone", choices=("kills", "step")),
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -17,26 +17,38 @@ All prompts are sent again after each change. On GPUs all is done in bfloat16, a
                        first change takes stays for the next ones
 """
 
-import argparse
 import asyncio
 import gc
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
-from baton.bench.lab.harness.streams import Case, Stream, Verdict, expected, judge, new_session, read, until
-from baton.bench.lab.shapes import DENSE, SHAPES, write_shape
-from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
-from baton.bench.report import Report, Row
+from baton.bench.lab.driver import Run
+from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle, served
+from baton.bench.lab.harness.streams import (
+    Case,
+    Stream,
+    Verdict,
+    expected,
+    judge,
+    leaked,
+    new_session,
+    read,
+    until,
+    worded,
+    zeros,
+)
+from baton.bench.lab.shapes import DENSE, SHAPES
+from baton.bench.load.target.tokenization import Segment
+from baton.bench.report import Row
 from baton.cluster.gpus import visible_gpus
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat
@@ -89,38 +101,8 @@ def state_of(model: Path, seed: int, device: torch.device, dtype: torch.dtype) -
 
 
 def cases_for(tokens: int, device: str) -> list[Case]:
-    compose = Composer(Tokenization(WORDS, 1.0, 0, "one token a word")).compose
     answer, step = ANSWER[device], 7 if device == "cuda" else 1
-    count = -(-tokens // answer)
-    prompts = [compose([Segment((0, i), 60 + step * (i % 200))]) for i in range(count)]
-    return [Case(prompt, answer, 0.8 * (i % 2), seed=i + 1) for i, prompt in enumerate(prompts)]
-
-
-@contextmanager
-def started(directory: Path, model: Path, device: str, *flags: str) -> Iterator[LocalCluster]:
-    directory.mkdir()
-    name, gpus = ("--model", str(model)), len(visible_gpus()) if device == "cuda" else 0
-    common = [*name, "--load-format", "dummy", "--batch-invariant", "--max-model-len", "8192", *flags]
-    if device == "cuda":
-        share = "0.3" if gpus == 1 else "0.55"
-        common += ["--dtype", "bfloat16", "--gpu-memory-utilization", share]
-    else:
-        common += [
-            "--device",
-            "cpu",
-            "--dtype",
-            "float32",
-            "--advanced.num-threads",
-            "1",
-            "--advanced.num-blocks",
-            "3000",
-        ]
-    devices = [f"cuda:{i % gpus}" for i in range(2)] if gpus else []
-    router = (*name, "--admin-key", ADMIN_KEY)
-    with LocalCluster(
-        directory, prefill=1, decode=1, worker_flags=common, router_flags=router, devices=devices
-    ) as cluster:
-        yield cluster
+    return worded(([Segment((0, i), 60 + step * (i % 200))] for i in range(-(-tokens // answer))), answer)
 
 
 class _DeviceMemory:
@@ -224,72 +206,68 @@ async def answers(cluster: LocalCluster, cases: Sequence[Case]) -> list[Stream]:
         return await asyncio.gather(*map(one, cases))
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    with tempfile.TemporaryDirectory(prefix="baton-trainer-") as name:
-        model = write_shape(DENSE if args.device == "cuda" else SMALL, Path(name), tokenizer=True)
-        for kind in [args.kind] if args.kind else KINDS[args.device]:
-            _measure(kind, args, report, model, Path(name))
+def measure(run: Run) -> None:
+    for kind in [run.args.kind] if run.args.kind else KINDS[run.device]:
+        _measure(kind, run)
 
 
-def _measure(kind: str, args: argparse.Namespace, report: Report, model: Path, directory: Path) -> None:
-    device = args.device
-    target = torch.device("cuda", len(visible_gpus()) - 1) if device == "cuda" else torch.device("cpu")
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    direct: Memory = "cuda" if device == "cuda" else "memfd"
-    plain = kind == KINDS[device][0]
-    label = f"weights.{device}.trainer" + ("" if plain else f".{kind}")
-    flags = () if kind != "fp8" else ("--quantization", "fp8")
+def _measure(kind: str, run: Run) -> None:
+    gpus, shape = len(visible_gpus()) if run.on_gpus else 0, DENSE if run.on_gpus else SMALL
+    target = torch.device("cuda", gpus - 1) if run.on_gpus else torch.device("cpu")
+    dtype = torch.bfloat16 if run.on_gpus else torch.float32
+    direct: Memory = "cuda" if run.on_gpus else "memfd"
+    plain = kind == KINDS[run.device][0]
+    label = f"weights.{run.device}.trainer" + ("" if plain else f".{kind}")
+    flags = ("--batch-invariant", "--max-model-len", "8192")
+    flags += () if kind != "fp8" else ("--quantization", "fp8")
+    share = "0.3" if gpus == 1 else "0.55"
+    serving = partial(
+        served, run, *flags, shape=shape, router_flags=("--admin-key", ADMIN_KEY),
+        on_cpu=("--dtype", "float32", "--advanced.num-blocks", "3000"),
+        on_gpus=("--dtype", "bfloat16", "--gpu-memory-utilization", share),
+    )  # fmt: skip
     # Of two by the same memory the second one has what the first one took, and CUDA IPC.
     changes: list[tuple[int, Memory]] = [(2, "shm"), (1, "shm"), (2, direct), (1, direct)]
     changes = changes if plain else [changes[0], changes[-1]]
-    requests, right = cases_for(args.tokens, device), dict[int, dict[Case, list[int]]]()
-    verdicts, results, gpus = list[Verdict](), list[Change](), _DeviceMemory(device)
-    with started(
-        directory / f"{kind}-fresh",
-        model,
-        device,
-        "--advanced.seed",
-        "2",
-        "--no-enable-prefix-caching",
-        *flags,
-    ) as fresh:
+    requests, right = cases_for(run.args.tokens, run.device), dict[int, dict[Case, list[int]]]()
+    verdicts, results, memories = list[Verdict](), list[Change](), _DeviceMemory(run.device)
+    with serving("--advanced.seed", "2", "--no-enable-prefix-caching", name=f"{kind}-fresh") as fresh:
         right[2] = asyncio.run(expected(fresh.url, requests, AT_ONCE))
-    with started(directory / f"{kind}-changes", model, device, "--advanced.seed", "1", *flags) as cluster:
+    model = run.directory / shape
+    with serving("--advanced.seed", "1", name=f"{kind}-changes") as cluster:
         right[1] = asyncio.run(expected(cluster.url, requests, AT_ONCE))
         assert right[1] != right[2], "the weights differ"
         for number, (seed, memory) in enumerate(changes):
             state = state_of(model, seed, target, dtype)
             with Weights(cluster.url, ADMIN_KEY, model, memory=memory, later=None) as weights:
                 keep_kv = memory == direct
-                done = asyncio.run(change(cluster, requests, weights, state, gpus, keep_kv=keep_kv))
+                done = asyncio.run(change(cluster, requests, weights, state, memories, keep_kv=keep_kv))
             results.append(done)
             del state
             gc.collect()
-            if device == "cuda":
+            if run.on_gpus:
                 torch.cuda.empty_cache()
             first = plain and number % 2 == 0
-            _tell(report, f"{label}.{memory}" + (".first" if first else ""), done, memory, device)
+            _tell(run, f"{label}.{memory}" + (".first" if first else ""), done, memory)
             verdicts.append(judge(asyncio.run(answers(cluster, requests)), right[seed]))
-            report.detail[f"{label}.{number}.different"] = verdicts[-1].different
+            run.detail[f"{label}.{number}.different"] = verdicts[-1].different
         leaks = leaks_when_idle(cluster.url)
-    report.detail |= {f"{label}.leaks": leaks, "tokens": len(requests) * ANSWER[device]}
+    run.detail |= {f"{label}.leaks": leaks, "tokens": len(requests) * ANSWER[run.device]}
     ran = [stream for each in results for stream in each.streams]
     failed = sum(bool(stream.error) or stream.cut for stream in ran)
     failed += sum(s.finish_reason is not None and len(s.token_ids) < s.case.max_tokens for s in ran)
     failed += sum(each.failed for each in verdicts)
     different = sum(each.different + each.lost_or_repeated for each in verdicts)
-    if device == "cuda":
+    if run.on_gpus:
         nbytes = 2 * max(each.spent.nbytes for each in results)
-        share = gpus.beyond / nbytes
-        report.add(Row(f"{label}.memory", gpus.beyond / 1e9, "GB", ratio=share, ratio_to="weights", goal=0.1))
-    report.add(Row(f"{label}.different", different, "tokens", goal=0))
-    report.add(Row(f"{label}.failed", failed, "answers", goal=0))
-    report.add(Row(f"{label}.leaked", sum(leaks.values()), "blocks, slots, attempts", goal=0))
+        to = {"ratio": memories.beyond / nbytes, "ratio_to": "weights", "goal": 0.1}
+        run.add(Row(f"{label}.memory", memories.beyond / 1e9, "GB", **to))
+    zeros(run, label, different=(different, "tokens"), failed=(failed, "answers"), leaked=leaked(leaks))
 
 
-def _tell(report: Report, label: str, done: Change, memory: Memory, device: str) -> None:
-    goal = GOALS.get(memory) if device == "cuda" and not label.endswith(".first") else None
-    report.add(Row(f"{label}.gap", done.gap, "s", goal=goal))
-    report.add(Row(f"{label}.update", done.seconds, "s"))
+def _tell(run: Run, label: str, done: Change, memory: Memory) -> None:
+    goal = GOALS.get(memory) if run.on_gpus and not label.endswith(".first") else None
+    run.add(Row(f"{label}.gap", done.gap, "s", goal=goal))
+    run.add(Row(f"{label}.update", done.seconds, "s"))
     for part in ("write", "read", "pause"):
-        report.add(Row(f"{label}.update.{part}", getattr(done.spent, part), "s"))
+        run.add(Row(f"{label}.update.{part}", getattr(done.spent, part), "s"))

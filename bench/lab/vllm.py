@@ -32,11 +32,9 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,11 +44,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-import baton.bench.lab.driver as driver
 from baton.bench.lab.disagg.__main__ import FIXED, Request, figure, rates, ratio
-from baton.bench.lab.driver import report_of
+from baton.bench.lab.driver import LOGS, MIN_PAIRS, Bench, Option, Run
 from baton.bench.lab.harness.processes import Server
 from baton.bench.lab.harness.streams import Case, new_session, read
+from baton.bench.lab.harness.workers import samples
 from baton.bench.lab.shapes import DENSE, SHAPES, write_shape
 from baton.bench.report import Report, Row
 from baton.steps.quantiles import percentile
@@ -243,8 +241,8 @@ class Deployment:
     async def means(self, name: str) -> dict[str, float]:
         """The means of the histograms of a worker."""
         async with self._session.get(f"{self._urls[name]}/metrics") as response:
-            lines = [line for line in (await response.text()).splitlines() if line.startswith("baton:")]
-        values = {re.split("[{ ]", line)[0]: float(line.split()[-1]) for line in lines}
+            page = await response.text()
+        values = {each.name: each.value for each in samples(page) if each.name.startswith("baton:")}
         sums = {name.removesuffix("_sum"): value for name, value in values.items() if name.endswith("_sum")}
         return {name: value / count for name, value in sums.items() if (count := values[f"{name}_count"])}
 
@@ -357,58 +355,54 @@ def small_model(directory: Path) -> Path:
     return path
 
 
-async def measure(args: argparse.Namespace, report: Report, directory: Path) -> None:
-    rng, cuda = random.Random(0), args.device == "cuda"
-    logs = args.logs or directory
-    rounds = 5 if args.short else 9
+async def measured(run: Run) -> None:
+    args, rng = run.args, random.Random(0)
+    rounds = MIN_PAIRS if run.short else 9
 
     def draw(length: int) -> list[int]:
         return [rng.randrange(10, SHAPES[SMALL]["vocab_size"]) for _ in range(length)]
 
-    lengths = [3, 16, 17, 130, 700] if args.short else [3, *(5 + 69 * i for i in range(28)), 2049]
-    small = Deployment(args, small_model(directory), "float32", SIDES[2:], logs)
+    lengths = [3, 16, 17, 130, 700] if run.short else [3, *(5 + 69 * i for i in range(28)), 2049]
+    small = Deployment(args, small_model(run.directory), "float32", SIDES[2:], run.logs)
     large = small
     try:
-        if cuda:
-            dense = write_shape(DENSE, directory, tokenizer=True)
-            large = Deployment(args, dense, "bfloat16", SIDES[:6], logs)
-        deadline, began = time.monotonic() + START_S[args.device], time.monotonic()
+        if run.on_gpus:
+            dense = write_shape(DENSE, run.directory, tokenizer=True)
+            large = Deployment(args, dense, "bfloat16", SIDES[:6], run.logs)
+        deadline, began = time.monotonic() + START_S[run.device], time.monotonic()
         await asyncio.gather(*(each.until_ready(deadline) for each in {small, large}))
         seconds = time.monotonic() - began
         print(f"up after {seconds:.0f} s: {small.sides} {large.sides}", file=sys.stderr, flush=True)
-        prefix = f"vllm.{args.device}"
+        prefix = f"vllm.{run.device}"
         if "alone" in small.sides:
             different = await small.different([draw(length) for length in lengths])
-            report.detail["different"] = different
-            report.add(Row(f"{prefix}.different", sum(different.values()), "prompts", goal=0))
+            run.detail["different"] = different
+            run.add(Row(f"{prefix}.different", sum(different.values()), "prompts", goal=0))
         if "alone" in large.sides:
-            await large.latencies(report, prefix, rounds, draw)
-            await large.decodes(report, prefix, rounds, draw)
+            await large.latencies(run, prefix, rounds, draw)
+            await large.decodes(run, prefix, rounds, draw)
             for rate in args.rates:
-                await large.load(report, prefix, rate, draw)
-        if cuda and "alone" in large.sides:  # rounding may change tokens in bfloat16
-            report.detail["different in bfloat16"] = await large.different(
+                await large.load(run, prefix, rate, draw)
+        if run.on_gpus and "alone" in large.sides:  # rounding may change tokens in bfloat16
+            run.detail["different in bfloat16"] = await large.different(
                 [draw(n) for n in (3, 130, 700, 2000)]
             )
     finally:
         for each in {small, large}:
             await each.stop()
+    print(json.dumps(run.detail))
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "")
-    p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
-    p.add_argument("--side", nargs="*", choices=SIDES, default=list(SIDES), help="default: all")
-    p.add_argument("--rates", type=rates, default=(), metavar="R,…", help="requests/s (default: no load)")
-    args = p.parse_args()
-    if args.logs is not None:
-        args.logs.mkdir(parents=True, exist_ok=True)
-    report = report_of("vllm", args)
-    with tempfile.TemporaryDirectory(prefix="baton-vllm-") as temporary:
-        asyncio.run(measure(args, report, Path(temporary)))
-    print(json.dumps(report.detail))
-    return report.finish()
-
+BENCH = Bench(
+    "vllm",
+    lambda run: asyncio.run(measured(run)),
+    __doc__,
+    options=(
+        LOGS,
+        Option("--side", "", SIDES, nargs="*", choices=SIDES),
+        Option("--rates", "requests/s", (), type=rates, metavar="R,…"),
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -14,21 +14,19 @@ prompts are sent again.
 With `--trainer` a trainer in another process gives the weights (`bench.trainer`), on CPUs or GPUs.
 """
 
-import argparse
 import asyncio
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import baton.bench.lab.driver as driver
 import baton.bench.lab.trainer as trainer
-from baton.bench.lab.driver import report_of
-from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
+from baton.bench.lab.driver import Bench, Option, Run
+from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle, served
 from baton.bench.lab.harness.streams import (
     Case,
     Stream,
@@ -36,35 +34,23 @@ from baton.bench.lab.harness.streams import (
     cases,
     expected,
     judge,
+    leaked,
     new_session,
     read,
     until,
+    zeros,
 )
-from baton.bench.report import Report, Row
 from baton.cluster.model import embedded_path
 from baton.engine.gguf_header import GGUFHeader
 from baton.rpc.pause import workers_at
 from baton.rpc.weights import Replaced, named, replace_weights
 
-STREAMS, SHORT_STREAMS = 8, 4
-CHANGES, SHORT_CHANGES = 6, 2
-"""Half of them keep KV."""
 ANSWER, LONG_ANSWER = 64, 256
 """Tokens of an answer after a change, and of one that runs while weights change."""
-TOKENS, SHORT_TOKENS = 50_000, 512
-"""Of the answers after each change, with `--trainer`."""
 BEGUN = 4
 """Tokens that each stream has when weights change."""
-FLAGS = (
-    "--device",
-    "cpu",
-    "--dtype",
-    "float32",
-    "--advanced.num-threads",
-    "1",
-    "--advanced.num-blocks",
-    "1200",
-)
+ON_CPU = ("--dtype", "float32", "--advanced.num-blocks", "1200")
+NAMED = ("--served-model-name", "embedded")
 SWAPPED = "blk.0.ffn_up.weight", "blk.1.ffn_up.weight"
 
 
@@ -83,16 +69,6 @@ def changed(source: Path, target: Path) -> Path:
             file.seek(to)
             file.write(header.data[begin : begin + size])
     return target
-
-
-@contextmanager
-def started(directory: Path, model: Path, *flags: str) -> Iterator[LocalCluster]:
-    directory.mkdir()
-    name = ("--model", str(model), "--served-model-name", "embedded")
-    with LocalCluster(
-        directory, prefill=1, decode=1, worker_flags=(*FLAGS, *name, *flags), router_flags=name
-    ) as cluster:
-        yield cluster
 
 
 async def change(
@@ -147,53 +123,54 @@ class Changes:
             self.verdicts.append(judge(later, expected_answers))
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    requests = cases(args.streams, ANSWER)
-    with tempfile.TemporaryDirectory(prefix="baton-weights-") as name:
-        directory = Path(name)
-        before, after = embedded_path(), changed(embedded_path(), directory / "after.gguf")
-        right: list[tuple[Path, dict[Case, list[int]]]] = []
-        for path in (after, before):
-            with started(directory / path.stem, path, "--no-enable-prefix-caching") as cluster:
-                right.append((path, asyncio.run(expected(cluster.url, requests))))
-        assert right[0][1] != right[1][1], "the weights differ"
-        with started(directory / "changes", before) as cluster:
-            changes = Changes()
-            asyncio.run(changes.make(cluster, right, args.changes))
-            leaks = leaks_when_idle(cluster.url)
-    report.detail = {"leaks": leaks}
+def measure(run: Run) -> None:
+    if run.args.trainer or run.on_gpus:
+        trainer.measure(run)
+        return
+    requests = cases(run.args.streams, ANSWER)
+    serving = partial(served, run, *NAMED, router_flags=NAMED, on_cpu=ON_CPU)
+    before, after = embedded_path(), changed(embedded_path(), run.directory / "after.gguf")
+    right: list[tuple[Path, dict[Case, list[int]]]] = []
+    for path in (after, before):
+        with serving("--no-enable-prefix-caching", model=str(path), name=path.stem) as cluster:
+            right.append((path, asyncio.run(expected(cluster.url, requests))))
+    assert right[0][1] != right[1][1], "the weights differ"
+    with serving(model=str(before), name="changes") as cluster:
+        changes = Changes()
+        asyncio.run(changes.make(cluster, right, run.args.changes))
+        leaks = leaks_when_idle(cluster.url)
+    run.detail = {"leaks": leaks}
     failed = sum(stream.failed or len(stream.token_ids) != LONG_ANSWER for stream in changes.running)
     failed += sum(each.failed for each in changes.verdicts)
     different = sum(each.different + each.lost_or_repeated for each in changes.verdicts)
-    report.add(Row("weights.cpu.different", different, "tokens", goal=0))
-    report.add(Row("weights.cpu.failed", failed, "answers", goal=0))
-    report.add(Row("weights.cpu.leaked", sum(leaks.values()), "blocks, slots, attempts", goal=0))
+    zeros(
+        run, "weights.cpu", different=(different, "tokens"), failed=(failed, "answers"), leaked=leaked(leaks)
+    )
     for name, gaps in (("gap", changes.gaps[False]), ("gap_kept", changes.gaps[True])):
         if gaps:
-            report.add_median(f"weights.cpu.{name}", gaps, "s")
-    report.add_median("weights.cpu.pause", [each.pause for each in changes.replaced], "s")
-    report.add_median("weights.cpu.read", [each.read_seconds for each in changes.replaced], "s")
+            run.add_median(f"weights.cpu.{name}", gaps, "s")
+    run.add_median("weights.cpu.pause", [each.pause for each in changes.replaced], "s")
+    run.add_median("weights.cpu.read", [each.read_seconds for each in changes.replaced], "s")
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "")
-    p.add_argument("--trainer", action="store_true", help="a trainer gives the weights (always on a GPU)")
-    p.add_argument("--kind", choices=trainer.KINDS["cuda"], help="with --trainer on a GPU (default: both)")
-    counts = {
-        "changes": (CHANGES, SHORT_CHANGES),
-        "streams": (STREAMS, SHORT_STREAMS),
-        "tokens": (TOKENS, SHORT_TOKENS),
-    }
-    args = driver.with_counts(p, **counts)
+def check(args: Namespace) -> None:
     if args.kind and args.kind not in trainer.KINDS[args.device]:
-        p.error(f"--kind {args.kind}: needs --device cuda")
-    report = report_of("weights", args)
-    if args.trainer or args.device == "cuda":
-        trainer.measure(args, report)
-    else:
-        measure(args, report)
-    return report.finish()
+        raise ValueError(f"--kind {args.kind}: needs --device cuda")
 
+
+BENCH = Bench(
+    "weights",
+    measure,
+    __doc__,
+    options=(
+        Option("--trainer", "a trainer gives the weights (always on a GPU)", False),
+        Option("--kind", "with --trainer on a GPU (default: both)", choices=trainer.KINDS["cuda"]),
+        Option("--changes", "of which half keep KV", 6, short=2),
+        Option("--streams", default=8, short=4),
+        Option("--tokens", "of the answers after each change, with --trainer", 50_000, short=512),
+    ),
+    check=check,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from baton.bench.lab import driver
-from baton.bench.lab.chaos import __main__ as chaos
-from baton.bench.lab.harness import streams
+from baton.bench.lab import chaos, driver
+from baton.bench.lab.harness import cluster, streams
 from baton.bench.lab.harness.streams import Case
 from baton.bench.lab.shapes import write_shape
 from tests.bench.test_smoke import check_flags
@@ -24,10 +24,12 @@ def started(tmp_path: Path, patch: pytest.MonkeyPatch, gpus: int, *flags: str) -
     """What `LocalCluster` gets on a machine with so many GPUs."""
     given: dict[str, Any] = {}
     patch.setattr(driver, "gpus", lambda: ["H200"] * gpus)
-    patch.setattr(chaos, "visible_gpus", lambda: [str(i) for i in range(gpus)])
-    patch.setattr(chaos, "LocalCluster", lambda directory, **more: given.update(more))
-    chaos.start(chaos.arguments([*flags]), tmp_path)
-    return given
+    patch.setattr(driver, "visible_gpus", lambda: range(gpus))
+    patch.setattr(cluster, "LocalCluster", lambda directory, **more: nullcontext(given.update(more)))
+    run = chaos.BENCH.run(chaos.BENCH.arguments(flags))
+    run.directory = tmp_path
+    with chaos.start(run):
+        return given
 
 
 @pytest.mark.cases(1)
@@ -94,7 +96,7 @@ def ids_of(asked: list[Case], shape: str, tmp_path: Path) -> list[list[int]]:
 
 def test_prompts_for_a_shape_differ_and_fit_and_some_begin_alike(tmp_path: Path) -> None:
     flags = ["--device", "cpu", "--model-shape", "one-small-layer", "--short"]
-    asked = chaos.cases_for(chaos.arguments(flags))
+    asked = chaos.cases_for(chaos.BENCH.arguments(flags))
     prompts = ids_of(asked, "one-small-layer", tmp_path)
     lengths = [len(prompt) for prompt in prompts]
     assert len(set(lengths)) == len(asked) >= 24

@@ -16,9 +16,9 @@ import pytest
 from tokenizers import Tokenizer
 from typer.main import get_command
 
-from baton.bench.lab.disagg.__main__ import Side, chosen_loads, figure, main, ratio, requests_of, started
+from baton.bench.lab.disagg.__main__ import BENCH, chosen_loads, figure, ratio, requests_of
 from baton.bench.lab.disagg.loads import LOADS, Load, command
-from baton.bench.lab.disagg.sides import watched
+from baton.bench.lab.harness.sides import Side, started, watched
 from baton.bench.lab.shapes import SHAPES, write_shape
 from baton.bench.load.cli import app
 from baton.bench.load.target.tokenization import WORDS
@@ -102,16 +102,13 @@ def test_what_a_router_says_is_kept_beside_the_requests(tmp_path: Path) -> None:
 MOCK = f"{sys.executable} -m tests.bench.mock_server --port {{port}}"
 
 
-def test_a_ratio_is_that_of_the_answers_of_both_sides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ratio_is_that_of_the_answers_of_both_sides(tmp_path: Path) -> None:
     sides = [f"fast 1 {MOCK} --ttft-ms 20 --gaps-ms 1", f"slow 2 {MOCK} --ttft-ms 40 --gaps-ms 1"]
     out, reports = tmp_path / "report.json", tmp_path / "reports"
     flags = ["--device", "cpu", "--seeds", "1", "--requests", "12", "--rates", "20", "--loads", "2000/150"]
     flags += ["--short", "--json", str(out), "--reports", str(reports), "--side", sides[0]]
-    monkeypatch.setattr(sys, "argv", ["disagg", *flags, "--side", sides[1]])
     with forking():
-        assert main() == 0
+        assert BENCH.main([*flags, "--side", sides[1]]) == 0
     rows = {row["name"]: row["value"] for row in json.loads(out.read_text())["results"]}
     assert rows["disagg.2000_150.r20.fast.answered"] == rows["disagg.2000_150.r20.slow.answered"] == 12
     fast, slow = (requests_of(reports / f"2000_150.r20.{side}.0.jsonl") for side in ("fast", "slow"))

@@ -34,7 +34,7 @@ def cases(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Cases:
 
 
 def test_every_case_runs_and_makes_rows(cases: Cases) -> None:
-    rows = {row.name: row for make in cases for row in bench.measure(make, one_second_each)}
+    rows = {row.name: row for make in cases for row in bench.rows_of(make, one_second_each)}
     for name in (
         "add_rms_norm.t1", "silu_mul.t17", "rope_and_write.t17", "decode_attention.b2",
         "decode_attention.b2.ragged", "prefill_attention.70", "prefill_attention.17.after51",
@@ -52,7 +52,7 @@ def test_every_case_of_a_mixture_runs(cases: Cases) -> None:
 
     shape = moe.MoeShape(experts=6, chosen=2, hidden=32, inner=16, tokens=(1, 9), dtype=torch.float16)
     moe_cases = moe.MoeCases(shape, cases.kernels, cases.device)
-    rows = {row.name: row for make in moe_cases for row in bench.measure(make, one_second_each)}
+    rows = {row.name: row for make in moe_cases for row in bench.rows_of(make, one_second_each)}
     assert {name for name in rows if name.endswith(".time")} == {
         f"kernels.{name}.time"
         for tokens in (1, 9)
@@ -63,13 +63,13 @@ def test_every_case_of_a_mixture_runs(cases: Cases) -> None:
 
 
 def test_every_case_of_state_layers_runs(cases: Cases) -> None:
-    from baton.bench.lab.kernels.mamba2 import Mamba2Cases, Mamba2Shape
+    from baton.bench.lab.kernels.states import Mamba2Cases, Mamba2Shape
 
     shape = Mamba2Shape(
         heads=4, head_dim=16, state_size=16, groups=2, dtype=torch.float16, batches=(2,), prompts=((2, 140),)
     )
     mamba2_cases = Mamba2Cases(shape, cases.kernels, cases.device)
-    rows = {row.name: row for make in mamba2_cases for row in bench.measure(make, one_second_each)}
+    rows = {row.name: row for make in mamba2_cases for row in bench.rows_of(make, one_second_each)}
     assert rows["kernels.ssd.2x140.time"].value == 1e6
     # projected and y of two rows, and the inputs and states of two requests, both ways
     moved = 2 * 2 * (128 + 4 + 64) + 2 * 2 * (2 * 3 * 128 + 4 * 4 * 16 * 16)
@@ -78,14 +78,14 @@ def test_every_case_of_state_layers_runs(cases: Cases) -> None:
 
 @pytest.mark.parametrize(("name", "groups"), [("gated_delta", 1), ("kda", 2)])
 def test_every_case_of_delta_rules_runs(cases: Cases, name: str, groups: int) -> None:
-    from baton.bench.lab.kernels.delta import DeltaCases, DeltaShape
+    from baton.bench.lab.kernels.states import DeltaCases, DeltaShape
 
     shape = DeltaShape(
         heads=2, head_dim=16, state_size=16, groups=groups, of_keys=name == "kda", dtype=torch.float16,
         batches=(2,), prompts=((2, 35),),
     )  # fmt: skip
     delta_cases = DeltaCases(shape, cases.kernels, cases.device)
-    rows = {row.name: row for make in delta_cases for row in bench.measure(make, one_second_each)}
+    rows = {row.name: row for make in delta_cases for row in bench.rows_of(make, one_second_each)}
     assert rows[f"kernels.{name}.2x35.time"].value == 1e6
     channels, steps = 32 + 32 * groups, 2 if name == "gated_delta" else 32
     moved = 2 * 2 * (channels + steps + 2 + 32) + 2 * 2 * (2 * 3 * channels + 4 * 2 * 16 * 16)
@@ -107,7 +107,7 @@ def test_every_case_of_latents_runs(cases: Cases) -> None:
         dtype=torch.float16,
     )
     latent_cases = LatentCases(shape, cases.kernels, cases.device)
-    rows = {row.name: row for make in latent_cases for row in bench.measure(make, one_second_each)}
+    rows = {row.name: row for make in latent_cases for row in bench.rows_of(make, one_second_each)}
     for name in ("absorbed_decode.h4.b2", "absorbed_chunk.h4.t5", "expanded_chunk.h4.t5"):
         assert rows[f"kernels.{name}.time"].value == 1e6
     # the latents of two blocks a request, queries of two tokens there and back, and what the heads make
@@ -121,7 +121,7 @@ def test_every_case_of_fp8_runs(cases: Cases) -> None:
     fp8_cases = Fp8Cases(replace(TINY, prompts=(17,)), cases.kernels, cases.device)
     with pytest.MonkeyPatch.context() as patch:  # torch has no such product on a CPU
         patch.setattr("baton.engine.kernels.quantized.fp8_linear.Fp8Linear.cublas", lambda self, x: None)
-        rows = {row.name: row for make in fp8_cases for row in bench.measure(make, one_second_each)}
+        rows = {row.name: row for make in fp8_cases for row in bench.rows_of(make, one_second_each)}
     parts = [f"fp8_{name}" for name in ("layer", "linear.down")]
     assert {f"kernels.{part}.t{count}.time" for part in parts for count in (1, 2, 17)} <= {*rows}
     assert rows["kernels.fp8_layer.t17"].ratio == 1.0
@@ -134,6 +134,6 @@ def test_every_case_of_int4_runs(cases: Cases, monkeypatch: pytest.MonkeyPatch) 
     # Of groups of 128 columns.
     shape = replace(TINY, heads=8, inner=128, batches=(1,), prompts=(17,))
     int4_cases = Int4Cases(shape, cases.kernels, cases.device)
-    rows = {row.name: row for make in int4_cases for row in bench.measure(make, one_second_each)}
+    rows = {row.name: row for make in int4_cases for row in bench.rows_of(make, one_second_each)}
     names = [f"{part}.t{count}" for part in ("layer", "linear.down") for count in (1, 17)]
     assert {f"kernels.int4_{name}.time" for name in names} <= {*rows}

@@ -33,8 +33,9 @@ from grpc.aio import Channel
 
 from baton.bench.lab import driver, encoder, flip, images, split
 from baton.bench.lab.disagg import __main__ as disagg
-from baton.bench.lab.disagg.sides import Side
+from baton.bench.lab.driver import Bench
 from baton.bench.lab.harness.cluster import LocalCluster, Worker
+from baton.bench.lab.harness.sides import Side
 from baton.bench.lab.harness.streams import new_session
 from baton.bench.lab.harness.workers import Driver, Workers
 from baton.bench.lab.kv import __main__ as kv
@@ -42,11 +43,11 @@ from baton.bench.lab.kv import exported
 from baton.bench.lab.kv.pair import Pair
 from baton.bench.lab.kv.raw_sockets import MIB
 from baton.bench.lab.overlap.streams import Background
-from baton.bench.lab.reuse.__main__ import Turns
+from baton.bench.lab.reuse import Turns
 from baton.bench.lab.router import __main__ as router
 from baton.bench.lab.router import ends
 from baton.bench.lab.shapes import SHAPES, write_shape
-from baton.bench.report import Report, commit, machine
+from baton.bench.report import commit, machine
 from baton.kv_transfer import TraceWriter
 from baton.rpc import worker_pb2 as pb
 from baton.vision.images import ImageSettings
@@ -112,9 +113,9 @@ def benches() -> set[str]:
     return {path.stem for path in commands}
 
 
-def main_of(name: str) -> Callable[..., Any]:
+def bench_of(name: str) -> Bench:
     found = f"baton.bench.lab.{name}.__main__" if (LAB / name).is_dir() else f"baton.bench.lab.{name}"
-    return import_module(found).main
+    return import_module(found).BENCH
 
 
 def test_every_bench_has_a_run() -> None:
@@ -133,9 +134,8 @@ def test_a_bench_refuses_a_gpu_that_is_not_there(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(driver, "gpus", list)
-    monkeypatch.setattr(sys, "argv", [name, "--device", "cuda"])
     with pytest.raises(SystemExit) as ended:
-        main_of(name)()
+        bench_of(name).main(["--device", "cuda"])
     assert ended.value.code == driver.EXIT_CANNOT_MEASURE
     wrong = "needs a GPU" if name in ON_GPU else "measures on cpu only"
     assert wrong in capsys.readouterr().err
@@ -145,14 +145,12 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Run:
     """Runs a bench as `python -m baton.bench.NAME FLAGS` does. Returns value by row of its JSON report."""
 
     def run(name: str, *flags: str) -> dict[str, Any]:
         out = tmp_path / "report.json"
-        monkeypatch.setattr(sys, "argv", [name, "--json", str(out), *flags])
-        ended = main_of(name)()
-        assert ended == 0 or isinstance(ended, Report)
+        assert bench_of(name).main(["--json", str(out), *flags]) == 0
         report = json.loads(out.read_text())
         assert report["bench"] == name
         return {row["name"]: row["value"] for row in report["results"]}
@@ -389,7 +387,7 @@ def test_runs_overlap(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: p
 @pytest.mark.long
 def test_runs_reuse(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "gpus", list)
-    monkeypatch.setattr("baton.bench.lab.reuse.__main__.SHORT_ON_CPU", Turns(150, 20))
+    monkeypatch.setattr("baton.bench.lab.reuse.SHORT_ON_CPU", Turns(150, 20))
     rows = run("reuse", "--short", "--model", str(checkpoint))
     turns = {"second_turn", "from_decode", "on_decode", "computed"}
     assert {f"reuse.cpu.{name}" for name in turns} <= {*rows}
@@ -416,12 +414,9 @@ def test_overlap_gives_each_rank_a_gpu(
     overlap = import_module("baton.bench.lab.overlap.__main__")
 
     def devices(prefill: int, decode: int, present: int) -> list[str]:
-        monkeypatch.setattr("baton.bench.lab.driver.visible_gpus", lambda: range(present))
-        args = argparse.Namespace(
-            device="cuda", prefill_ranks=prefill, decode_ranks=decode, prefill_kv_cache_dtype="auto",
-            decode_kv_cache_dtype="fp8",
-        )  # fmt: skip
-        return [flags[-1].removeprefix("cuda:") for flags in overlap.groups(args)]
+        monkeypatch.setattr(driver, "visible_gpus", lambda: range(present))
+        first_gpus, _ = overlap.devices(argparse.Namespace(prefill_ranks=prefill, decode_ranks=decode))
+        return [name.removeprefix("cuda:") for name in first_gpus]
 
     assert (devices(2, 1, 4), devices(2, 2, 4)) == (["0", "3"], ["0", "2"])
     assert (devices(2, 1, 2), devices(2, 2, 2), devices(1, 1, 1)) == (["0", "1"], ["0", "0"], ["0", "0"])
@@ -431,16 +426,14 @@ def test_overlap_gives_each_rank_a_gpu(
 
 
 @pytest.mark.parametrize(("elastic", "named"), [(None, ""), (True, ".elastic"), (False, ".fixed")])
-def test_overlap_says_whether_memory_is_elastic(
-    elastic: bool | None, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overlap_says_whether_memory_is_elastic(elastic: bool | None, named: str) -> None:
     overlap = import_module("baton.bench.lab.overlap.__main__")
     args = argparse.Namespace(
         device="cuda", model=None, model_shape="bamba-9b", lanes=1, kv_connector="tcp", tokens=[100], long=[],
         prefill_ranks=1, decode_ranks=1, prefill_kv_cache_dtype="auto", decode_kv_cache_dtype="auto",
         elastic_memory=elastic,
     )  # fmt: skip
-    flags = overlap.flags(args, tmp_path)
+    flags = [*overlap.flags(args), *overlap.on_gpus(args)]
     assert [check_flags(role, *flags)["elastic_memory"] for role in ("prefill", "decode")] == [elastic] * 2
     assert overlap._transport(args) == f"overlap.tcp.bamba-9b{named}"
 
@@ -514,21 +507,21 @@ def test_runs_encoder(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_images(run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    turns, real = list[str](), images.measure
+    turns, real = list[str](), images.measure_side
 
-    def started(side: Side, model: Path) -> contextlib.nullcontext[str]:
+    def started(side: Side, model: Path) -> contextlib.nullcontext[list[str]]:
         turns.append(side.name)
         check_flags(*side.command.format(model=model, port=8000).split()[3:])
         if turns == ["pool", "inside"]:
             raise RuntimeError("no GPU")
-        return contextlib.nullcontext(f"http://127.0.0.1:{server.server_port}")
+        return contextlib.nullcontext([f"http://127.0.0.1:{server.server_port}"])
 
     def shortened(urls: Sequence[str], seed: int, args: Any, *more: Any) -> Any:
         args.seconds = 0.01
         return real(urls, seed, args, *more)
 
     monkeypatch.setattr(images, "started", started)
-    monkeypatch.setattr(images, "measure", shortened)
+    monkeypatch.setattr(images, "measure_side", shortened)
     monkeypatch.setattr(images, "METRICS_S", 0.0)
     flags = (
         *("--device", "cpu", "--short", "--ttft", "60000", "--streams", "1"),
@@ -645,12 +638,12 @@ def test_runs_disagg(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     turns: list[tuple[str, int]] = []
     loads: list[list[str]] = []
 
-    def started(side: disagg.Side, model: Path, first_gpu: int) -> contextlib.nullcontext[str]:
+    def started(side: disagg.Side, model: Path, first_gpu: int) -> contextlib.nullcontext[list[str]]:
         command = side.command.format(model=model, port=8000).split()
         assert command[:4] == [sys.executable, "-m", "baton.cluster.cli", "serve"]
         check_flags(*command[3:])
         turns.append((side.name, first_gpu))
-        return contextlib.nullcontext("http://127.0.0.1:1")
+        return contextlib.nullcontext(["http://127.0.0.1:1"])
 
     def measured(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         assert line[:4] == [sys.executable, "-m", "baton.cluster.cli", "bench"], line
@@ -708,10 +701,10 @@ def test_runs_flip(
     monkeypatch.setattr(driver, "gpus", list)
 
     def started(directory: Path, *, worker_flags: list[str], router_flags: list[str], **_: Any) -> Any:
-        check_flags("prefill", *worker_flags)
+        traces = Path(check_flags("prefill", *worker_flags)["trace_dir"])
         check_flags("router", *router_flags)
-        (directory / flip.TRACES).mkdir()
-        writers.append(TraceWriter(directory / flip.TRACES / "decode-1-engine.trace", "decode-1"))
+        traces.mkdir()
+        writers.append(TraceWriter(traces / "decode-1-engine.trace", "decode-1"))
         traced(writers[-1], "before")
         return contextlib.nullcontext(cluster)
 
@@ -720,7 +713,7 @@ def test_runs_flip(
         writer.instant("first token", prefill=attempt.encode().hex(), computing=0.0)
         writer.flush()
 
-    monkeypatch.setattr(flip, "LocalCluster", started)
+    monkeypatch.setattr("baton.bench.lab.harness.cluster.LocalCluster", started)
     monkeypatch.setattr(flip, "leaks_when_idle", lambda url: {})
     monkeypatch.setattr(flip, "QUIET_S", (0.0, 0.0))
 

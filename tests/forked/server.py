@@ -116,7 +116,7 @@ _PRELOADED["tests"] = (
     *_PRELOADED["loads"],
     "_pytest.assertion.rewrite",
     "aiohttp",
-    "baton.bench.lab.chaos.__main__",
+    "baton.bench.lab.chaos",
     "baton.cluster.tools.doctor",
     "baton.engine.kernels.attention.latent_kernels",
     "baton.engine.kernels.attention.latent_tiling",

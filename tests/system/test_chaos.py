@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.lab.chaos.__main__ import arguments, measure
+from baton.bench.lab.chaos import BENCH, torments
 
 from .recovery import Broken
 
@@ -38,9 +38,10 @@ LONG = "--kills 50 --stalls 3 --breaks 20 --flips 20 --routers 50 --clients 8"
 )
 async def test_no_stream_notices(broken: Broken, tmp_path: Path, flags: str) -> None:
     out = tmp_path / "report.json"
-    asked = arguments(["--device", "cpu", *flags.split(), "--json", str(out)])
-    report = await measure(asked, broken.cluster)
-    report.finish()
+    asked = BENCH.arguments(["--device", "cpu", *flags.split(), "--json", str(out)])
+    run = BENCH.run(asked)
+    await torments(run, broken.cluster)
+    run.finish()
     rows = {row["name"]: row["value"] for row in json.loads(out.read_text())["results"]}
     assert rows | RIGHT == rows
     assert rows["chaos.decode.break.lanes"] == asked.breaks

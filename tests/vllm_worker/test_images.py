@@ -180,7 +180,7 @@ def test_a_preempted_decode_is_computed_where_its_image_is_encoded(model: Seeing
 
         found = [*pool.map(ask, every)]
         assert found == [model.tokens(*parts, count=400) for parts in every]
-        assert metric(cluster.url, "baton:retries_total", 'cause="handed_back"') > 0
+        assert metric(cluster.url, "baton:retries_total", cause="handed_back") > 0
         assert encoded(cluster)["decode"] == 0
         cluster.assert_whole()
 

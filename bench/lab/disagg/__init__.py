@@ -1,1 +1,1 @@
-"""Compares two deployments under load, by the same client: disaggregated Baton and another one."""
+"""Two deployments under load: `loads` has the loads, `__main__` compares what both sides measured."""

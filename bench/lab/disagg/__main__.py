@@ -26,7 +26,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -35,7 +34,6 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.lab import driver
 from baton.bench.lab.disagg.loads import (
     ENGINE_LOADS,
     LOADS,
@@ -46,8 +44,8 @@ from baton.bench.lab.disagg.loads import (
     trace_load,
     warm_up,
 )
-from baton.bench.lab.disagg.sides import SERVE, Side, started, watched
-from baton.bench.lab.driver import report_of
+from baton.bench.lab.driver import Bench, Option, Run
+from baton.bench.lab.harness.sides import SERVE, SIDE, Side, in_order, started, two_sides, watched
 from baton.bench.lab.shapes import DENSE, SHAPES, write_shape
 from baton.bench.load.measurement.quantiles import MIN_BLOCKS, QUANTILES, Series, interval
 from baton.bench.report import Row
@@ -70,7 +68,6 @@ TOTALS = {
     "requests.refused": "requests", "input.cached": "share",
 }  # fmt: skip
 """Rows of `baton bench` → their units. The report has their means over the seeds."""
-REQUESTS = {"cuda": (300, 50), "cpu": (20, 4)}  # of each rate and seed; with --short
 ON_DEVICE = {
     "cpu": "--device cpu --dtype float32 --advanced.num-threads 1",
     "cuda": "--model {model} --load-format dummy --max-model-len {context}",
@@ -184,7 +181,8 @@ def measure_side(
     missing = {load: [level for level in load.levels if is_left(load, level)] for load in loads}
     if not any(missing.values()):
         return
-    with started(side, model, first_gpu) as url:
+    with started(side, model, first_gpu) as servers:
+        url = ",".join(servers)
         for load, levels in missing.items():
             for arguments in () if args.short or not levels else warm_up(load, seed):
                 run(url, arguments, reports / f"warm-up.{side.name}")
@@ -192,11 +190,11 @@ def measure_side(
                 report, lines = files(reports, load, level, side, seed)
                 count = min(args.requests, round(level * args.seconds) or 1)
                 arguments = command(load, level, count, seed, reports)
-                with watched(url.split(","), report.with_suffix(".status.jsonl")):
+                with watched([*servers], report.with_suffix(".status.jsonl")):
                     run(url, [*arguments, "--jsonl", str(lines)], report)
 
 
-def measure(
+def found(
     sides: Sequence[Side], loads: Sequence[Load], args: Any, reports: Path, model: Path
 ) -> Iterator[Found]:
     """Yields what was found so far, after each seed."""
@@ -224,7 +222,7 @@ def measure(
                 ]:
                     done.result()
         else:
-            for side in sides if seed % 2 == 0 else sides[::-1]:
+            for side in in_order(sides, seed):
                 turn(side, seed, 0)
         yield results
 
@@ -256,8 +254,7 @@ def chosen_loads(args: Any) -> list[Load]:
     named = {load.name: load for load in (*LOADS, *ENGINE_LOADS)}
     default = SHORT if args.short or args.device == "cpu" else [load.name for load in LOADS]
     chosen = [text.split("@") for text in args.loads or default]
-    first = args.first or TRACE_S[args.device]
-    named |= {name: trace_load(Path(name), first) for name, *_ in chosen if name.endswith(".jsonl")}
+    named |= {name: trace_load(Path(name), args.first) for name, *_ in chosen if name.endswith(".jsonl")}
     if unknown := {name for name, *_ in chosen} - named.keys():
         raise ValueError(
             f"--loads {','.join(sorted(unknown))}: there are {', '.join(named)}, and traces: FILE.jsonl"
@@ -274,56 +271,68 @@ def rates(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "")
-    add = p.add_argument
-    add("--side", type=Side.parse, action="append", metavar="'NAME COUNT COMMAND'", help="twice, or never")
-    add("--at-once", action="store_true", help="both sides at the same time, each on its own GPUs")
-    add("--seeds", type=int, metavar="N", help="turns of each side (default: 3; 1 with --short)")
-    every = ", ".join(load.name for load in (*LOADS, *ENGINE_LOADS))
-    add(
-        "--loads",
-        type=lambda text: text.split(","),
-        metavar="LOAD,…",
-        help=f"{every}, FILE.jsonl; with levels of its own: LOAD@R@R",
-    )
-    levels = "requests/s, users, agents, or speeds of a trace (default: those of each load)"
-    add("--rates", type=rates, metavar="R,…", help=levels)
-    add("--first", type=float, metavar="S", help="of a trace (default: 150, or 12 on a CPU)")
-    add("--requests", type=int, metavar="N", help="of each rate and seed (default: 300 on GPUs)")
-    most = "of each rate and seed, about, for fewer requests at low rates (default: 600)"
-    add("--seconds", type=float, default=600.0, metavar="S", help=most)
-    add("--model-shape", choices=SHAPES, default=DENSE, metavar="NAME", help=f"{{model}} (default: {DENSE})")
-    add("--reports", type=Path, metavar="DIR", help="keep the reports of all runs, for `baton bench compare`")
-    resume = (
-        "measure only what has no report in --reports yet. The earlier run must have had the same options"
-    )
-    add("--resume", action="store_true", help=resume)
-    args = p.parse_args()
-    if args.resume and args.reports is None:
-        p.error("--resume: name the reports of the earlier run with --reports DIR")
-    args.seeds = args.seeds or (1 if args.short else 3)
-    args.requests = args.requests or REQUESTS[args.device][args.short]
-    try:
-        loads = chosen_loads(args)
-    except ValueError as error:
-        p.error(str(error))
-    serve = SERVE + ON_DEVICE[args.device].replace("{context}", str(max(load.context for load in loads)))
-    sides = args.side or [Side("1p1d", 1, serve), Side("colocated", 1, f"{serve} --prefill 0 --decode 2")]
-    if len({side.name for side in sides}) != 2 or len(sides) != 2:
-        p.error("--side: give it twice, with two names")
+def sides_of(args: Any) -> list[Side]:
+    context = str(max(load.context for load in chosen_loads(args)))
+    serve = SERVE + ON_DEVICE[args.device].replace("{context}", context)
+    sides = two_sides(args, Side("1p1d", 1, serve), Side("colocated", 1, f"{serve} --prefill 0 --decode 2"))
     if args.at_once and any(side.count == 1 and side.gpus is None for side in sides):
-        p.error("--at-once: say how many GPUs each process of a side has, as in --side 'baton 1x2 …'")
-    report = report_of("disagg", args)
-    with tempfile.TemporaryDirectory(prefix="baton-disagg-") as temporary:
-        reports = args.reports or Path(temporary)
-        reports.mkdir(parents=True, exist_ok=True)
-        model = write_shape(args.model_shape, Path(temporary), tokenizer=True)
-        for results in measure(sides, loads, args, reports, model):
-            report.rows = [*rows(results)]
-            report.write()
-    return report.finish()
+        raise ValueError(
+            "--at-once: say how many GPUs each process of a side has, as in --side 'baton 1x2 …'"
+        )
+    return sides
 
+
+def measure(run: Run) -> None:
+    args, reports = run.args, run.args.reports or run.directory
+    reports.mkdir(parents=True, exist_ok=True)
+    model = write_shape(args.model_shape, run.directory, tokenizer=True)
+    for results in found(sides_of(args), chosen_loads(args), args, reports, model):
+        run.rows = [*rows(results)]
+        run.write()
+
+
+def check(args: Any) -> None:
+    if args.resume and args.reports is None:
+        raise ValueError("--resume: name the reports of the earlier run with --reports DIR")
+    sides_of(args)
+
+
+NAMES = ", ".join(load.name for load in (*LOADS, *ENGINE_LOADS))
+BENCH = Bench(
+    "disagg",
+    measure,
+    __doc__,
+    options=(
+        SIDE,
+        Option("--at-once", "both sides at the same time, each on its own GPUs", False),
+        Option("--seeds", "turns of each side", 3, short=1),
+        Option(
+            "--loads",
+            f"{NAMES}, FILE.jsonl; with levels of its own: LOAD@R@R",
+            type=lambda text: text.split(","),
+            metavar="LOAD,…",
+        ),
+        Option(
+            "--rates",
+            "requests/s, users, agents, or speeds of a trace (default: those of each load)",
+            type=rates,
+            metavar="R,…",
+        ),
+        Option("--first", "seconds of a trace", TRACE_S, type=float, metavar="S"),
+        Option("--requests", "of each rate and seed", {"cpu": 20, "cuda": 300}, short={"cpu": 4, "cuda": 50}),
+        Option("--seconds", "of each rate and seed, about, for fewer requests at low rates", 600.0),
+        Option("--model-shape", "{model}", DENSE, choices=SHAPES, metavar="NAME"),
+        Option(
+            "--reports", "keep the reports of all runs, for `baton bench compare`", type=Path, metavar="DIR"
+        ),
+        Option(
+            "--resume",
+            "measure only what has no report in --reports yet, with the same options as before",
+            False,
+        ),
+    ),
+    check=check,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

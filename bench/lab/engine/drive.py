@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from baton.bench.report import Report
 from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, STEP_MODEL
 from baton.engine import EngineRequest, SamplingParams
@@ -113,6 +115,26 @@ def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sam
     drain(engine)
     assert len(gaps) > steps // 2, f"only {len(gaps)} of {steps} steps were full"
     return gaps
+
+
+def steady(engine: Any, batch: int, context: int, steps: int, answer: int) -> tuple[float, float]:
+    """Tokens/s while `batch` requests with prompts of `context` tokens decode, and the mean seconds from step
+    to step. `answer`: their output tokens, more than so many steps give. They are cancelled at the end."""
+    fill(engine, batch, context, answer)
+    for _ in range(12):
+        engine.loop.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    tokens, count, began = 0, 0, time.perf_counter()
+    while count < steps:
+        done = engine.loop.step()
+        count += done.seconds > 0
+        tokens += len(done.outputs)
+    seconds = time.perf_counter() - began
+    for live in list(engine.lives):
+        engine.cancel(live)
+    drain(engine)
+    return tokens / seconds, seconds / steps
 
 
 def step_gaps(engine: Any, batch: int, steps: int, margin: int) -> list[float]:

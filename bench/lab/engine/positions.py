@@ -7,16 +7,13 @@ reads. With an index that is all index keys, and the latents of the chosen posit
 KV in the window.
 """
 
-import argparse
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from baton.bench.lab.driver import median_ms
+from baton.bench.lab.driver import Run, median_ms
 from baton.bench.lab.engine.drive import drain, greedy, prompt, step_gaps
 from baton.bench.lab.engine.on_gpu import LONGEST, Case, bytes_moved, case_of, engine_of, prefill_ms
 from baton.bench.lab.kernels.cases import BYTES_PER_S
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.steps.quantiles import percentile
 
 BATCHES = (1, 8, 32, 64)
@@ -26,30 +23,29 @@ MARGIN = 8
 """Steps before and after those that count."""
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
-    case = case_of(args)
+def measure(run: Run) -> None:
+    case = case_of(run.args)
     assert case is not None, "checked with the arguments"
-    steps = 16 if args.short else 64
-    with tempfile.TemporaryDirectory() as name:
-        engine = engine_of(args.model_shape, Path(name), max(BATCHES), args, longest=LONGEST)
-        for tokens in PROMPTS:
-            ms, p99 = prefill_ms(engine, 1, tokens, rounds=1 if args.short else 3)
-            report.add(Row(f"{case.name}.prefill.1x{tokens}", ms, "ms", p99=p99))
-        clear(engine)
-        for positions in POSITIONS:
-            for batch in BATCHES:
-                _add(report, case, engine, batch, positions, steps)
-        engine.close()
+    steps = 16 if run.short else 64
+    engine = engine_of(run, max(BATCHES), longest=LONGEST)
+    for tokens in PROMPTS:
+        ms, p99 = prefill_ms(engine, 1, tokens, rounds=1 if run.short else 3)
+        run.add(Row(f"{case.name}.prefill.1x{tokens}", ms, "ms", p99=p99))
+    clear(engine)
+    for positions in POSITIONS:
+        for batch in BATCHES:
+            _add(run, case, engine, batch, positions, steps)
+    engine.close()
 
 
-def _add(report: Report, case: Case, engine: Any, batch: int, positions: int, steps: int) -> None:
+def _add(run: Run, case: Case, engine: Any, batch: int, positions: int, steps: int) -> None:
     gaps = decode_gaps(engine, batch, positions, steps)
     if gaps is None:
         return
     name, ms = f"{case.name}.decode.b{batch}.at{positions}", median_ms(gaps)
     floor = bytes_moved(engine, case, batch, positions, None) / BYTES_PER_S * 1e3
-    report.add(Row(name, ms, "ms", p99=percentile(gaps, 0.99) * 1e3))
-    report.add(Row(f"{name}.floor", floor, "ms", ratio=ms / floor, ratio_to="the floor, same run"))
+    run.add(Row(name, ms, "ms", p99=percentile(gaps, 0.99) * 1e3))
+    run.add(Row(f"{name}.floor", floor, "ms", ratio=ms / floor, ratio_to="the floor, same run"))
 
 
 def decode_gaps(engine: Any, batch: int, positions: int, steps: int) -> list[float] | None:

@@ -4,7 +4,6 @@ ends.
 The command lines are those of a user, and a workers file names the workers, as with any supervisor.
 """
 
-import argparse
 import asyncio
 import contextlib
 import http.client
@@ -13,18 +12,19 @@ import os
 import secrets
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
-from baton.bench.lab.driver import gpus_or_exit
+from baton.bench.lab.driver import Option, Run, gpus_or_exit
 from baton.bench.lab.harness import processes
 from baton.bench.lab.harness.workers import Driver, metric
 from baton.bench.lab.shapes import DENSE, write_shape
+from baton.cluster.gpus import visible_gpus
 from baton.cluster.model import EMBEDDED_NAME
 from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import set_pool
@@ -115,9 +115,9 @@ class Worker:
             end = end_of(self.log)
             raise RuntimeError(f"{self.name} ended with {self.exits[0]} before it was ready.\n{end}")
 
-    def metric(self, name: str, label: str = "") -> float:
+    def metric(self, name: str, **labels: str) -> float:
         """Of the current process, as `harness.workers.metric`."""
-        return metric(f"http://{self.lives[-1]['metrics_address']}", name, label)
+        return metric(f"http://{self.lives[-1]['metrics_address']}", name, **labels)
 
     def end(self) -> None:
         self._stopping = True
@@ -304,30 +304,61 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def two_workers(
-    args: argparse.Namespace, flags: Sequence[str], on_gpus: Sequence[str]
+def served(
+    run: Run,
+    *flags: str,
+    shape: str = "",
+    model: str = "",
+    on_cpu: Sequence[str] = ("--dtype", "float32"),
+    on_gpus: Sequence[str] = (),
+    name: str = "",
+    prefill: int = 1,
+    decode: int = 1,
+    router: bool = True,
+    router_flags: Sequence[str] = (),
+    devices: Sequence[str] = (),
+    **more: Any,
 ) -> Iterator[LocalCluster]:
-    """A prefill and a decode worker without a router, for the bench's `--model` and `--device`.
+    """The cluster that a bench measures, on its `--device`. On GPUs the workers take these in turn.
 
-    `on_gpus`: further flags there. Each worker has a GPU, or both have half of the only one.
+    On a CPU each worker has one thread: otherwise engines would compete for the cores of a small machine.
+
+    Args:
+        flags: of all workers. `on_cpu`, `on_gpus`: further ones there.
+        shape: served with random weights; without it `model`, or the embedded model.
+        name: of the directory with logs, if the run has several clusters.
+        devices: of the workers, in place of those GPUs. With `--device=…` in `prefill_flags` there are none.
+        more: as for `LocalCluster`.
     """
-    devices = [args.device] * 2
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        if args.device == "cuda":
-            gpus = gpus_or_exit(1, "this bench")
-            devices = [f"cuda:{number % gpus}" for number in range(2)]
-            model = args.model or str(write_shape(DENSE, directory))
-            flags = [*flags, "--model", model, "--load-format", "dummy", *on_gpus]
-            flags += ["--gpu-memory-utilization", "0.45"] if gpus == 1 else []
-        else:
-            # One thread each: otherwise two engines would compete for the cores of a small machine.
-            flags = [*flags, "--dtype", "float32", "--advanced.num-threads", "1"]
-            flags += ["--model", args.model] if args.model else []
-        with LocalCluster(
-            directory, prefill=1, decode=1, router=False, worker_flags=flags, devices=devices
-        ) as cluster:
-            yield cluster
+    directory = run.logs / name
+    directory.mkdir(exist_ok=True)
+    if shape:
+        model = str(write_shape(shape, run.directory, tokenizer=router))
+        flags = ("--load-format", "dummy", *flags)
+    named = ("--model", model) if model else ()
+    if run.on_gpus:
+        gpus = gpus_or_exit(1, "this bench")
+        devices = devices or [f"cuda:{number % gpus}" for number in range(prefill + decode)]
+        flags = (*flags, *on_gpus)
+    else:
+        flags = ("--device", "cpu", "--advanced.num-threads", "1", *flags, *on_cpu)
+    with LocalCluster(
+        directory, prefill=prefill, decode=decode, router=router, worker_flags=[*named, *flags],
+        router_flags=[*named, *router_flags], devices=devices if run.on_gpus else (), **more,
+    ) as cluster:  # fmt: skip
+        yield cluster
+
+
+MODEL = Option("--model", f"(default: the embedded model on a CPU, {DENSE} with random weights on a GPU)")
+
+
+def two_workers(run: Run, *flags: str) -> AbstractContextManager[LocalCluster]:
+    """A prefill and a decode worker without a router, for the bench's `MODEL`. Each has a GPU, or both have
+    half of the only one."""
+    share = ("--gpu-memory-utilization", "0.45") if len(visible_gpus()) == 1 else ()
+    model, shape = run.args.model or "", "" if run.args.model or not run.on_gpus else DENSE
+    on_gpus = ("--load-format", "dummy", *share)
+    return served(run, *flags, model=model, shape=shape, on_gpus=on_gpus, router=False)
 
 
 def status(url: str) -> dict[str, Any]:

@@ -6,13 +6,15 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
 
 from baton.bench.load.target.sse import SSEError, SSEParser
+from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
 from baton.bench.report import Report, Row
 
 _TEXTS = (
@@ -58,6 +60,15 @@ def cases(count: int, max_tokens: int, *, repeat: int = 1) -> list[Case]:
     ]
 
 
+def worded(prompts: Iterable[Sequence[Segment]], max_tokens: int) -> list[Case]:
+    """Makes cases for a shape of `write_shape`, whose tokens are words; every second one is greedy."""
+    compose = Composer(Tokenization(WORDS, 1.0, 0, "one token a word")).compose
+    return [
+        Case(compose([*segments]), max_tokens, 0.8 * (i % 2), seed=i + 1)
+        for i, segments in enumerate(prompts)
+    ]
+
+
 @dataclass(slots=True)
 class Stream:
     """One answer as a client got it. Times are time.monotonic()."""
@@ -69,16 +80,28 @@ class Stream:
     text: str = ""
     logprobs: list[float] = field(default_factory=list)  # of each token, if asked for
     arrivals: list[float] = field(default_factory=list)  # of each token
-    cached_tokens: int = 0  # of the prompt, if the usage was asked for
+    prompt_tokens: int = 0  # if the usage was asked for, as the next
+    cached_tokens: int = 0  # of the prompt
     keepalives: int = 0
     status: int = 0
     error: str = ""
+    late: bool = False  # no token came within the time of `read`
     cut: bool = False  # the connection ended before the answer, as when a router is killed
     finish_reason: str | None = None
 
     @property
     def failed(self) -> bool:
         return bool(self.error) or self.finish_reason is None
+
+    @property
+    def ttft(self) -> float:
+        """Seconds."""
+        return self.arrivals[0] - self.started
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens."""
+        return [after - before for before, after in pairwise(self.arrivals)]
 
     def gap_around(self, moment: float) -> float | None:
         """Seconds without a token around `moment`; None if the stream did not run then."""
@@ -107,22 +130,30 @@ async def read(
     name: str = "",
     **more: Any,
 ) -> Stream:
-    """Sends a request and reads its answer to the end. Errors of the server are in the result.
+    """Sends a completion and reads its answer to the end. Errors of the server are in the result.
 
     `into` is the stream to fill, if the caller wants to look at it before the end. `name`: the x-request-id.
     """
     stream = into or Stream(case)
+    data, headers = json.dumps(case.body(**more)).encode(), {"x-request-id": name} if name else {}
+    return await post(http, f"{url}/v1/completions", data, stream, headers)
+
+
+async def post(
+    http: aiohttp.ClientSession, url: str, data: bytes, stream: Stream, headers: Mapping[str, str] = {}
+) -> Stream:
+    """Sends a completion or a chat, as `read` does, and fills the stream."""
     stream.started = time.monotonic()
     try:
-        headers = {"x-request-id": name} if name else None
-        async with http.post(f"{url}/v1/completions", json=case.body(**more), headers=headers) as response:
+        headers = {"Content-Type": "application/json", **headers}
+        async with http.post(url, data=data, headers=headers) as response:
             stream.status = response.status
             if response.status != 200:
                 stream.error = await response.text()
                 return stream
             parser = SSEParser()
-            async for data in response.content.iter_any():
-                for event in parser.feed(data):
+            async for part in response.content.iter_any():
+                for event in parser.feed(part):
                     _take(stream, event)
                 stream.keepalives = parser.comments
     except SSEError as error:
@@ -142,17 +173,20 @@ def _take(stream: Stream, data: bytes) -> None:
     if "error" in event:
         stream.error = json.dumps(event["error"])
         return
-    if not event["choices"]:
-        stream.cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return
-    [choice] = event["choices"]
-    new = choice["token_ids"] or ()  # vLLM may say null
-    stream.token_ids += new
-    stream.text += choice["text"]
-    if choice.get("logprobs"):
-        stream.logprobs += choice["logprobs"]["token_logprobs"]
-    stream.arrivals += [time.monotonic()] * len(new)
-    stream.finish_reason = choice["finish_reason"]
+    if usage := event.get("usage"):
+        stream.prompt_tokens = usage["prompt_tokens"]
+        stream.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    for choice in event["choices"]:
+        stream.finish_reason = choice.get("finish_reason")
+        if "delta" in choice:
+            new, text = (), choice["delta"].get("content") or ""
+        else:
+            new, text = choice["token_ids"] or (), choice["text"]  # vLLM may say null
+        stream.token_ids += new
+        stream.text += text
+        if choice.get("logprobs"):
+            stream.logprobs += choice["logprobs"]["token_logprobs"]
+        stream.arrivals += [time.monotonic()] * (len(new) or bool(text and "delta" in choice))
 
 
 async def expected(url: str, cases: Sequence[Case], at_once: int = 4) -> dict[Case, list[int]]:
@@ -275,14 +309,22 @@ class Verdict:
         """Adds the rows that must be 0, and the number of requests. Prints what went wrong."""
         for line in (*self.errors[:10], *(f"{name}: {count}" for name, count in leaks.items())):
             print(line, file=sys.stderr)
-        for name, value, unit in (
-            ("failed", self.failed, "requests"),
-            ("lost_or_repeated_tokens", self.lost_or_repeated, "tokens"),
-            ("different_tokens", self.different, "tokens"),
-            ("leaked_blocks", sum(leaks.values()), "blocks, slots, attempts"),
-        ):
-            report.add(Row(f"{prefix}.{name}", value, unit, goal=0))
+        zeros(
+            report, prefix, failed=(self.failed, "requests"),
+            lost_or_repeated_tokens=(self.lost_or_repeated, "tokens"),
+            different_tokens=(self.different, "tokens"), leaked_blocks=leaked(leaks),
+        )  # fmt: skip
         report.add(Row(f"{prefix}.requests", self.requests, "requests"))
+
+
+def zeros(report: Report, prefix: str, **counts: tuple[int, str]) -> None:
+    """Adds rows whose values, of which each has a unit, must be 0."""
+    for name, (value, unit) in counts.items():
+        report.add(Row(f"{prefix}.{name}", value, unit, goal=0))
+
+
+def leaked(leaks: Mapping[str, int]) -> tuple[int, str]:
+    return sum(leaks.values()), "blocks, slots, attempts"
 
 
 def judge(

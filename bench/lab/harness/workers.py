@@ -9,8 +9,11 @@ import os
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
@@ -53,10 +56,10 @@ class Driver:
         async with self._sending:
             await self._call.write(message)
 
-    async def metric(self, name: str, label: str = "") -> float:
+    async def metric(self, name: str, **labels: str) -> float:
         """A metric of the worker, up to date."""
         await self.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
-        return await asyncio.to_thread(metric, f"http://{self.report['metrics_address']}", name, label)
+        return await asyncio.to_thread(metric, f"http://{self.report['metrics_address']}", name, **labels)
 
     async def tokens(self, attempt_id: bytes, count: int) -> list[tuple[float, pb.TokenEvent]]:
         """Waits for the first `count` tokens of an attempt. Raises RuntimeError if the attempt fails."""
@@ -121,6 +124,18 @@ class Workers:
         await self.decode.send(pb.RouterMessage(decode=submit))
         return decode_id
 
+    async def handover(
+        self, prompt: list[int], length: int, content: pb.ContentSource | None = None
+    ) -> tuple[float, list[int]]:
+        """Prefill on one worker, decode on the other. Returns the time to first token, and the answer."""
+        work = request(prompt, length)
+        began = time.perf_counter()
+        prefill_id = await self.prefill.prefill(work, handover=True, content=content)
+        decode_id = await self.submit_decode(work, prefill_id)
+        [(first, _)] = await self.prefill.tokens(prefill_id, 1)
+        tokens = await self.decode.tokens(decode_id, length)
+        return first - began, [event.token_id for _, event in tokens]
+
     async def on_decode(self, work: pb.Request) -> tuple[float, list[int]]:
         """The decode worker does both. Returns the time to first token, and the answer."""
         began = time.perf_counter()
@@ -142,9 +157,20 @@ def prompt_of(length: int, number: int) -> list[int]:
     return [100 + (number * 7919 + i * 31) % 20_000 for i in range(length)]
 
 
-def metric(url: str, name: str, label: str = "") -> float:
-    """The sum of a metric over all labels, or of those samples that have a label, such as `role="decode"`."""
+def samples(page: str) -> Iterator[Sample]:
+    """Of a page of metrics."""
+    return (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+
+
+def metrics_of(url: str) -> Iterator[Sample]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
-        lines = page.read().decode().splitlines()
-    series = [line for line in lines if line.startswith((name + "{", name + " ")) and label in line]
-    return sum(float(line.rpartition(" ")[2]) for line in series)
+        return samples(page.read().decode())
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """The sum of a metric over all samples, or over those that have these labels."""
+    return sum(
+        sample.value
+        for sample in metrics_of(url)
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )

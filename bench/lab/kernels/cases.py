@@ -1,6 +1,6 @@
 """The cases of a dense layer: each kernel, the same by torch, and the least bytes and operations.
 
-`measure` times a case against torch and the limit of the card.
+`rows_of` times a case against torch and the limit of the card.
 """
 
 import itertools
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from baton.bench.lab.driver import interleaved
+from baton.bench.lab.driver import in_turns
 from baton.bench.report import Row, paired_ratio
 from baton.engine.kernels import KV, AttentionMetadata, Kernels
 from baton.engine.kernels.attention.tiles import SHORT, tile_work
@@ -274,14 +274,14 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
     return once
 
 
-def measure(make: Make, seconds: Seconds) -> list[Row]:
+def rows_of(make: Make, seconds: Seconds) -> list[Row]:
     case = make()
     sets = [case, *(make() for _ in range(min(MAX_SETS, BEYOND_CACHE // max(1, case.bytes))))]
     rounds = -(-LEAST_CALLS // len(sets))
     kernel, reference = seconds([case.kernel for case in sets] * rounds), None
     if all(case.torch for case in sets):
         reference = seconds([case.torch for case in sets if case.torch] * rounds)
-    times, their_times = interleaved(kernel, reference or kernel, PAIRS)
+    times, their_times = in_turns(kernel, reference or kernel, rounds=PAIRS)
     each = statistics.median(times) / (len(sets) * rounds)
     work, limit, unit, scale = case.bytes, BYTES_PER_S, "GB/s", 1e9
     if case.flops / FLOPS_PER_S > case.bytes / BYTES_PER_S:

@@ -1,5 +1,1 @@
-"""What a handover costs: `python -m baton.bench.overlap`.
-
-`__main__` starts a prefill and a decode worker, and writes the rows. `streams` submits to both as a router
-does, and reads the times inside the workers from their traces.
-"""
+"""The cost of a handover: `__main__` writes the rows, `streams` submits requests and reads traces."""

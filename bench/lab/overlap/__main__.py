@@ -33,19 +33,16 @@ With --elastic-memory both workers move memory between KV and states, or layers 
 --no-elastic-memory neither: `overlap.tcp.bamba-9b.elastic.n2000.hidden`, or `.fixed` in place of `.elastic`.
 """
 
-import argparse
 import asyncio
 import gc
 import statistics
 import sys
-import tempfile
+from argparse import BooleanOptionalAction, Namespace
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import gpus_or_exit, report_of
-from baton.bench.lab.harness.cluster import LocalCluster
+from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run, gpus_or_exit, median_ms
+from baton.bench.lab.harness.cluster import MODEL, LocalCluster, served
 from baton.bench.lab.harness.workers import Workers, prompt_of
 from baton.bench.lab.kv.raw_sockets import RawPair
 from baton.bench.lab.overlap.streams import (
@@ -60,8 +57,8 @@ from baton.bench.lab.overlap.streams import (
     quiet_gaps,
     streamed,
 )
-from baton.bench.lab.shapes import DENSE, SHAPES, write_shape
-from baton.bench.report import Report, Row
+from baton.bench.lab.shapes import DENSE, SHAPES
+from baton.bench.report import Row
 from baton.steps.quantiles import percentile
 
 CONTEXT = 1000
@@ -70,7 +67,6 @@ PERIOD_S = 0.8
 """Seconds of a period in which gaps are collected, with or without incoming KV."""
 PERIODS = 6
 """Periods of each kind."""
-ROUNDS = 9
 REST_S = 0.05
 LONG_OUTPUT = 100
 """Output tokens of a request of --long."""
@@ -83,44 +79,49 @@ def background_tokens(tokens: int) -> int:
     return max(3000, tokens // 4)
 
 
-def flags(args: argparse.Namespace, directory: Path) -> list[str]:
+def flags(args: Namespace) -> list[str]:
     """The flags of both roles."""
     common = [
-        "--dtype", "float32" if args.device == "cpu" else "bfloat16", "--advanced.kv-lanes", str(args.lanes),
-        "--kv-connector", args.kv_connector, "--advanced.trace-dir", str(directory),
+        "--advanced.kv-lanes", str(args.lanes), "--kv-connector", args.kv_connector,
         "--no-enable-prefix-caching",  # batches repeat prompts, which must be computed again
     ]  # fmt: skip
     if args.elastic_memory is not None:
         common.append("--advanced.elastic-memory" if args.elastic_memory else "--advanced.no-elastic-memory")
-    if args.device == "cpu":
-        # One thread each: otherwise two engines would compete for the cores of a small machine.
-        return [*common, "--advanced.num-threads", "1", *(["--model", args.model] if args.model else [])]
-    model = args.model or str(write_shape(args.model_shape, directory))
-    prompts = (*args.tokens, *args.long)
-    longest = max(CONTEXT + background_tokens(max(args.tokens)), *(length + 1024 for length in prompts))
-    common += ["--model", model, "--load-format", "dummy"]
-    common += ["--max-model-len", str(longest), "--max-num-batched-tokens", "8192", "--max-num-seqs", "128"]
-    common += ["--advanced.kv-slots", "256", "--failure-timeout", "120"]
     return common
 
 
-def groups(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The flags of the prefill and of the decode worker: their ranks, and where they run. With too few GPUs
-    the workers share them. Exits if there are too few for one worker."""
-    ranks = args.prefill_ranks, args.decode_ranks
-    dtypes = args.prefill_kv_cache_dtype, args.decode_kv_cache_dtype
+def on_gpus(args: Namespace) -> list[str]:
+    """Further flags there."""
+    prompts = (*args.tokens, *args.long)
+    longest = max(CONTEXT + background_tokens(max(args.tokens)), *(length + 1024 for length in prompts))
+    return [
+        "--dtype", "bfloat16", "--load-format", "dummy", "--max-model-len", str(longest),
+        "--max-num-batched-tokens", "8192", "--max-num-seqs", "128",
+        "--advanced.kv-slots", "256", "--failure-timeout", "120",
+    ]  # fmt: skip
+
+
+def groups(args: Namespace) -> tuple[list[str], list[str]]:
+    """The flags of the prefill and of the decode worker."""
     prefill, decode = (
         ["--tensor-parallel-size", str(size), "--kv-cache-dtype", dtype]
-        for size, dtype in zip(ranks, dtypes, strict=True)
-    )
-    if args.device == "cpu":
-        return prefill, decode
+        for size, dtype in (
+            (args.prefill_ranks, args.prefill_kv_cache_dtype), (args.decode_ranks, args.decode_kv_cache_dtype)
+        )
+    )  # fmt: skip
+    return prefill, decode
+
+
+def devices(args: Namespace) -> tuple[list[str], list[str]]:
+    """The first GPU of each worker, and further flags of both. With too few GPUs the workers share them.
+    Exits if there are too few for one worker."""
+    ranks = args.prefill_ranks, args.decode_ranks
     gpus = gpus_or_exit(max(ranks), "--prefill-ranks {} --decode-ranks {}:".format(*ranks))
+    share = []
     if sum(ranks) > gpus:
         print("the workers share GPUs: steps beside a prefill take longer than with GPUs of their own")
-        for flags in (prefill, decode):
-            flags += ["--gpu-memory-utilization", "0.4"]
-    return [*prefill, "--device", "cuda:0"], [*decode, "--device", f"cuda:{gpus - ranks[1]}"]
+        share = ["--gpu-memory-utilization", "0.4"]
+    return ["cuda:0", f"cuda:{gpus - ranks[1]}"], share
 
 
 @dataclass
@@ -135,28 +136,34 @@ class Runs:
     raws: list[float] = field(default_factory=list)
 
 
-async def measure(args: argparse.Namespace, report: Report) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        prefill, decode = groups(args)
-        workers = LocalCluster(
-            directory, prefill=1, decode=1, router=False, worker_flags=flags(args, directory),
-            prefill_flags=prefill, decode_flags=decode,
-        )  # fmt: skip
-        with workers as cluster, closing(RawPair(args.lanes)) as raw:
-            measured, long = await _measure_all(args, cluster)
-            for runs in measured.values():
-                size = Trace.read(*directory.glob("*.trace")).joined[runs.alones[0]].size
-                runs.raws = [raw.seconds(size) for _ in runs.alones]
-        # Complete after the workers have ended, which flushes their traces.
-        trace = Trace.read(*directory.glob("*.trace"))
+def measure(run: Run) -> None:
+    gc.disable()  # a collection over all received tokens takes 0.1 s and would delay timestamps
+    args, traces = run.args, run.directory / "traces"
+    run.parameters["output_tokens"] = OUTPUT_TOKENS
+    prefill, decode = groups(args)
+    shape = args.model_shape if run.on_gpus and not args.model else ""
+    first_gpus, share = devices(args) if run.on_gpus else ([], [])
+    with (
+        served(
+            run, *flags(args), "--advanced.trace-dir", str(traces), model=args.model or "", shape=shape,
+            router=False, on_gpus=[*on_gpus(args), *share], prefill_flags=prefill, decode_flags=decode,
+            devices=first_gpus,
+        ) as cluster,
+        closing(RawPair(args.lanes)) as raw,
+    ):  # fmt: skip
+        measured, long = asyncio.run(_measure_all(args, cluster))
+        for runs in measured.values():
+            size = Trace.read(*traces.glob("*.trace")).joined[runs.alones[0]].size
+            runs.raws = [raw.seconds(size) for _ in runs.alones]
+    # Complete after the workers have ended, which flushes their traces.
+    trace = Trace.read(*traces.glob("*.trace"))
     for tokens, runs in measured.items():
-        report_rows(args, report, tokens, runs, trace)
-    report_long(args, report, long, trace)
+        report_rows(run, tokens, runs, trace)
+    report_long(run, long, trace)
 
 
 async def _measure_all(
-    args: argparse.Namespace, cluster: LocalCluster
+    args: Namespace, cluster: LocalCluster
 ) -> tuple[dict[int, Runs], dict[int, list[Streamed]]]:
     """What was measured, by tokens of a prompt, and by those of a request of --long."""
     async with Workers(*cluster.drivers()) as workers:
@@ -168,7 +175,7 @@ async def _measure_all(
     return measured, long
 
 
-async def _measure(args: argparse.Namespace, workers: Workers, tokens: int) -> Runs:
+async def _measure(args: Namespace, workers: Workers, tokens: int) -> Runs:
     runs = Runs({batch: [] for batch in [0, *args.batch]})
     for number in range(2):  # warm up: lanes, page faults, first calls of torch
         await streamed(workers, prompt_of(tokens, number))
@@ -202,7 +209,7 @@ async def _gaps(background: Background, tokens: int, number: int) -> tuple[list[
     return quiet, await injected_gaps(background, tokens, PERIOD_S, seed)
 
 
-def _transport(args: argparse.Namespace) -> str:
+def _transport(args: Namespace) -> str:
     sizes = args.prefill_ranks, args.decode_ranks
     transport = f"overlap.{args.kv_connector}"
     transport += "" if sizes == (1, 1) else ".{}to{}".format(*sizes)
@@ -212,100 +219,83 @@ def _transport(args: argparse.Namespace) -> str:
     return transport + {None: "", True: ".elastic", False: ".fixed"}[args.elastic_memory]
 
 
-def report_rows(args: argparse.Namespace, report: Report, tokens: int, runs: Runs, trace: Trace) -> None:
-    on_cpu, prefix = args.device == "cpu", f"{_transport(args)}.n{tokens}"
+def report_rows(run: Run, tokens: int, runs: Runs, trace: Trace) -> None:
+    on_cpu, prefix = not run.on_gpus, f"{_transport(run.args)}.n{tokens}"
     idle = runs.streamed[0]
     alones = [trace.joined[i].fetch_seconds for i in runs.alones]
     exposed = [trace.joined[r.decode_id].at - trace.first_token[r.prefill_id] for r in idle]
     hidden = [1 - max(0.0, e) / lone for e, lone in zip(exposed, alones, strict=True)]
     name, spread = f"{prefix}.hidden", max(hidden) - min(hidden)
     goal = 0.8 if on_cpu else 0.9
-    report.add(Row(name, statistics.median(hidden), "share", spread=spread, goal=goal, better="higher"))
+    run.add(Row(name, statistics.median(hidden), "share", spread=spread, goal=goal, better="higher"))
     for batch, series in runs.streamed.items():
-        steps = [run.handover / run.step for run in series]
+        steps = [each.handover / each.step for each in series]
         suffix = f".b{batch}" if batch else ""
-        report.add_median(f"{prefix}.handover{suffix}", steps, "steps", goal=2.5 if on_cpu else 2.0)
-        report.add(Row(f"{prefix}.step{suffix}", driver.median_ms(r.step for r in series), "ms"))
-    report.add_ratio(
-        f"{prefix}.ttft", [run.ttft for run in idle], "ms", runs.prefills,
+        run.add_median(f"{prefix}.handover{suffix}", steps, "steps", goal=2.5 if on_cpu else 2.0)
+        run.add(Row(f"{prefix}.step{suffix}", median_ms(r.step for r in series), "ms"))
+    run.add_ratio(
+        f"{prefix}.ttft", [each.ttft for each in idle], "ms", runs.prefills,
         "the same prefill without a handover", scale=1e3, goal=1.05,
     )  # fmt: skip
     for batch, pairs in runs.gaps.items():
         for name, q, goal in (("ttit_p99", 0.99, 1.05), ("ttit", 0.5, None)):
             quiet, during = ([percentile(gaps, q) for gaps in kind] for kind in zip(*pairs, strict=True))
             to = "while no KV is injected"
-            report.add_ratio(f"{prefix}.{name}.b{batch}", during, "ms", quiet, to, scale=1e3, goal=goal)
+            run.add_ratio(f"{prefix}.{name}.b{batch}", during, "ms", quiet, to, scale=1e3, goal=goal)
     per_token = trace.joined[runs.alones[0]].size / tokens
-    report.add(Row(f"{prefix}.wire", per_token, "bytes a token"))
-    report.add_median(f"{prefix}.exposed", exposed, "ms", scale=1e3)
+    run.add(Row(f"{prefix}.wire", per_token, "bytes a token"))
+    run.add_median(f"{prefix}.exposed", exposed, "ms", scale=1e3)
     to = "raw sockets, same bytes and lanes (as speed)"
-    report.add_ratio(f"{prefix}.alone", alones, "ms", runs.raws, to, scale=1e3, inverse=True)
+    run.add_ratio(f"{prefix}.alone", alones, "ms", runs.raws, to, scale=1e3, inverse=True)
 
 
-def report_long(
-    args: argparse.Namespace, report: Report, long: dict[int, list[Streamed]], trace: Trace
-) -> None:
-    transport = _transport(args)
+def report_long(run: Run, long: dict[int, list[Streamed]], trace: Trace) -> None:
+    transport = _transport(run.args)
     for length, requests in long.items():
         name = f"{transport}.long.n{length}"
-        report.add(Row(f"{name}.ttft", driver.median_ms(run.ttft for run in requests), "ms"))
-        report.add(Row(f"{name}.whole", driver.median_ms(run.whole for run in requests), "ms"))
-        report.add(Row(f"{name}.step", driver.median_ms(run.step for run in requests), "ms"))
-        handovers = [run.handover / run.step for run in requests]
-        report.add(Row(f"{name}.handover", statistics.median(handovers), "steps"))
-        report.add(Row(f"{name}.bytes", trace.joined[requests[0].decode_id].size / 1e6, "MB"))
+        run.add(Row(f"{name}.ttft", median_ms(each.ttft for each in requests), "ms"))
+        run.add(Row(f"{name}.whole", median_ms(each.whole for each in requests), "ms"))
+        run.add(Row(f"{name}.step", median_ms(each.step for each in requests), "ms"))
+        handovers = [each.handover / each.step for each in requests]
+        run.add(Row(f"{name}.handover", statistics.median(handovers), "steps"))
+        run.add(Row(f"{name}.bytes", trace.joined[requests[0].decode_id].size / 1e6, "MB"))
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "")
-    p.add_argument(
-        "--tokens", type=int, action="append", metavar="N",
-        help="prompt length (default: 1000 on a CPU, 2000 on a GPU); may be repeated",
-    )  # fmt: skip
-    p.add_argument("--lanes", type=int, help="KV lanes (default: 4 on a CPU, 8 on a GPU)")
-    p.add_argument(
-        "--kv-connector",
-        choices=("tcp", "auto"),
-        default="tcp",
-        help="of both workers (default: %(default)s)",
-    )
-    for side in ("prefill", "decode"):
-        p.add_argument(
-            f"--{side}-ranks", type=int, default=1, metavar="N",
-            help=f"GPUs of the {side} worker, or its processes on a CPU (default: %(default)s)",
-        )  # fmt: skip
-        p.add_argument(
-            f"--{side}-kv-cache-dtype", choices=("auto", "fp8"), default="auto",
-            help=f"of the {side} worker (default: %(default)s)",
-        )  # fmt: skip
-    p.add_argument(
-        "--elastic-memory", action=argparse.BooleanOptionalAction,
-        help="of both workers, which have states or windows (default: that of the workers)",
-    )  # fmt: skip
-    p.add_argument("--model", help="default: the embedded model on a CPU, --model-shape (dummy) on a GPU")
-    p.add_argument("--model-shape", choices=SHAPES, default=DENSE, help="on a GPU (default: %(default)s)")
-    p.add_argument(
-        "--batch", type=int, action="append", default=[], metavar="N",
-        help="also measure the handover while N other streams decode; may be repeated",
-    )  # fmt: skip
-    p.add_argument(
-        "--long", type=int, action="append", default=[], metavar="N",
-        help=f"also time whole requests of N tokens, with {LONG_OUTPUT} output tokens; may be repeated",
-    )  # fmt: skip
-    args = p.parse_args()
-    on_cpu = args.device == "cpu"
-    args.tokens = args.tokens or [1000 if on_cpu else 2000]
-    args.lanes = args.lanes or (4 if on_cpu else 8)
-    args.rounds = driver.MIN_PAIRS if args.short else ROUNDS
+def check(args: Namespace) -> None:
     if min(args.batch, default=AT_ONCE + 1) <= AT_ONCE:
-        p.error(f"--batch: more than {AT_ONCE}, which are handed over at a time")
-    if on_cpu and args.model_shape != DENSE:
-        p.error("--model-shape: with --device cuda")
-    report = report_of("overlap", args, output_tokens=OUTPUT_TOKENS)
-    gc.disable()  # a collection over all received tokens takes 0.1 s and would delay timestamps
-    asyncio.run(measure(args, report))
-    return report.finish()
+        raise ValueError(f"--batch: more than {AT_ONCE}, which are handed over at a time")
+    if args.device == "cpu" and args.model_shape != DENSE:
+        raise ValueError("--model-shape: with --device cuda")
 
+
+def of_side(side: str) -> tuple[Option, ...]:
+    ranks = f"GPUs of the {side} worker, or its processes on a CPU"
+    return (
+        Option(f"--{side}-ranks", ranks, 1),
+        Option(f"--{side}-kv-cache-dtype", f"of the {side} worker", "auto", choices=("auto", "fp8")),
+    )
+
+
+LONG = f"also time whole requests of N tokens, with {LONG_OUTPUT} output tokens; may be repeated"
+BENCH = Bench(
+    "overlap",
+    measure,
+    __doc__,
+    options=(
+        Option("--tokens", "prompt length; may be repeated", {"cpu": [1000], "cuda": [2000]}),
+        Option("--lanes", "KV lanes", {"cpu": 4, "cuda": 8}),
+        Option("--rounds", "", 9, short=MIN_PAIRS),
+        Option("--kv-connector", "of both workers", "tcp", choices=("tcp", "auto")),
+        *of_side("prefill"),
+        *of_side("decode"),
+        Option("--elastic-memory", "of workers with states or windows", action=BooleanOptionalAction),
+        MODEL,
+        Option("--model-shape", "on a GPU", DENSE, choices=SHAPES, metavar="NAME"),
+        Option("--batch", "also measure the handover while N other streams decode; may be repeated", []),
+        Option("--long", LONG, []),
+    ),
+    check=check,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -18,7 +18,6 @@ with two router processes.
 five for each kind of request, and the largest of these medians.
 """
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -26,19 +25,17 @@ import random
 import secrets
 import statistics
 import sys
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import uvloop
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import MIN_PAIRS, report_of
+from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run
 from baton.bench.lab.harness.cluster import START_S, LocalCluster
 from baton.bench.lab.router import ends
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.kv_names import CHUNK_TOKENS, HINT_BITS
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.prefill import PrefillRequest, sticky
@@ -79,7 +76,7 @@ async def measure_added(url: str, prefill: str, secret: bytes, pairs: int) -> Pa
     return pairs_ms
 
 
-def saturated(cluster: LocalCluster, args: argparse.Namespace) -> tuple[list[float], list[float]]:
+def saturated(cluster: LocalCluster, args: Namespace) -> tuple[list[float], list[float]]:
     """Tokens that clients received in each period, per second and per CPU second of the router."""
     per_second, per_core, pid = [], [], cluster.report("router")["pid"]
     with ends.OpenStreams(cluster.url, 4 * args.streams) as load:
@@ -150,15 +147,18 @@ def prefill_loads(workers: int, rng: random.Random) -> PrefillLoads:
     return loads
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
+def measure(run: Run) -> None:
+    args = run.args
+    run.parameters |= {"prompt_tokens": ends.PROMPT_TOKENS, "output_tokens": ends.OUTPUT_TOKENS}
     for name, busy in (("", 0.2), (".full", 0.98)):
         microseconds = decisions(1_000, 2_000, busy=busy)
-        report.add_median(f"router.decision.w1000{name}", microseconds, "µs", goal=None if name else 50)
+        run.add_median(f"router.decision.w1000{name}", microseconds, "µs", goal=None if name else 50)
     secret = secrets.token_hex(16)
     with (
-        tempfile.TemporaryDirectory() as name,
         contextlib.closing(ends.FakeWorkers(secret.encode())) as workers,
-        LocalCluster(Path(name), prefill=0, decode=0, secret=secret, router_flags=workers.flags) as cluster,
+        LocalCluster(
+            run.directory, prefill=0, decode=0, secret=secret, router_flags=workers.flags
+        ) as cluster,
     ):
         url = cluster.url
         uvloop.run(until_ready(url))
@@ -167,30 +167,30 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             with collector_off():
                 return uvloop.run(measure_added(url, workers.prefill, secret.encode(), args.pairs))
 
-        add_rows(report, "router.added", added())
+        add_rows(run, "router.added", added())
         answer, workers.step.value = ends.fake_answer(url), LOCKSTEP_S
         stalls = ends.longest_stalls(url, ends.large_requests(answer), MIN_PAIRS)
         worst = max(map(statistics.median, stalls.values()))
         p99 = percentile([ms for series in stalls.values() for ms in series], 0.99)
-        report.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50))
+        run.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50))
         workers.step.value = LOADED_STEP_S
         with ends.OpenStreams(url, args.streams):
-            add_rows(report, f"router.added.streams{args.streams}", added(), bound=False)
+            add_rows(run, f"router.added.streams{args.streams}", added(), bound=False)
         workers.step.value = SATURATED_STEP_S
         seconds, cores = saturated(cluster, args)
         per_core, per_second = statistics.median(cores), statistics.median(seconds)
         spread = max(cores) - min(cores)
         name = "router.tokens_per_core"
-        report.add(Row(name, per_core, "tokens/s", spread=spread, goal=32_000, better="higher"))
-        report.add(Row("router.cpu_per_token", 1e6 / per_core, "µs"))
-        report.add(Row("router.processes1.tokens_per_s", per_second, "tokens/s"))
+        run.add(Row(name, per_core, "tokens/s", spread=spread, goal=32_000, better="higher"))
+        run.add(Row("router.cpu_per_token", 1e6 / per_core, "µs"))
+        run.add(Row("router.processes1.tokens_per_s", per_second, "tokens/s"))
         cluster.restart_router("--router-processes", "2")
         uvloop.run(until_ready(url))
         seconds, cores = saturated(cluster, args)
         several = statistics.median(seconds)
         growth = {"ratio": several / per_second, "ratio_to": "processes1"}
-        report.add(Row("router.processes2.tokens_per_s", several, "tokens/s", **growth))
-        report.add(Row("router.processes2.tokens_per_core", statistics.median(cores), "tokens/s"))
+        run.add(Row("router.processes2.tokens_per_s", several, "tokens/s", **growth))
+        run.add(Row("router.processes2.tokens_per_core", statistics.median(cores), "tokens/s"))
 
 
 async def until_ready(url: str) -> None:
@@ -204,13 +204,13 @@ async def until_ready(url: str) -> None:
             await asyncio.sleep(0.1)
 
 
-def add_rows(report: Report, name: str, series_of: Pairs, *, bound: bool = True) -> None:
+def add_rows(run: Run, name: str, series_of: Pairs, *, bound: bool = True) -> None:
     """`bound`: whether the median and the p99 have goals."""
     goals = (1, 3) if bound else (None, None)
-    report.add_median(f"{name}.p50", series_of.added, "ms", goal=goals[0])
-    report.add(Row(f"{name}.p99", percentile(series_of.added, 0.99), "ms", goal=goals[1]))
+    run.add_median(f"{name}.p50", series_of.added, "ms", goal=goals[0])
+    run.add(Row(f"{name}.p99", percentile(series_of.added, 0.99), "ms", goal=goals[1]))
     for way, series in (("direct", series_of.direct), ("routed", series_of.routed)):
-        report.add_median(f"{name}.{way}", series, "ms", scale=1e3)
+        run.add_median(f"{name}.{way}", series, "ms", scale=1e3)
 
 
 @contextlib.contextmanager
@@ -224,20 +224,23 @@ def collector_off() -> Iterator[None]:
         gc.enable()
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "", devices=("cpu",))
-    p.add_argument("--pairs", type=int, default=2_000, help="requests each way (default: %(default)s)")
-    p.add_argument("--streams", type=int, default=32, help="open at the same time (default: %(default)s)")
-    p.add_argument("--seconds", type=float, default=20.0, help="of saturation (default: %(default)s)")
-    args = p.parse_args()
-    if args.short:
-        args.pairs, args.seconds = 400, 5.0
+def check(args: Namespace) -> None:
     if args.pairs < 100:
-        p.error("--pairs: at least 100, or there is no p99")
-    report = report_of("router", args, prompt_tokens=ends.PROMPT_TOKENS, output_tokens=ends.OUTPUT_TOKENS)
-    measure(args, report)
-    return report.finish()
+        raise ValueError("--pairs: at least 100, or there is no p99")
 
+
+BENCH = Bench(
+    "router",
+    measure,
+    __doc__,
+    options=(
+        Option("--pairs", "requests each way", 2_000, short=400),
+        Option("--streams", "open at the same time", 32),
+        Option("--seconds", "of saturation", 20.0, short=5.0),
+    ),
+    devices=("cpu",),
+    check=check,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

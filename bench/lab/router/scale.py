@@ -14,7 +14,6 @@ client is none. The client and the fake workers have a lower priority than the r
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -29,7 +28,7 @@ import secrets
 import sys
 import tempfile
 import time
-import urllib.request
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -41,14 +40,13 @@ from urllib.parse import urlsplit
 import grpc.aio
 import psutil
 import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import report_of
+from baton.bench.lab.driver import Bench, Option, Run
 from baton.bench.lab.harness.cluster import LocalCluster
+from baton.bench.lab.harness.workers import metric, metrics_of
 from baton.bench.lab.router.ends import END, EVENT, REQUEST_HEAD, cpu_seconds, prompt_of
 from baton.bench.lab.router.stand_in import Lanes, Outputs, StandIn
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.cluster.model import EMBEDDED_NAME
 from baton.kv_names import HINT_BITS
 from baton.rpc import worker_pb2 as pb
@@ -194,29 +192,27 @@ def until(done: Callable[[], bool], event: str) -> float:
     return time.perf_counter() - began
 
 
-def samples(url: str, family: str) -> list[tuple[dict[str, str], float]]:
-    page = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
-    families = (each for each in text_string_to_metric_families(page) if each.name == family)
-    return [(sample.labels, sample.value) for each in families for sample in each.samples]
-
-
 def lags(url: str) -> dict[str, Counter[float]]:
     """How late the timers were, and how late without the wait for a CPU (`own_`)."""
-    series = {kind: samples(url, f"baton:event_loop_{kind}lag_seconds") for kind in ("", "own_")}
+    page = [*metrics_of(url)]
     return {
-        kind: Counter({float(labels["le"]): int(value) for labels, value in lag if "le" in labels})
-        for kind, lag in series.items()
-    }
+        kind: Counter({
+            float(each.labels["le"]): int(each.value)
+            for each in page
+            if each.name == f"baton:event_loop_{kind}lag_seconds_bucket"
+        })
+        for kind in ("", "own_")
+    }  # fmt: skip
 
 
-def add_stalls(report: Report, name: str, url: str, before: dict[str, Counter[float]]) -> None:
+def add_stalls(run: Run, name: str, url: str, before: dict[str, Counter[float]]) -> None:
     """Adds the stalls over `STALL_S` since then, and what the longest one took at most."""
     for kind, since in lags(url).items():
         since.subtract(before[kind])
         longest = min(le for le, count in since.items() if count == since[math.inf])
         over = since[math.inf] - since[STALL_S]
-        report.add(Row(f"{name}.{kind}stalls_over_50ms", over, "stalls", goal=0))
-        report.add(Row(f"{name}.longest_{kind}stall_at_most", 1e3 * longest, "ms", goal=1e3 * STALL_S))
+        run.add(Row(f"{name}.{kind}stalls_over_50ms", over, "stalls", goal=0))
+        run.add(Row(f"{name}.longest_{kind}stall_at_most", 1e3 * longest, "ms", goal=1e3 * STALL_S))
 
 
 # ---------------------------------------------------------------- streams
@@ -280,7 +276,8 @@ async def load(url: str, streams: int, tokens: int, sums: SynchronizedArray[int]
     pipe.send(why.most_common(5))
 
 
-def measure_streams(args: argparse.Namespace, report: Report) -> None:
+def measure_streams(run: Run) -> None:
+    args = run.args
     secret, sums = secrets.token_hex(16), FORK.Array("q", 5, lock=False)
     name, decodes = f"router.streams{args.streams}", -(-int(SPARE * args.streams) // SEATS)
     prefills = max(1, args.workers // 2)
@@ -300,28 +297,28 @@ def measure_streams(args: argparse.Namespace, report: Report) -> None:
             time.sleep(args.seconds)
             passed, tokens, cpu = time.perf_counter() - began, sums[_TOKENS] - tokens, cpu_seconds(pid) - cpu
             loop = loop_seconds(pid) - loop
-            add_stalls(report, name, admin, before)
+            add_stalls(run, name, admin, before)
             memory_kib = memory(pid) - base
             pipe.send(None)
-            report.detail["lost"] = pipe.recv()
-    report.add(Row(f"{name}.lost", sums[_LOST], "streams", goal=0))
-    report.add(Row(f"{name}.done", sums[_DONE], "streams"))
-    report.add(Row(f"{name}.tokens_per_s", tokens / passed, "tokens/s"))
-    report.add(Row(f"{name}.cpu_per_token", 1e6 * cpu / tokens, "µs"))
-    report.add(Row(f"{name}.loop", loop / passed / args.processes, "of a core"))
-    report.add(Row(f"{name}.memory", 1024 * memory_kib / args.streams, "KiB/stream"))
-    report.add(Row(f"{name}.longest_stall_of_client", sums[_OWN_STALL_US] / 1e3, "ms"))
-    for why, count in report.detail["lost"]:
+            run.detail["lost"] = pipe.recv()
+    run.add(Row(f"{name}.lost", sums[_LOST], "streams", goal=0))
+    run.add(Row(f"{name}.done", sums[_DONE], "streams"))
+    run.add(Row(f"{name}.tokens_per_s", tokens / passed, "tokens/s"))
+    run.add(Row(f"{name}.cpu_per_token", 1e6 * cpu / tokens, "µs"))
+    run.add(Row(f"{name}.loop", loop / passed / args.processes, "of a core"))
+    run.add(Row(f"{name}.memory", 1024 * memory_kib / args.streams, "KiB/stream"))
+    run.add(Row(f"{name}.longest_stall_of_client", sums[_OWN_STALL_US] / 1e3, "ms"))
+    for why, count in run.detail["lost"]:
         print(f"lost {count}: {why}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------- workers
 
 
-def measure_workers(args: argparse.Namespace, report: Report) -> None:
+def measure_workers(run: Run) -> None:
     """Each of several processes serves a part of the workers."""
-    secret, ports = secrets.token_hex(16), range(FIRST_PORT, FIRST_PORT + args.workers)
-    parts = [ports[begin::PARTS] for begin in range(PARTS)]
+    secret, ports = secrets.token_hex(16), range(FIRST_PORT, FIRST_PORT + run.args.workers)
+    args, parts = run.args, [ports[begin::PARTS] for begin in range(PARTS)]
     with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile("w") as file:
         failing = stack.enter_context(contextlib.ExitStack())
         for exits, part in zip((failing, *[stack] * (PARTS - 1)), parts, strict=True):
@@ -332,7 +329,7 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
 
         def ready() -> int:
             looked[0] += 1
-            return int(sum(v for labels, v in samples(url, "baton:workers") if labels["state"] == "ready"))
+            return int(metric(url, "baton:workers", state="ready"))
 
         def list_workers(listed: Sequence[int]) -> None:
             Path(file.name).write_text("".join(f"127.0.0.1:{port}\n" for port in listed))
@@ -343,7 +340,7 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
             seconds = until(lambda: ready() == count, f"{count} workers: {name}")
             name = f"router.workers{args.workers}.{name}"
             loop, looks, cpu = loop_seconds(pid) - loop, looked[0] - looks, cpu_seconds(pid) - cpu
-            add_stalls(report, name, url, before)
+            add_stalls(run, name, url, before)
             idle, began = loop_seconds(pid), time.perf_counter()
             time.sleep(IDLE_S)
             idle = (loop_seconds(pid) - idle) / (time.perf_counter() - began)
@@ -352,11 +349,11 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
                 ready()
             of_look = (loop_seconds(pid) - of_look - idle * (time.perf_counter() - began)) / LOOKS
             busy = loop - looks * of_look
-            report.add(Row(f"{name}.known", seconds, "s"))
-            report.add(Row(f"{name}.cpu", cpu, "s"))
-            report.add(Row(f"{name}.loop", busy / args.processes, "s", goal=0.5))
-            report.add(Row(f"{name}.loop_idle", idle * seconds / args.processes, "s"))
-            report.add(Row(f"{name}.loop_looks", looks * of_look / args.processes, "s"))
+            run.add(Row(f"{name}.known", seconds, "s"))
+            run.add(Row(f"{name}.cpu", cpu, "s"))
+            run.add(Row(f"{name}.loop", busy / args.processes, "s", goal=0.5))
+            run.add(Row(f"{name}.loop_idle", idle * seconds / args.processes, "s"))
+            run.add(Row(f"{name}.loop_looks", looks * of_look / args.processes, "s"))
 
         def join() -> None:
             """Each process joins all workers. For several at once the two cores would be too slow."""
@@ -373,7 +370,7 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
         time.sleep(REPORTS_S)
         reports = (cpu_seconds(pid) - cpu) / REPORTS_S
         reporting.value = False
-        report.add(Row(f"router.workers{args.workers}.reports", reports, "cores"))
+        run.add(Row(f"router.workers{args.workers}.reports", reports, "cores"))
         phase("fail", failing.close, len(ports) - len(parts[0]))
         recovered = fakes(secret, parts[0], len(parts[0]) // 2)
         phase("recover", lambda: failing.enter_context(recovered), len(ports))
@@ -383,7 +380,8 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
 # ---------------------------------------------------------------- memory
 
 
-def measure_memory(args: argparse.Namespace, report: Report) -> None:
+def measure_memory(run: Run) -> None:
+    args = run.args
     secret, mib = secrets.token_hex(16), []
     for processes in (1, args.processes):
         with (
@@ -401,34 +399,39 @@ def measure_memory(args: argparse.Namespace, report: Report) -> None:
             until(idle, "the reports")
             mib.append(memory(pid))
     name, ratio = f"router.memory.chunks{args.chunks}.processes", mib[1] / mib[0]
-    report.add(Row(f"{name}1", mib[0], "MiB"))
-    report.add(Row(f"{name}{args.processes}", mib[1], "MiB", ratio=ratio, ratio_to="processes1"))
+    run.add(Row(f"{name}1", mib[0], "MiB"))
+    run.add(Row(f"{name}{args.processes}", mib[1], "MiB", ratio=ratio, ratio_to="processes1"))
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "", devices=("cpu",))
-    measures = {"streams": measure_streams, "workers": measure_workers, "memory": measure_memory}
-    p.add_argument("what", choices=measures)
-    p.add_argument("--streams", type=int, default=10_000, help="open at the same time (default: %(default)s)")
-    p.add_argument("--step", type=float, default=1.0, help="seconds of a token (default: %(default)s)")
-    p.add_argument("--tokens", type=int, default=300, help="of a stream, on average (default: %(default)s)")
-    p.add_argument("--seconds", type=float, default=300.0, help="with all streams (default: %(default)s)")
-    p.add_argument(
-        "--workers",
-        type=int,
-        help="that join, or report beside the streams (default: workers 1,000, streams as few as need be)",
-    )
-    p.add_argument("--chunks", type=int, default=500_000, help="in the index (default: %(default)s)")
-    p.add_argument("--processes", type=int, help="of the router (default: workers 1, streams 2, memory 4)")
-    args = p.parse_args()
+MEASURES = {"streams": measure_streams, "workers": measure_workers, "memory": measure_memory}
+
+
+def check(args: Namespace) -> None:
     args.workers = args.workers or (1_000 if args.what == "workers" else 0)
     args.processes = args.processes or {"workers": 1, "streams": 2, "memory": 4}[args.what]
-    if args.short:
-        args.streams, args.seconds = args.streams // 10, 10.0
-    report = report_of("router.scale", args)
-    measures[args.what](args, report)
-    return report.finish()
 
+
+BENCH = Bench(
+    "router.scale",
+    lambda run: MEASURES[run.args.what](run),
+    __doc__,
+    options=(
+        Option("what", choices=MEASURES),
+        Option("--streams", "open at the same time", 10_000, short=1_000),
+        Option("--step", "seconds of a token", 1.0),
+        Option("--tokens", "of a stream, on average", 300),
+        Option("--seconds", "with all streams", 300.0, short=10.0),
+        Option(
+            "--workers",
+            "that join, or report beside the streams (default: workers 1,000, streams as few as need be)",
+            type=int,
+        ),
+        Option("--chunks", "in the index", 500_000),
+        Option("--processes", "of the router (default: workers 1, streams 2, memory 4)", type=int),
+    ),
+    devices=("cpu",),
+    check=check,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

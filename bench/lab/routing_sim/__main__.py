@@ -25,15 +25,13 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import report_of
-from baton.bench.lab.routing_sim.agents import TRACE, add_agents
+from baton.bench.lab.driver import Bench, Option, Run
+from baton.bench.lab.routing_sim.agents import add_agents
 from baton.bench.lab.routing_sim.baselines import POLICIES, Flips
 from baton.bench.lab.routing_sim.traces import multi_turn, size
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.cluster.options.optimize import PROFILES
 from baton.simulator import placement
 from baton.simulator import split as shared_prompts
@@ -100,28 +98,28 @@ def cases(short: bool) -> Iterator[tuple[str, Trace, Setting, list[str]]]:
             yield f"multi_turn.w{workers}.changes", trace, changed, ["sticky"]
 
 
-def add_rows(report: Report, case: str, policy: str, outcome: Outcome) -> None:
+def add_rows(run: Run, case: str, policy: str, outcome: Outcome) -> None:
     name = f"routing_sim.{case}.{policy}"
-    report.add(Row(f"{name}.hits", outcome.hit_tokens / outcome.tokens, "of prompt tokens"))
-    report.add_median(f"{name}.ttft", outcome.ttft, "ms", scale=1e3)
-    report.add(Row(f"{name}.imbalance", max(outcome.busy) / statistics.mean(outcome.busy), "max busy / mean"))
+    run.add(Row(f"{name}.hits", outcome.hit_tokens / outcome.tokens, "of prompt tokens"))
+    run.add_median(f"{name}.ttft", outcome.ttft, "ms", scale=1e3)
+    run.add(Row(f"{name}.imbalance", max(outcome.busy) / statistics.mean(outcome.busy), "max busy / mean"))
     if outcome.turns:
-        report.add(Row(f"{name}.moved", outcome.moved / outcome.turns, "of later turns"))
-    report.add(Row(f"{name}.decisions", outcome.decisions / outcome.deciding, "/s"))
+        run.add(Row(f"{name}.moved", outcome.moved / outcome.turns, "of later turns"))
+    run.add(Row(f"{name}.decisions", outcome.decisions / outcome.deciding, "/s"))
 
 
 def bound(outcome: Outcome) -> float:
     return outcome.bound_tokens / outcome.tokens
 
 
-def add_bounds(report: Report, sticky: Outcome, least_loaded: Outcome) -> None:
+def add_bounds(run: Run, sticky: Outcome, least_loaded: Outcome) -> None:
     """The rows that have goals."""
-    report.add(Row("routing_sim.hits.bound", bound(sticky), "of prompt tokens"))
+    run.add(Row("routing_sim.hits.bound", bound(sticky), "of prompt tokens"))
     hits = sticky.hit_tokens / sticky.tokens
-    report.add(Row("routing_sim.hits.sticky", hits, "of prompt tokens", goal=0.45, better="higher"))
+    run.add(Row("routing_sim.hits.sticky", hits, "of prompt tokens", goal=0.45, better="higher"))
     p99, base = (1e3 * percentile(o.ttft, 0.99) for o in (sticky, least_loaded))
     name = "routing_sim.ttft_p99.vs_least_loaded"
-    report.add(Row(name, p99, "ms", ratio=p99 / base, ratio_to="least loaded", goal=1.0))
+    run.add(Row(name, p99, "ms", ratio=p99 / base, ratio_to="least loaded", goal=1.0))
 
 
 def placed_loads(workers: int, short: bool) -> Iterator[placement.Load]:
@@ -133,37 +131,37 @@ def placed_loads(workers: int, short: bool) -> Iterator[placement.Load]:
         yield from (placement.Load(prompt, answer, rate) for rate in (rates if workers == 2 else rates[-1:]))
 
 
-def add_placement(report: Report, short: bool) -> list[str]:
-    """Returns a table with TTFT p50/p99 · gap p99 in ms."""
+def add_placement(run: Run) -> None:
+    """Also prints a table with TTFT p50/p99 · gap p99 in ms."""
     lines = ["workers, routers | input/output, rate /s | " + " | ".join(KINDS)]
-    for workers in PLACED_SHORT if short else PLACED:
-        for load in placed_loads(workers, short):
-            min_requests = PLACED_REQUESTS_SHORT if short else PLACED_REQUESTS
-            seconds = PLACED_SECONDS / (5 if short else 1)
+    for workers in PLACED_SHORT if run.short else PLACED:
+        for load in placed_loads(workers, run.short):
+            min_requests = PLACED_REQUESTS_SHORT if run.short else PLACED_REQUESTS
+            seconds = PLACED_SECONDS / (5 if run.short else 1)
             requests = max(min_requests, round(load.rate * workers / 2 * seconds))
             served = {"requests": requests, "workers": workers, "routers": PLACED[workers], "seed": SEED}
             by_kind = {kind: placement.simulate(load, kind, **served).quantiles() for kind in KINDS}
             name = f"routing_sim.placement.{load.prompt}_{load.answer}.{load.rate:g}.w{workers}"
-            add_placed(report, name, by_kind)
+            add_placed(run, name, by_kind)
             cells = (
                 f"{1e3 * q.ttft:.0f}/{1e3 * q.ttft_p99:.0f} · {1e3 * q.gap_p99:.1f}" for q in by_kind.values()
             )
             setting = f"{workers:,}, {PLACED[workers]} | {load.prompt}/{load.answer}, {load.rate:g}"
             lines.append(f"{setting} | " + " | ".join(cells))
-    return lines
+    print("\n".join(lines))
 
 
-def add_placed(report: Report, name: str, quantiles: dict[placement.Kind, Quantiles]) -> None:
+def add_placed(run: Run, name: str, quantiles: dict[placement.Kind, Quantiles]) -> None:
     policy, colocated = quantiles["policy"], quantiles["colocated"]
     for metric, goal in (("ttft_p99", 1.1), ("gap_p99", 1.0)):
         value, other = 1e3 * getattr(policy, metric), 1e3 * getattr(colocated, metric)
-        report.add(Row(f"{name}.{metric}", value, "ms", ratio=value / other, ratio_to="colocated", goal=goal))
+        run.add(Row(f"{name}.{metric}", value, "ms", ratio=value / other, ratio_to="colocated", goal=goal))
     ratio = policy.ttft_p99 / quantiles["split"].ttft_p99
-    report.add(Row(f"{name}.ttft", 1e3 * policy.ttft, "ms", ratio=ratio, ratio_to="p99 of a fixed split"))
-    report.add(Row(f"{name}.first_gap_p99", 1e3 * policy.first_gap_p99, "ms"))
+    run.add(Row(f"{name}.ttft", 1e3 * policy.ttft, "ms", ratio=ratio, ratio_to="p99 of a fixed split"))
+    run.add(Row(f"{name}.first_gap_p99", 1e3 * policy.first_gap_p99, "ms"))
 
 
-def add_swing(report: Report, _short: bool) -> None:
+def add_swing(run: Run) -> None:
     loads = [placement.Load(*load) for load in SWING]
     requests = round(2 * len(loads) * SWING_SECONDS * 2 * loads[0].rate)
 
@@ -177,14 +175,14 @@ def add_swing(report: Report, _short: bool) -> None:
 
     splits = {prefills: goodput("split", prefills) for prefills in (1, 2, 3)}
     for prefills, share in splits.items():
-        report.add(Row(f"routing_sim.swing.split.{prefills}p{4 - prefills}d", share, "of requests"))
+        run.add(Row(f"routing_sim.swing.split.{prefills}p{4 - prefills}d", share, "of requests"))
     best = max(splits.values())
     placed: dict[str, tuple[placement.Kind, bool]] = {
         "flips": ("split", True), "policy": ("policy", False), "policy_flips": ("policy", True)
     }  # fmt: skip
     for name, (kind, flip) in placed.items():
         share = goodput(kind, 2, flip=flip)
-        report.add(
+        run.add(
             Row(
                 f"routing_sim.swing.{name}", share, "of requests", ratio=share / best,
                 ratio_to="best fixed split", goal=1.1, better="higher",
@@ -192,8 +190,8 @@ def add_swing(report: Report, _short: bool) -> None:
         )  # fmt: skip
 
 
-def add_profiles(report: Report, short: bool) -> None:
-    requests = 2 * PLACED_REQUESTS_SHORT if short else 4 * PLACED_REQUESTS
+def add_profiles(run: Run) -> None:
+    requests = 2 * PLACED_REQUESTS_SHORT if run.short else 4 * PLACED_REQUESTS
     for (prompt, answer), rates in OPTIMIZED.items():
         for rate, (name, profile) in itertools.product(rates, PROFILES.items()):
             outcome = placement.simulate(
@@ -201,57 +199,63 @@ def add_profiles(report: Report, short: bool) -> None:
                 seats=profile.max_num_seqs[-1], target_steps=profile.target_steps,
             )  # fmt: skip
             case, quantiles = f"routing_sim.optimize.{prompt}_{answer}.{rate}.{name}", outcome.quantiles()
-            report.add(Row(f"{case}.ttft", 1e3 * quantiles.ttft, "ms", p99=1e3 * quantiles.ttft_p99))
-            report.add(Row(f"{case}.gap_p99", 1e3 * quantiles.gap_p99, "ms"))
-            report.add(Row(f"{case}.output", requests * answer / outcome.seconds, "tokens/s"))
+            run.add(Row(f"{case}.ttft", 1e3 * quantiles.ttft, "ms", p99=1e3 * quantiles.ttft_p99))
+            run.add(Row(f"{case}.gap_p99", 1e3 * quantiles.gap_p99, "ms"))
+            run.add(Row(f"{case}.output", requests * answer / outcome.seconds, "tokens/s"))
 
 
-def add_split(report: Report, short: bool) -> None:
+def add_split(run: Run) -> None:
     for workers, tokens in itertools.product((4, MAIN, 1_000), (30_000, 128_000)):
         alone = shared_prompts.alone_seconds(tokens)
         for name, (load, goal) in SPLIT_GOALS.items():
-            prompts = SPLIT_SHORT if short else SPLIT_PROMPTS
+            prompts = SPLIT_SHORT if run.short else SPLIT_PROMPTS
             ttft, _ = shared_prompts.simulate(tokens, load, workers=workers, splits=True, prompts=prompts)
-            report.add_median(
+            run.add_median(
                 f"routing_sim.split.{tokens}.{name}.w{workers}.ttft", ttft, "ms", scale=1e3,
                 ratio=statistics.median(ttft) / alone, ratio_to="one idle engine", goal=goal,
             )  # fmt: skip
-        busy = {"workers": workers, "prompts": SPLIT_SHORT if short else SPLIT_PROMPTS, "seed": SEED}
+        busy = {"workers": workers, "prompts": SPLIT_SHORT if run.short else SPLIT_PROMPTS, "seed": SEED}
         split, base = (
             percentile(shared_prompts.simulate(tokens, SPLIT_BUSY, splits=splits, **busy)[0], 0.99)
             for splits in (True, False)
         )
         name = f"routing_sim.split.{tokens}.busy.w{workers}.ttft_p99"
-        report.add(Row(name, 1e3 * split, "ms", ratio=split / base, ratio_to="no prompt is split", goal=1.0))
+        run.add(Row(name, 1e3 * split, "ms", ratio=split / base, ratio_to="no prompt is split", goal=1.0))
 
 
-def add_prefill(report: Report, short: bool) -> None:
-    for case, trace, setting, names in cases(short):
+def add_prefill(run: Run) -> None:
+    for case, trace, setting, names in cases(run.short):
         outcomes = {name: Simulation(trace, POLICIES[name], setting).run() for name in names}
-        report.add(Row(f"routing_sim.{case}.bound", bound(outcomes["sticky"]), "of prompt tokens"))
+        run.add(Row(f"routing_sim.{case}.bound", bound(outcomes["sticky"]), "of prompt tokens"))
         for name, outcome in outcomes.items():
-            add_rows(report, case, name, outcome)
+            add_rows(run, case, name, outcome)
         if case == f"multi_turn.w{MAIN}":
-            add_bounds(report, outcomes["sticky"], outcomes["least_loaded"])
+            add_bounds(run, outcomes["sticky"], outcomes["least_loaded"])
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "", devices=("cpu",))
-    adds = {
-        "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "split": add_split,
-        "profiles": add_profiles, "agents": add_agents,
-    }  # fmt: skip
-    p.add_argument("--only", choices=adds, help="simulate this part")
-    p.add_argument("--trace", metavar="PATH", help="for agents: another trace in Mooncake's form")
-    args = p.parse_args()
-    adds["agents"] = partial(add_agents, path=TRACE if args.trace is None else Path(args.trace))
-    report = report_of("routing_sim", args, seed=SEED)
-    parts = [args.only] if args.only else [part for part in adds if part != "swing" or not args.short]
-    tables = [adds[part](report, args.short) for part in parts]
-    report.finish()
-    print("\n".join(line for table in tables for line in table or ()))
-    return 0
+PARTS = {
+    "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "split": add_split,
+    "profiles": add_profiles, "agents": add_agents,
+}  # fmt: skip
 
+
+def measure(run: Run) -> None:
+    run.parameters["seed"] = SEED
+    only = run.args.only
+    for name in [only] if only else [part for part in PARTS if part != "swing" or not run.short]:
+        PARTS[name](run)
+
+
+BENCH = Bench(
+    "routing_sim",
+    measure,
+    __doc__,
+    options=(
+        Option("--only", "simulate this part", choices=PARTS),
+        Option("--trace", "for agents: another trace in Mooncake's form", type=Path, metavar="PATH"),
+    ),
+    devices=("cpu",),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from baton.bench.lab.driver import Run
 from baton.bench.load.traffic.trace import MOONCAKE_BLOCK, read_trace
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.kv_names import CHUNK_TOKENS
 from baton.simulator.agents import agents, chunk_name
 from baton.simulator.placement import Kind, simulate
@@ -82,16 +83,15 @@ def trace(path: Path) -> list[tuple[float, Session]]:
     return sessions
 
 
-def add_agents(report: Report, short: bool, path: Path = TRACE) -> None:
-    """`path`: of the trace."""
-    for name in (MAIN,) if short else CASES:
+def add_agents(run: Run) -> None:
+    for name in (MAIN,) if run.short else CASES:
         case = CASES[name]
-        seeds = case.seeds[:1] if short else case.seeds
+        seeds = case.seeds[:1] if run.short else case.seeds
         outcomes = {kind: [_served(case, kind, seed) for seed in seeds] for kind in KINDS}
-        _add(report, f"routing_sim.{name}", outcomes, bounds=name == MAIN)
-    sessions = trace(path)
+        _add(run, f"routing_sim.{name}", outcomes, bounds=name == MAIN)
+    sessions = trace(run.args.trace or TRACE)
     outcomes = {kind: [simulate(sessions, kind, warm_up=0, seed=SEED)] for kind in KINDS}
-    _add(report, "routing_sim.trace", outcomes, bounds=True)
+    _add(run, "routing_sim.trace", outcomes, bounds=True)
 
 
 def _served(case: Case, kind: Kind, seed: int) -> PlacementOutcome:
@@ -107,21 +107,19 @@ def _served(case: Case, kind: Kind, seed: int) -> PlacementOutcome:
     )
 
 
-def _add(report: Report, name: str, outcomes: dict[Kind, list[PlacementOutcome]], *, bounds: bool) -> None:
+def _add(run: Run, name: str, outcomes: dict[Kind, list[PlacementOutcome]], *, bounds: bool) -> None:
     """Adds the rows of one load. The answers of all seeds count as those of one run."""
     policy, base = (_figures(outcomes[kind]) for kind in KINDS)
     for row, (value, p99, unit) in policy.items():
         ratio = value / base[row][0]
-        report.add(Row(f"{name}.{row}", value, unit, p99=p99, ratio=ratio, ratio_to="colocated"))
+        run.add(Row(f"{name}.{row}", value, unit, p99=p99, ratio=ratio, ratio_to="colocated"))
     if bounds:
         latency, tokens = (
             {"value": policy[row][0], "unit": policy[row][2], "ratio": policy[row][0] / base[row][0]}
             for row in ("latency_p90", "tokens")
         )
-        report.add(
-            Row(f"{name}.latency_p90.vs_colocated", **latency, ratio_to="colocated", goal=LATENCY_GOAL)
-        )
-        report.add(
+        run.add(Row(f"{name}.latency_p90.vs_colocated", **latency, ratio_to="colocated", goal=LATENCY_GOAL))
+        run.add(
             Row(
                 f"{name}.tokens.vs_colocated",
                 **tokens,

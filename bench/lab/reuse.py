@@ -17,25 +17,19 @@ With `--kv-connector auto` workers read KV from memory of each other, and rows a
 On GPUs it is the 8B Llama shape with random weights. Two GPUs have a worker each; one has both.
 """
 
-import argparse
 import asyncio
-import statistics
 import sys
-import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import baton.bench.lab.driver as driver
-from baton.bench.lab.driver import report_of
-from baton.bench.lab.harness.cluster import LocalCluster, two_workers
+from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run, median_ms
+from baton.bench.lab.harness.cluster import MODEL, LocalCluster, two_workers
 from baton.bench.lab.harness.workers import Workers, prompt_of, request
-from baton.bench.lab.shapes import DENSE
-from baton.bench.report import Report, Row
+from baton.bench.report import Row
 from baton.rpc import worker_pb2 as pb
 from baton.steps.quantiles import percentile
 
-ROUNDS = 9
 NEW_TOKENS = 32
 
 
@@ -59,19 +53,7 @@ GOALS = {
 class Pair(Workers):
     def received(self) -> Awaitable[float]:
         """Bytes of KV that came to the decode worker and are verified, since the start."""
-        return self.decode.metric("baton:kv_bytes_total", 'direction="receive"')
-
-    async def handover(
-        self, prompt: list[int], length: int, content: pb.ContentSource | None = None
-    ) -> tuple[float, list[int]]:
-        """Prefill on one worker, decode on the other. Returns the time to first token, and the answer."""
-        work = request(prompt, length)
-        began = time.perf_counter()
-        prefill_id = await self.prefill.prefill(work, handover=True, content=content)
-        decode_id = await self.submit_decode(work, prefill_id)
-        [(first, _)] = await self.prefill.tokens(prefill_id, 1)
-        tokens = await self.decode.tokens(decode_id, length)
-        return first - began, [event.token_id for _, event in tokens]
+        return self.decode.metric("baton:kv_bytes_total", direction="receive")
 
 
 @dataclass
@@ -110,45 +92,46 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
     runs.ttfts["computed"].append(ttft)
 
 
-async def measure(args: argparse.Namespace, cluster: LocalCluster, turns: Turns) -> Runs:
+async def rounds(run: Run, cluster: LocalCluster, turns: Turns) -> Runs:
     runs = Runs()
     async with Pair(*cluster.drivers()) as pair:
         described = await pair.decode.stub.Describe(pb.DescribeRequest())
-        for number in range(args.rounds + 1):  # the first one warms up: lanes, page faults
+        for number in range(run.args.rounds + 1):  # the first one warms up: lanes, page faults
             await one_round(pair, turns, number, described.block_size, runs if number else Runs())
         status = await pair.decode.stub.GetStatus(pb.StatusRequest())
         runs.transport = next(iter(status.kv_transports.values()), "none: nothing was fetched")
     return runs
 
 
-def report_rows(report: Report, name: str, goals: dict[str, float], runs: Runs) -> None:
-    """`name` begins the names of all rows."""
-    ttfts = runs.ttfts
-    for kind, goal in goals.items():
-        report.add_ratio(
+def measure(run: Run) -> None:
+    turns = ON_CUDA if run.on_gpus else SHORT_ON_CPU if run.short else ON_CPU
+    connector = run.args.kv_connector
+    on_gpus = ("--max-model-len", "16384", "--advanced.kv-lanes", "8", "--advanced.kv-slots", "256")
+    with two_workers(run, *(on_gpus if run.on_gpus else ()), "--kv-connector", connector) as cluster:
+        runs = asyncio.run(rounds(run, cluster, turns))
+    run.parameters |= turns._asdict() | {"transport": runs.transport}
+    transport = run.device if connector == "tcp" else f"{run.device}.{connector}"
+    name, ttfts = f"reuse.{transport}", runs.ttfts
+    for kind, goal in GOALS.get(transport, GOALS[run.device]).items():
+        run.add_ratio(
             f"{name}.{kind}", ttfts[kind], "ms", ttfts["computed"], "computing it all", scale=1e3,
             p99=percentile(ttfts[kind], 0.99) * 1e3, goal=goal,
         )  # fmt: skip
-    report.add(Row(f"{name}.computed", statistics.median(ttfts["computed"]) * 1e3, "ms"))
+    run.add(Row(f"{name}.computed", median_ms(ttfts["computed"]), "ms"))
     worst = max(runs.bytes_over_missing)
-    report.add(Row(f"{name}.bytes_over_missing", worst, "ratio", goal=1.02))
+    run.add(Row(f"{name}.bytes_over_missing", worst, "ratio", goal=1.02))
 
 
-def main() -> int:
-    p = driver.parser(__doc__ or "")
-    p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
-    p.add_argument("--kv-connector", choices=["auto", "tcp"], default="tcp", help="default: %(default)s")
-    args = p.parse_args()
-    turns = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
-    args.rounds = driver.MIN_PAIRS if args.short else ROUNDS
-    on_gpus = ("--max-model-len", "16384", "--advanced.kv-lanes", "8", "--advanced.kv-slots", "256")
-    with two_workers(args, ("--kv-connector", args.kv_connector), on_gpus) as cluster:
-        runs = asyncio.run(measure(args, cluster, turns))
-    report = report_of("reuse", args, **turns._asdict(), transport=runs.transport)
-    name = args.device if args.kv_connector == "tcp" else f"{args.device}.{args.kv_connector}"
-    report_rows(report, f"reuse.{name}", GOALS.get(name, GOALS[args.device]), runs)
-    return report.finish()
-
+BENCH = Bench(
+    "reuse",
+    measure,
+    __doc__,
+    options=(
+        Option("--rounds", default=9, short=MIN_PAIRS),
+        Option("--kv-connector", default="tcp", choices=("auto", "tcp")),
+        MODEL,
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

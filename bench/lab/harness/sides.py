@@ -1,4 +1,4 @@
-"""The two deployments that a bench compares: the processes of each, started by the commands of a user."""
+"""Deployments that a bench compares: the processes of each, started by the commands of a user."""
 
 import contextlib
 import json
@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 import urllib.request
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from baton.bench.lab.driver import Option
 from baton.bench.lab.harness.processes import Server
 from baton.system.addresses import free_port
 
@@ -49,9 +51,27 @@ class Side(NamedTuple):
         return ",".join(str(number) if names is None else names[number] for number in numbers)
 
 
+SIDE = Option("--side", "twice, or never", type=Side.parse, action="append", metavar="'NAME COUNT COMMAND'")
+
+
+def two_sides(args: Namespace, *usual: Side) -> list[Side]:
+    """Those of the user, or the usual ones. Raises ValueError if they are not two."""
+    sides = args.side or [*usual]
+    if len({side.name for side in sides}) != 2 or len(sides) != 2:
+        raise ValueError("--side: give it twice, with two names")
+    return sides
+
+
+def in_order(sides: Sequence[Side], seed: int) -> Sequence[Side]:
+    """The side that begins changes with each seed."""
+    return sides if seed % 2 == 0 else sides[::-1]
+
+
 @contextlib.contextmanager
-def started(side: Side, model: Path, first_gpu: int = 0) -> Iterator[str]:
-    """Starts the processes of a side. Yields their URLs when each has answered."""
+def started(
+    side: Side, model: Path, first_gpu: int = 0, log: Path | None = None
+) -> Iterator[dict[str, Server]]:
+    """Starts the processes of a side, and yields them by URL when each has answered. They print to `log`."""
     servers: dict[str, Server] = {}
     body = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
     with contextlib.ExitStack() as until_the_end:
@@ -61,13 +81,13 @@ def started(side: Side, model: Path, first_gpu: int = 0) -> Iterator[str]:
             words = shlex.split(side.command)
             words = [word.replace("{port}", port).replace("{model}", str(model)) for word in words]
             server = servers[f"http://127.0.0.1:{port}"] = Server(
-                side.name, words, None, {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+                side.name, words, log, {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
             )
             until_the_end.callback(server.stop)
         deadline = time.monotonic() + START_S
         for url, server in servers.items():
             server.until_answers(f"{url}/v1/completions", deadline, body)
-        yield ",".join(servers)
+        yield servers
 
 
 @contextlib.contextmanager
