@@ -313,9 +313,9 @@ def doctor(
 
 @command(
     CLIENTS,
-    "baton plan --rate 40 --input 2000 --output 150 --slo ttft=500,itl=20",
+    "baton plan --rate 40 --input-len 2000 --output-len 150 --slo ttft=500,itl=20",
     "baton plan --agents 48 --prefill 1 --decode 1",
-    "baton plan --model Qwen/Qwen3-14B --measured engine.json --gpu-memory 80",
+    "baton plan --model Qwen/Qwen3-14B --measured engine.json --gpu-memory 80GiB",
 )
 def plan(sizing: clients.SizingOptions) -> int:
     """Compute how many prefill and decode workers a load needs, from measured speeds and a simulation."""

@@ -1,5 +1,6 @@
 """What a script can count of the tree's shape: `make shape`. It reads the files that git tracks."""
 
+import json
 import re
 import subprocess
 from collections import Counter
@@ -8,6 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SMALL = 50
 """Lines. A file of at most so many may be a station that only passes things on."""
+COMMANDS = ROOT / "docs/reference/cli.md"
+CHART = ROOT / "deploy/helm/baton/files/options.json"
+"""Both are generated from the commands."""
+_FLAG = re.compile(r"^- `(?:-\w, )?(--[\w-]+)", re.MULTILINE)
 _IMPORT = re.compile(r"^\s*(?:from baton\.(\w+)|from baton import (\w+)|import baton\.(\w+))", re.MULTILINE)
 _PROTOCOL = re.compile(r"^class (\w+)\((?:.*, )?Protocol(?:\[.*\])?\)", re.MULTILINE)
 
@@ -43,6 +48,8 @@ def main() -> None:
         "Protocol classes": sum(len(_PROTOCOL.findall(text)) for text in texts.values()),
         "mean width of a line, empty ones included": f"{sum(map(len, lines)) / len(lines):.1f}",
         "arrows between packages": len(arrows),
+        "flags of `baton serve --help`": len(json.loads(CHART.read_text())["commands"]["serve"]["flags"]),
+        "flags of all commands": len({*_FLAG.findall(COMMANDS.read_text())}),
         "lines of tests": sum(map(len, tests.values())),
         "words of pages": words[True],
         "words of READMEs in folders": words[False],

@@ -222,7 +222,7 @@ def _measure(kind: str, run: Run) -> None:
     flags += () if kind != "fp8" else ("--quantization", "fp8")
     share = "0.3" if gpus == 1 else "0.55"
     serving = partial(
-        served, run, *flags, shape=shape, router_flags=("--admin-key", ADMIN_KEY),
+        served, run, *flags, shape=shape, router_flags=("--advanced.admin-key", ADMIN_KEY),
         on_cpu=("--dtype", "float32", "--advanced.num-blocks", "3000"),
         on_gpus=("--dtype", "bfloat16", "--gpu-memory-utilization", share),
     )  # fmt: skip

@@ -123,7 +123,7 @@ def agents(options: Options) -> int:
 @command(
     "baton bench replay mooncake_trace.jsonl --first 150 --speed 0.5",
     "baton bench replay mooncake_trace.jsonl --url http://127.0.0.1:8001,http://127.0.0.1:8002",
-    "baton bench replay --length-scale 0.02 --duration 60",
+    "baton bench replay --advanced.length-scale 0.02 --duration 60",
     takes=(groups.Target, groups.Trace, groups.Load, groups.Output),
 )
 def replay(options: Options) -> int:
@@ -131,7 +131,7 @@ def replay(options: Options) -> int:
 
     A line of the trace is a request: timestamp (ms), input_length, output_length, and hash_ids, one for each
     block of the prompt. Equal ids are equal tokens, so a cache can do what it did for the trace. Requests
-    that begin alike (--session-blocks) are one session.
+    that begin alike (--advanced.session-blocks) are one session.
     """
     from baton.bench.load.commands import measure
 

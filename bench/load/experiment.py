@@ -277,7 +277,7 @@ def _check_lengths(options: Options, workload: Workload, max_model_len: int | No
     ]
     over = sum(length > max_model_len for length in lengths)
     if over:
-        remedy = "--length-scale" if options.trace else "--input-len, --output-len or --turns"
+        remedy = "--advanced.length-scale" if options.trace else "--input-len, --output-len or --turns"
         remedy = remedy if options.context_len is None else f"--prefix-len, --context-len, {remedy}"
         raise ValueError(
             f"{over} of {count} sessions need more than the model's {max_model_len} tokens, up to "

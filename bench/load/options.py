@@ -24,7 +24,7 @@ from baton.bench.load.traffic.workload import (
     Arrivals,
     Distribution,
 )
-from baton.cluster.options.parameters import OLD_FILE, argument, opt
+from baton.cluster.options.parameters import OLD_FILE, advanced, argument, flag, opt
 from baton.system import usable_cpus
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -52,12 +52,12 @@ class Target:
     api_key: str | None = opt(
         None, "Prefer the variable: every user can read arguments.", "KEY", envvar="BATON_API_KEY"
     )
-    prompts: Form | None = opt(
+    prompts: Form | None = advanced(
         None,
         "ids: of token ids, which makes lengths, histories and blocks of a trace exact; text.",
         shown="text; of agents and traces ids, if the server takes them",
     )
-    session_as: SessionAs = opt(
+    session_as: SessionAs = advanced(
         "header", "How a request names its session: header x-session-id, field user, or none."
     )
     extra_body: str = opt("", 'More fields, like {"top_p": 0.9}.', "JSON")
@@ -151,21 +151,21 @@ class Trace:
     trace: Path | None = argument("JSONL in Mooncake's format, or a small sample.", "TRACE", default=None)
     speed: float = opt(1.0, "2 replays the trace in half its time.", "FACTOR")
     first: float | None = opt(None, "Only what the trace has before this time.", "SECONDS", shown="all")
-    clumps: bool = opt(
+    clumps: bool = advanced(
         False,
         "Send requests of one time stamp at once. Otherwise they arrive evenly until the next time stamp: "
         "some recorders write every few seconds.",
     )
-    session_blocks: int = opt(
+    session_blocks: int = advanced(
         2,
         "Requests whose first N hash ids are equal are one session, and go to one server of several; 0: no "
         "sessions.",
         "N",
     )
-    length_scale: float = opt(
+    length_scale: float = advanced(
         1.0, "Scales blocks, inputs and outputs alike, for models with a short context.", "FACTOR"
     )
-    block_size: int = opt(MOONCAKE_BLOCK, "Tokens of one hash id of the trace.", "TOKENS")
+    block_size: int = advanced(MOONCAKE_BLOCK, "Tokens of one hash id of the trace.", "TOKENS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,9 @@ class Rate:
         also="--request-rate",
     )
     arrivals: ArrivalKind = opt("poisson", "How an open loop spreads its starts.")
-    burstiness: float = opt(1.0, "For gamma: below 1 is burstier than Poisson, above 1 smoother.", "SHAPE")
+    burstiness: float = advanced(
+        1.0, "For gamma: below 1 is burstier than Poisson, above 1 smoother.", "SHAPE"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,11 +212,13 @@ class Load:
         "SECONDS",
         shown="detected; of agents 0",
     )
-    drain: float = opt(
+    drain: float = advanced(
         60.0, "Wait so long for answers after the last request; later answers fail.", "SECONDS"
     )
     timeout: float = opt(600.0, "Of one request; a slower one has failed.", "SECONDS")
-    processes: int | None = opt(None, "Client processes that share the load.", "N", shown="half the CPUs")
+    processes: int | None = advanced(
+        None, "Client processes that share the load.", "N", shown="half the CPUs"
+    )
     seed: int | None = opt(
         None,
         "Decides lengths, times, and the texts of prompts. By default texts are new in each run, so that no "
@@ -228,7 +232,7 @@ class Load:
 class Output:
     panel: ClassVar = "Objectives and output"
     slo: str = opt("", f"{SLO_SYNTAX}.", "LIMITS", also="--goodput")
-    attainment: float = opt(
+    attainment: float = advanced(
         0.99, "Share of the requests that must meet the limits for the run to meet them.", "SHARE"
     )
 
@@ -285,7 +289,7 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
         self._check_numbers()
         self._check_workload()
         if self.burstiness != 1.0 and self.arrivals != "gamma":
-            raise ValueError(f"--burstiness {self.burstiness:g} is for --arrivals gamma.")
+            raise ValueError(f"--advanced.burstiness {self.burstiness:g} is for --arrivals gamma.")
         if self.arrivals != "poisson" and not (self.rate or self.rates or self.find_rate):
             raise ValueError(f"--arrivals {self.arrivals} shapes an open loop: give its --rate.")
         # The results would be lost after the run.
@@ -301,12 +305,12 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
             "speed", "length_scale", "block_size", "rate", "concurrency", "burstiness", "duration",
             "requests", "timeout", "processes", "first",
         ):  # fmt: skip
-            value, option = getattr(self, name), "--" + name.replace("_", "-")
+            value, option = getattr(self, name), self._flag(name)
             if value is not None and not 0 < value < math.inf:
                 hint = " For as fast as possible, give --concurrency instead." if name == "rate" else ""
                 raise ValueError(f"{option} {value:g} must be a positive number.{hint}")
         for name in ("warmup", "drain", "seed", "prefix_len", "context_len", "session_blocks"):
-            value, option = getattr(self, name), "--" + name.replace("_", "-")
+            value, option = getattr(self, name), self._flag(name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{option} {value:g} must not be negative.")
         if self.warmup is not None and self.duration is not None and self.warmup >= self.duration:
@@ -314,11 +318,16 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
                 f"--warmup {self.warmup:g} leaves nothing of --duration {self.duration:g}. Make it shorter."
             )
         if not 0 < self.attainment <= 1:
-            raise ValueError(f"--attainment {self.attainment:g} must be a share: more than 0, at most 1.")
+            raise ValueError(
+                f"--advanced.attainment {self.attainment:g} must be a share: more than 0, at most 1."
+            )
+
+    def _flag(self, name: str) -> str:
+        return flag(name, advanced=self.__dataclass_fields__[name].metadata.get("advanced", False))
 
     def _check_workload(self) -> None:
         flags = {"--preset": self.preset, "--input-len": self.input_len, "--prefix-len": self.prefix_len}
-        flags |= {"--turns": self.turns != "1", "--prompts ids": self.prompts == "ids"}
+        flags |= {"--turns": self.turns != "1", "--advanced.prompts ids": self.prompts == "ids"}
         if self.dataset is not None and (other := [name for name, value in flags.items() if value]):
             raise ValueError(f"--dataset {self.dataset} has its own prompts: leave out {', '.join(other)}.")
         if self.preset is not None and self.preset not in PRESETS:

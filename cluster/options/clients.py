@@ -4,8 +4,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import typer
+
 from baton.cluster.options.engine import kv_cache_dtype
-from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, argument, between, directory, opt
+from baton.cluster.options.parameters import (
+    NO_ARGV,
+    OLD_FILE,
+    PORT,
+    advanced,
+    argument,
+    between,
+    check_size,
+    directory,
+    opt,
+    size_in_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,12 @@ class RunBatchOptions:
     concurrency: int = opt(32, "Requests at a time.", "N", check=between(1, 10_000))
 
 
+def _check_memory(value: str | None) -> str | None:
+    if value is not None and size_in_bytes(check_size(value)) < 1 << 30:
+        raise typer.BadParameter(f"{value} is less than 1GiB; give a size such as 80GiB")
+    return value
+
+
 DEFAULT_SLO = "ttft=1000,itl=50"
 """Of `baton plan`."""
 
@@ -95,10 +114,10 @@ class SizingOptions:
 
     panel: ClassVar[str] = "Load"
     rate: float = opt(10.0, "Requests per second.", "R", check=between(0.001, 1e5))
-    input: int = opt(2000, "Prompt tokens of a request.", "TOKENS", check=between(1, 1 << 20))
-    output: int = opt(150, "Tokens of an answer.", "TOKENS", check=between(1, 1 << 20))
+    input_len: int = opt(2000, "Prompt tokens of a request.", "TOKENS", check=between(1, 1 << 20))
+    output_len: int = opt(150, "Tokens of an answer.", "TOKENS", check=between(1, 1 << 20))
     images: int = opt(
-        0, "Images of a request, whose tokens come to those of --input.", "N", check=between(0, 256)
+        0, "Images of a request, whose tokens come to those of --input-len.", "N", check=between(0, 256)
     )
     image_size: str = opt("1920x1080", "Pixels of an image.", "WxH")
     agents: int | None = opt(
@@ -134,7 +153,7 @@ class SizingOptions:
         shown="those of an H200",
         **OLD_FILE,
     )
-    gpu_memory: float | None = opt(None, "Memory of the GPU.", "GIB", shown="139", check=between(1))
+    gpu_memory: str | None = opt(None, "Memory of the GPU.", "SIZE", shown="139GiB", check=_check_memory)
     gpu_memory_utilization: float = opt(
         0.9, "Share of GPU memory for weights and KV.", "SHARE", check=between(0.05, 1.0)
     )
@@ -147,7 +166,7 @@ class DoctorOptions:
 
     panel: ClassVar[str] = "Checks"
     cluster: bool = opt(False, "Check a running cluster through its router at --url.")
-    admin_url: str | None = opt(
+    admin_url: str | None = advanced(
         None, "URL of the router's --admin-port, if it has one.", "URL", shown="as --url"
     )
     host: str = opt("127.0.0.1", "Address of --check-port.", "ADDRESS")

@@ -53,6 +53,8 @@ REMOVED: dict[str, str] = {
     "ttit_target": "Give --itl-target.",
     "kv_slot_bytes": "Give --advanced.kv-slot-size.",
     "max_body_bytes": "Give --advanced.max-body-size.",
+    "input": "Give --input-len.",
+    "output": "Give --output-len.",
     "cluster_certfile": "Give --cluster-ssl-certfile.",
     "cluster_keyfile": "Give --cluster-ssl-keyfile.",
     "cluster_ca_certs": "Give --cluster-ssl-ca-certs.",
@@ -255,7 +257,8 @@ def remedy(given: str, flags: Collection[str]) -> str:
     key = given.removeprefix("--")
     setting = flag(key, advanced=True)
     if setting in flags:
-        return f"It is an advanced setting: give {setting}, or set it under [{ADVANCED_TABLE}] of --config."
+        file = f", or set it under [{ADVANCED_TABLE}] of --config" if "--config" in flags else ""
+        return f"It is an advanced setting: give {setting}{file}."
     name = key.replace("-", "_")
     return f"Baton does not have this. {REMOVED[name]}" if name in REMOVED else ""
 

@@ -312,7 +312,7 @@ class FrontOptions(ServerTlsOptions):
     api_key_file: Path | None = opt(
         None, "TOML file of keys, names and limits; see docs/secure.md.", **OLD_FILE
     )
-    admin_key: str | None = opt(
+    admin_key: str | None = advanced(
         None,
         "Key of calls that replace weights or pause workers. Prefer BATON_ADMIN_KEY: every user of the "
         "machine can read arguments.",
@@ -383,7 +383,7 @@ class FrontOptions(ServerTlsOptions):
         if self.admin_key_file is None:
             return None if self.admin_key is None else ApiKey.of("admin", self.admin_key)
         if self.admin_key is not None:
-            raise ValueError("--admin-key-file: leave out --admin-key and BATON_ADMIN_KEY")
+            raise ValueError("--admin-key-file: leave out --advanced.admin-key and BATON_ADMIN_KEY")
         try:
             with self.admin_key_file.open(errors="replace") as file:
                 return ApiKey.of("admin", file.read(MAX_FILE_BYTES))
@@ -434,7 +434,7 @@ class StoreOptions:
     )
     metrics_port: int = opt(0, "Port of the master's Prometheus metrics.", "PORT", **PORT)
     size: str = opt("4GiB", "Memory that this machine gives; 0: none.", "SIZE", check=check_size)
-    protocol: Literal["tcp", "rdma"] = opt("tcp", "How objects move.")
+    protocol: Literal["tcp", "rdma"] = advanced("tcp", "How objects move.")
     etcd: str | None = advanced(None, "etcd with which several masters elect one that leads.", "HOST:PORT")
     tenant: str | None = opt(None, "clear: only the KV of this key of --api-key-file.", "NAME", shown="all")
     api_key_file: Path | None = opt(None, "TOML file of API keys, as for routers.", **OLD_FILE)

@@ -352,8 +352,8 @@ class Blueprint:
             )
         if admin is not None:
             raise ValueError(
-                "--admin-key, BATON_ADMIN_KEY: Ray stores what an actor is started with; with --ray-address "
-                "give the key in --admin-key-file, a file on the machine of the router"
+                "--advanced.admin-key, BATON_ADMIN_KEY: Ray stores what an actor is started with; with "
+                "--ray-address give the key in --admin-key-file, a file on the machine of the router"
             )
         if not has_secret:
             raise ValueError(

@@ -61,9 +61,13 @@ def options(command: Any) -> Iterator[tuple[str, str]]:
 
 def advanced() -> Iterator[str]:
     """The advanced settings of all commands by their panels, and the commands that have them."""
-    group: Any = typer.main.get_command(baton_app)
+    groups: Any = [typer.main.get_command(app) for app in (baton_app, bench.app)]
+    commands = [
+        *groups[0].commands.items(),
+        *((f"bench {name}", each) for name, each in groups[1].commands.items()),
+    ]
     users: dict[tuple[str, str], list[str]] = {}
-    for name, command in group.commands.items():
+    for name, command in commands:
         context = typer.Context(command, info_name=name)
         for each in command.params:
             if each.opts[0].startswith(ADVANCED):

@@ -88,7 +88,8 @@ def _measure(tmp_path: Path) -> tuple[dict, list[list[float]]]:
             [
                 sys.executable, "-m", "baton.cluster.cli", "bench", "run", "--url", f"http://127.0.0.1:{PORT}",
                 "--rate", str(STREAMS / LIFE_SECONDS), "--duration", str(SECONDS), "--warmup", "4",
-                "--input-len", "50", "--output-len", str(TOKENS), "--processes", str(max(1, half // 2)),
+                "--input-len", "50", "--output-len", str(TOKENS),
+                "--advanced.processes", str(max(1, half // 2)),
                 "--json", out, "--quiet", "--seed", "1",
             ],
             check=False,

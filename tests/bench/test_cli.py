@@ -32,7 +32,7 @@ pytestmark = pytest.mark.all
 
 MEASURED = (0, 3)  # 3: on a busy machine the client may not keep up
 FOREVER = "3600"
-QUICK = ("--input-len", "20", "--output-len", "4", "--processes", "1", "--warmup", "0")
+QUICK = ("--input-len", "20", "--output-len", "4", "--advanced.processes", "1", "--warmup", "0")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -177,7 +177,7 @@ async def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     async with MockServer(Behavior(ttft=0.01)) as server:
         process = await _start(
             "run", "--url", server.url, "--duration", FOREVER, "--input-len", "20", "--output-len", "4",
-            "--processes", "2", "--concurrency", "4", "--quiet", "--json", tmp_path / "r.json",
+            "--advanced.processes", "2", "--concurrency", "4", "--quiet", "--json", tmp_path / "r.json",
         )  # fmt: skip
         await server.requests(40)
         process.send_signal(signal.SIGINT)
@@ -270,7 +270,7 @@ async def test_a_dataset_is_sent_as_it_is_and_once(tmp_path: Path, form: str) ->
     file.write_text(text)
     code, _, err, served = await _against(
         Behavior(ttft=0.001), "run", "--dataset", file, "--api", "chat", "--concurrency", "1",
-        "--warmup", "0", "--processes", "1", "--json", tmp_path / "r.json",
+        "--warmup", "0", "--advanced.processes", "1", "--json", tmp_path / "r.json",
     )  # fmt: skip
     assert code in MEASURED, err
     asked = [each for each in served if "Why?" in str(each.prompt)]

@@ -84,7 +84,9 @@ async def test_agents_have_prompts_of_token_ids_if_the_server_takes_them(
 
 async def test_token_ids_that_were_asked_for_and_cannot_be_are_an_error() -> None:
     async with MockServer(Behavior(ttft=0, takes_ids=False)) as server:
-        with pytest.raises(EndpointError, match=r"--prompts ids: .*http_400.*Give --prompts text"):
+        with pytest.raises(
+            EndpointError, match=r"--advanced.prompts ids: .*http_400.*Give --advanced.prompts text"
+        ):
             await _setup(server, prompts="ids")
 
 

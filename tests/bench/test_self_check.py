@@ -24,7 +24,7 @@ LATE = (0.0,) * 90 + (0.02,) * 10
         (IDLE, {"lags": (0.02,) * 100, "ttft": {50: 0.05, 99: 1.0}}, ("p50 20.0 ms, bound 5.0 ms",)),
         (ClientUsage(10.0, 1.0, 0.1, [0.02] * 3000), {}, ("event loop stalled: p50 20.0 ms",)),
         (ClientUsage(10.0, 1.0, 0.1, [0.0] * 900 + [0.02] * 100), {}, ("event loop stalled: p99 20.0 ms",)),
-        (ClientUsage(10.0, 9.5, 0.1, [0.0] * 1000), {}, ("95% of a core", "--processes")),
+        (ClientUsage(10.0, 9.5, 0.1, [0.0] * 1000), {}, ("95% of a core", "--advanced.processes")),
         (ClientUsage(10.0, 1.0, 3.0, [0.0] * 1000), {}, ("waited for a core 30%",)),
         (IDLE, {"died": ("client process 1 died (-9)",)}, ("client process 1 died (-9)",)),
     ],

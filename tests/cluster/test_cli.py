@@ -161,7 +161,7 @@ def test_the_admin_key_is_in_a_file_or_in_the_environment(tmp_path: Path) -> Non
     assert key is not None
     assert roles.FrontOptions(admin_key_file=file).key_of_admin() == key
     assert roles.FrontOptions().key_of_admin() is None
-    with pytest.raises(ValueError, match="leave out --admin-key and BATON_ADMIN_KEY"):
+    with pytest.raises(ValueError, match=r"leave out --advanced\.admin-key and BATON_ADMIN_KEY"):
         roles.FrontOptions(admin_key="k3", admin_key_file=file).key_of_admin()
     file.write_text("\n")
     with pytest.raises(ValueError, match="cannot be empty"):
@@ -509,7 +509,7 @@ def test_roles_accept_the_arguments_that_serve_passes(
     run_baton(
         "serve", "--dtype", "float32", "--advanced.block-size", "32", "--enable-prefix-caching",
         "--advanced.kv-lanes", "2", "--drain-timeout", "5", "--advanced.trace-dir", str(tmp_path / "traces"),
-        "--api-key", "k1", "--api-key", "k2", "--admin-key", "k3", "--advanced.num-threads", "3",
+        "--api-key", "k1", "--api-key", "k2", "--advanced.admin-key", "k3", "--advanced.num-threads", "3",
         "--device", "cpu", "--cluster-secret-file", str(secret), "--decode", "2",
         "--log-format", "json", "--advanced.otlp-endpoint", "http://127.0.0.1:4317",
     )  # fmt: skip
@@ -526,7 +526,9 @@ def test_roles_accept_the_arguments_that_serve_passes(
     with pytest.raises(ValueError, match=r"--api-key, BATON_API_KEY: Ray stores .* --api-key-file"):
         on_ray.roles()
     on_ray = replace(on_ray, front=replace(blueprint.front, api_key=[]))
-    with pytest.raises(ValueError, match=r"--admin-key, BATON_ADMIN_KEY: Ray stores .* --admin-key-file"):
+    with pytest.raises(
+        ValueError, match=r"--advanced.admin-key, BATON_ADMIN_KEY: Ray stores .* --admin-key-file"
+    ):
         on_ray.roles()
     on_ray = replace(on_ray, front=replace(on_ray.front, admin_key=None))
     before = on_ray.roles()

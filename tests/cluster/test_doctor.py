@@ -310,7 +310,7 @@ async def test_a_cluster_with_tls(certificates: Certificates, monkeypatch: pytes
         status, asked = await looked_at(url)
         assert (status.check, status.level, asked.level) == ("status", "warning", "good")
         assert "/status is on the admin port, http://it" in status.found
-        assert "--admin-url" in status.remedy
+        assert "--advanced.admin-url" in status.remedy
         *_, request = await looked_at(admin_url)
         assert (request.check, request.level) == ("a request", "warning")
         assert "is an admin port" in request.found

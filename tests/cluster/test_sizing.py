@@ -22,7 +22,7 @@ from baton.engine.loader.hf_config import model_config_from_hf
 
 SPEEDS = Speeds(H200, REFERENCE)
 STEPS = SPEEDS.steps
-LOAD = SizingOptions(rate=20, input=2000, output=150)
+LOAD = SizingOptions(rate=20, input_len=2000, output_len=150)
 TARGETS = Targets(ttft=0.5, itl=0.0065)
 
 
@@ -162,14 +162,14 @@ def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
         pytest.param("rate", 2, 20, marks=pytest.mark.long),
         pytest.param("ttft", 2.0, 0.12, marks=pytest.mark.long),
         ("itl", 0.05, 0.006),
-        pytest.param("output", 20, 60, marks=pytest.mark.long),
+        pytest.param("output_len", 20, 60, marks=pytest.mark.long),
     ],
 )
 def test_more_load_or_stricter_targets_never_need_fewer_workers(
     changes: str, less: float, more: float
 ) -> None:
     def workers(value: float) -> int:
-        asked: dict[str, Any] = {"output": 40, "rate": 10, changes: value}
+        asked: dict[str, Any] = {"output_len": 40, "rate": 10, changes: value}
         return sum(answered(**asked).pools)
 
     assert workers(less) <= workers(more)
@@ -191,8 +191,8 @@ def test_agents_run_in_a_closed_loop() -> None:
     [
         ({"ttft": 0.012}, "one prefill of 2000 tokens takes 50.4 ms"),
         ({"itl": 0.004}, "a step with a single request takes 4."),
-        ({"input": 1_000_000, "ttft": 1e6, "itl": 1.0}, "needs more KV memory than one worker has"),
-        ({"ttft": 0.04, "output": 1}, "one prefill of 2000 tokens takes 50.4 ms on an idle worker; a"),
+        ({"input_len": 1_000_000, "ttft": 1e6, "itl": 1.0}, "needs more KV memory than one worker has"),
+        ({"ttft": 0.04, "output_len": 1}, "one prefill of 2000 tokens takes 50.4 ms on an idle worker; a"),
         ({"ttft": 0.02}, "alone in the cluster has its first token after 37 ms"),
         ({"ttft": 0.02, "agents": 4}, "alone in the cluster has its first token after"),
         ({"rate": 9e4}, "--rate 90000: the load keeps some .* workers busy"),
@@ -222,7 +222,7 @@ def test_pools_that_cannot_keep_up_are_said_to() -> None:
 
 
 def test_a_search_ends_if_more_workers_bring_nothing() -> None:
-    served = predicted(SPEEDS, SPEEDS, replace(LOAD, output=2), Pools(1, 1)).served
+    served = predicted(SPEEDS, SPEEDS, replace(LOAD, output_len=2), Pools(1, 1)).served
     targets = Targets(served.ttft.p99 / 2, 1.0)
     search = _Search(lambda _: served, targets, in_memory=9, seats=9, rows=9, work=0.0)
     with pytest.raises(ValueError, match=r"workers would miss a target of --slo by 100%; allow more"):
@@ -270,7 +270,7 @@ def test_each_pool_has_workers_of_its_own_size() -> None:
 
 
 def test_an_answer_of_one_token_needs_no_decode_worker() -> None:
-    found = answered(output=1)
+    found = answered(output_len=1)
     assert found.pools.decode == 0
     assert found.served.ttft.p99 <= TARGETS.ttft
 

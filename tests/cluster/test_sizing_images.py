@@ -14,7 +14,7 @@ from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds, shape
 from baton.engine.model_config import ModelConfig
 
 SPEEDS = Speeds(H200, REFERENCE)
-LOAD = SizingOptions(rate=4, input=2000, output=150, images=4)
+LOAD = SizingOptions(rate=4, input_len=2000, output_len=150, images=4)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_the_wait_for_images() -> None:
 
 
 def chosen(images: Images, rate: float = 1, output: int = 20) -> Choice:
-    load = replace(LOAD, rate=rate, output=output, input=200 + images.count * images.tokens)
+    load = replace(LOAD, rate=rate, output_len=output, input_len=200 + images.count * images.tokens)
     return choose(SPEEDS, SPEEDS, load, Targets(ttft=0.5, itl=0.05), images)
 
 
@@ -109,7 +109,7 @@ def test_a_pool_pays_where_images_take_long() -> None:
 
 @pytest.mark.all
 def test_the_command(seeing: Path) -> None:
-    flags = ["plan", "--model", str(seeing), "--rate", "2", "--images", "1", "--input", "200"]
+    flags = ["plan", "--model", str(seeing), "--rate", "2", "--images", "1", "--input-len", "200"]
     printed = CliRunner().invoke(app, flags)
     assert printed.exit_code == 0, printed.output
     assert (
@@ -118,6 +118,6 @@ def test_the_command(seeing: Path) -> None:
     )
     assert "Encoders: a pool of their own does not pay" in printed.output
     predicted = CliRunner().invoke(app, [*flags, "--prefill", "1", "--decode", "1"])
-    without = CliRunner().invoke(app, [*flags[:-4], "--input", "2240", "--prefill", "1", "--decode", "1"])
+    without = CliRunner().invoke(app, [*flags[:-4], "--input-len", "2240", "--prefill", "1", "--decode", "1"])
     busy = [int(each.output.split("%")[0].split()[-1]) for each in (predicted, without)]
     assert busy[0] > busy[1], "images take time of prefill workers"

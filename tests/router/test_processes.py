@@ -59,7 +59,7 @@ def counters(page: str) -> dict[str, float]:
 async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any], key_file: str):
     """One test for all: serve, keep secrets, restart after a death, drain. A start takes seconds."""
     routers = await start(
-        "--router-processes", "2", "--api-key-file", key_file, "--admin-key", "trainer"
+        "--router-processes", "2", "--api-key-file", key_file, "--advanced.admin-key", "trainer"
     )  # fmt: skip
     await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 2)
     parent = psutil.Process(routers.popen.pid)
@@ -181,7 +181,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
 async def test_a_process_that_starts_after_an_admin_call_reaches_the_workers(start: Callable[..., Any]):
     """The call uses gRPC, which starts threads. A process with threads must not fork. If the process of such
     calls dies, the next call starts another."""
-    routers = await start("--router-processes", "2", "--admin-key", "trainer")
+    routers = await start("--router-processes", "2", "--advanced.admin-key", "trainer")
     await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 2)
     parent = psutil.Process(routers.popen.pid)
 

@@ -64,7 +64,7 @@ def trained(
         prefill=1,
         decode=1,
         worker_flags=[*FLAGS, "--enable-prefix-caching", *model],
-        router_flags=[*PATIENT, *model, "--admin-key", "trainer"],
+        router_flags=[*PATIENT, *model, "--advanced.admin-key", "trainer"],
     ) as cluster:
         yield Trained(cluster, shallow_model_path, after)
 

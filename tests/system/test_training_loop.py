@@ -85,7 +85,7 @@ async def test_rollouts_are_those_of_the_trainer(base: Path, memory: Any, tmp_pa
         prefill=1,
         decode=1,
         worker_flags=[*FLAGS, *served],
-        router_flags=[*PATIENT, *served, "--admin-key", "trainer"],
+        router_flags=[*PATIENT, *served, "--advanced.admin-key", "trainer"],
     ) as cluster:
         place = tmp_path if memory == "memfd" else None
         with Weights(cluster.url, "trainer", base, memory=memory, directory=place) as weights:

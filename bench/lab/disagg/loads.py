@@ -68,7 +68,7 @@ class Load:
         if self.kind == "agents":
             flags, levels = SMALL_AGENTS, SMALL_LEVELS[1:]
         elif self.kind == "trace":
-            flags, levels = (*self.flags, "--length-scale", str(1 / SMALLER)), self.levels
+            flags, levels = (*self.flags, "--advanced.length-scale", str(1 / SMALLER)), self.levels
         return replace(
             self,
             lengths=tuple((max(8, a // SMALLER), max(2, b // SMALLER)) for a, b in self.lengths),
@@ -123,7 +123,7 @@ def command(load: Load, level: float, requests: int, seed: int, directory: Path)
     if load.kind == "swing":
         trace = directory / f"{name}.trace.jsonl"
         write_swing(trace, load, level, requests, seed)
-        return ["replay", str(trace), "--prompts", "text", "--session-blocks", "0", *common]
+        return ["replay", str(trace), "--advanced.prompts", "text", "--advanced.session-blocks", "0", *common]
     if load.kind == "trace":
         return ["replay", str(load.trace), "--speed", f"{level:g}", *load.flags, *common]
     if load.kind == "agents":

@@ -61,7 +61,7 @@ def check(
                 reasons.append(f"{fault}: p{q} {measured_s * 1e3:.1f} ms, bound {bound * 1e3:.1f} ms")
                 break
     if cpu > MAX_CPU:
-        reasons.append(f"a client process used {cpu:.0%} of a core: give more --processes")
+        reasons.append(f"a client process used {cpu:.0%} of a core: give more --advanced.processes")
     if waited > MAX_WAITED:
         reasons.append(
             f"a client process waited for a core {waited:.0%} of the time: run it on another machine"

@@ -175,7 +175,7 @@ class Failure(StrEnum):
     GARBAGE = "garbage"  # the answer is not a stream of the OpenAI API
     EMPTY = "empty"  # finished without a single token
     TIMEOUT = "timeout"  # took longer than --timeout
-    UNFINISHED = "unfinished"  # still running --drain seconds after the last was sent
+    UNFINISHED = "unfinished"  # still running --advanced.drain seconds after the last was sent
     INTERRUPTED = "interrupted"  # Ctrl-C; does not count as a miss
 
 

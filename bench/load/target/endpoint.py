@@ -161,7 +161,7 @@ async def find_form(
     if not lacks:
         return msgspec.structs.replace(target, form="ids"), tokenization.of_ids(), []
     if form == "ids":
-        raise EndpointError(f"--prompts ids: {lacks}. Give --prompts text.")
+        raise EndpointError(f"--advanced.prompts ids: {lacks}. Give --advanced.prompts text.")
     return target, tokenization, [f"prompts are text: {lacks}"]
 
 

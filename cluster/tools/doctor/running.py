@@ -23,7 +23,7 @@ from baton.system.words import counted
 
 ADMIN = (
     "Give the URL of clients as --url, and that of the router's --admin-port, which `baton serve` prints, as "
-    "--admin-url."
+    "--advanced.admin-url."
 )
 TIMEOUT = aiohttp.ClientTimeout(total=120)
 NEARLY_FULL = 0.95
@@ -55,7 +55,7 @@ WORDS = (
 async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIterator[Finding]:
     flag, admin, before = "--url", endpoint, list[dict[str, Any]]()
     if doctor.admin_url is not None:  # the admin port needs no key, so do not send it
-        flag, admin = "--admin-url", replace(endpoint, url=doctor.admin_url, api_key=[])
+        flag, admin = "--advanced.admin-url", replace(endpoint, url=doctor.admin_url, api_key=[])
     try:
         async with session(admin, TIMEOUT, flag) as client, client.get("status") as response:
             if response.status == HTTPStatus.NOT_FOUND:
@@ -76,7 +76,9 @@ async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIter
                 async for finding in handovers(client, to_admin, card, before):
                     yield finding
     except ValueError as error:
-        yield bad("router", str(error), "Start the router, or correct --url, --admin-url and --api-key.")
+        yield bad(
+            "router", str(error), "Start the router, or correct --url, --advanced.admin-url and --api-key."
+        )
 
 
 def workers(rows: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]:

@@ -73,7 +73,7 @@ class Answer:
 
 def positions_of(load: SizingOptions) -> float:
     """Of a request on average."""
-    return load.input + load.output / 2 if load.agents is None else AGENT_POSITIONS
+    return load.input_len + load.output_len / 2 if load.agents is None else AGENT_POSITIONS
 
 
 def predicted(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, pools: Pools) -> Answer:
@@ -89,12 +89,12 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
 
     Raises ValueError if no number of workers can meet the targets.
     """
-    alone = of_prefill.prefill(load.input)
+    alone = of_prefill.prefill(load.input_len)
     share = 1 if load.images else MOST_WORKERS
     if load.agents is None and targets.ttft < alone / share:
         shared = "prompts with images are not shared" if share == 1 else f"at most {share} workers share it"
         raise ValueError(
-            f"--slo ttft={targets.ttft * 1e3:.0f}: one prefill of {load.input} tokens takes "
+            f"--slo ttft={targets.ttft * 1e3:.0f}: one prefill of {load.input_len} tokens takes "
             f"{alone * 1e3:.1f} ms on an idle worker, and {shared}; "
             "a larger --prefill-tensor-parallel-size may help"
         )
@@ -106,7 +106,7 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
             "ms, and no number of workers makes it shorter; a larger --decode-tensor-parallel-size may"
         )
     in_memory = _in_memory(of_decode, load)
-    if load.output == 1 and load.agents is None:
+    if load.output_len == 1 and load.agents is None:
         return _one_token(of_prefill, of_decode, load, targets.ttft, alone)
     search, first = _search(of_prefill, of_decode, load, targets, in_memory)
     if search.missed(first) > 1:
@@ -122,7 +122,7 @@ def meets(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: T
 
 
 def _longest(load: SizingOptions) -> int:
-    return load.input + load.output if load.agents is None else AGENT_POSITIONS
+    return load.input_len + load.output_len if load.agents is None else AGENT_POSITIONS
 
 
 def _in_memory(speeds: Speeds, load: SizingOptions) -> int:
@@ -132,7 +132,7 @@ def _in_memory(speeds: Speeds, load: SizingOptions) -> int:
     if not requests:
         raise ValueError(
             f"a request of {_longest(load)} tokens needs more KV memory than one worker has "
-            f"({room / 1e9:.1f} GB); reduce --input or --output, or choose a smaller --model"
+            f"({room / 1e9:.1f} GB); reduce --input-len or --output-len, or choose a smaller --model"
         )
     return requests
 
@@ -158,7 +158,7 @@ def _simulation(
             sessions = agents(load.agents)
             at_once = 0.0 if begins else load.agents / sum(len(each.turns) for _, each in sessions)
             return serve(sessions, workers, *pools, at_a_time=load.agents, warm_up=at_once)
-        sessions = requests_at(load.rate, load.input, load.output, sum(pools))
+        sessions = requests_at(load.rate, load.input_len, load.output_len, sum(pools))
         return serve(sessions, workers, *pools, warm_up=0.1)
 
     return simulated
@@ -177,7 +177,7 @@ def _workers(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets
 def _check_alone(workers: Workers, load: SizingOptions, targets: Targets) -> None:
     """Raises ValueError if not even a request that is alone in the cluster meets the targets."""
     if load.agents is None:
-        sessions = requests_at(load.rate, load.input, load.output, 1)[:ALONE]
+        sessions = requests_at(load.rate, load.input_len, load.output_len, 1)[:ALONE]
     else:
         sessions = agents(1)
     served = serve(sessions, workers, MOST_WORKERS, 1, at_a_time=1)
@@ -202,10 +202,10 @@ def _work(
     `itl`: seconds of the longest step that decodes."""
     if load.agents is not None:
         return 0.0, Pools(1, 1)
-    context = load.input + load.output / 2
+    context = load.input_len + load.output_len / 2
     rows = min(load.max_num_seqs, in_memory, of_decode.steps.fitting_rows(context, itl) or 1)
-    prompts = load.rate * of_prefill.prefill(load.input)
-    decodes = load.rate * load.output * of_decode.steps.decode(rows, rows * context) / rows
+    prompts = load.rate * of_prefill.prefill(load.input_len)
+    decodes = load.rate * load.output_len * of_decode.steps.decode(rows, rows * context) / rows
     return prompts + decodes, Pools(math.floor(prompts) + 1, math.ceil(decodes))
 
 
@@ -314,12 +314,12 @@ def _one_token(
     """Prefill workers alone answer requests for one token, and split no prompt. Raises ValueError."""
     if ttft < alone:
         raise ValueError(
-            f"--slo ttft={ttft * 1e3:.0f}: one prefill of {load.input} tokens takes {alone * 1e3:.1f} ms on "
-            "an idle worker; a larger --prefill-tensor-parallel-size may help"
+            f"--slo ttft={ttft * 1e3:.0f}: one prefill of {load.input_len} tokens takes {alone * 1e3:.1f} ms "
+            "on an idle worker; a larger --prefill-tensor-parallel-size may help"
         )
 
     def simulated(workers: int) -> Latency:
-        return prefill(of_prefill.prefill, workers=workers, rate=load.rate, tokens=load.input)
+        return prefill(of_prefill.prefill, workers=workers, rate=load.rate, tokens=load.input_len)
 
     workers = math.floor(load.rate * alone) + 1  # with fewer workers the queue grows without bound
     _check_size(workers, load)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from baton.cluster.options.clients import DEFAULT_SLO, SizingOptions
+from baton.cluster.options.parameters import size_in_bytes
 from baton.cluster.tools.sizing.answer import (
     Answer,
     Pools,
@@ -31,7 +32,7 @@ def run(sizing: SizingOptions) -> int:
     targets = parse_slo(sizing.slo or DEFAULT_SLO)
     gpu = H200 if sizing.measured is None else measured(H200, sizing.measured)
     if sizing.gpu_memory is not None:
-        gpu = replace(gpu, memory=int(sizing.gpu_memory * (1 << 30)))
+        gpu = replace(gpu, memory=size_in_bytes(sizing.gpu_memory))
     model = shape(sizing.model)
     if model.state is not None and not gpu.planned:
         raise ValueError(

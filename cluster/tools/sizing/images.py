@@ -98,12 +98,12 @@ def estimated(vision: VisionConfig, tokens: int, speeds: Speeds) -> float:
 
 def with_images(load: SizingOptions, images: Images | None) -> SizingOptions:
     """The load, whose prompts have the tokens of their images."""
-    return load if images is None else replace(load, input=load.input + images.count * images.tokens)
+    return load if images is None else replace(load, input_len=load.input_len + images.count * images.tokens)
 
 
 def encoding(speeds: Speeds, load: SizingOptions, images: Images) -> Speeds:
     """A worker that encodes the images of its prompts. `load` has their tokens."""
-    return speeds.encoding(images.all_seconds / load.input)
+    return speeds.encoding(images.all_seconds / load.input_len)
 
 
 def choose(
