@@ -65,17 +65,17 @@ class _Member:
     answered: bool = False  # it has answered this supervisor, or its actor was found lost
     leaving: bool = False  # removed from the list of the routers; it drains
     restarts: int = 0  # in earlier actors; the present actor counts its own
-    last_exit: str = ""  # why its last run ended, in this actor or an earlier one
+    last_exit: str = ""  # why its last run ended, in this actor or an earlier one, or is not followed
     sent: tuple[dict[str, str | None], str] | None = None  # routers only: the addresses and report last sent
     _entry: str = ""
-    _entry_of: tuple[RoleState, bool] | None = None
+    _entry_of: tuple[RoleState, bool, str] | None = None
 
     @property
     def entry(self) -> str:
         """Its part of the report, in JSON: one object for each worker. Made again after a change: the other
         roles may be a thousand."""
-        if self._entry_of != (self.state, self.leaving):
-            self._entry_of = self.state, self.leaving
+        if self._entry_of != (now := (self.state, self.leaving, self.last_exit)):
+            self._entry_of = now
             entry = {
                 "role": self.spec.role,
                 "leaving": self.leaving,
@@ -243,8 +243,12 @@ class Supervisor:
 
     async def _leave(self, member: _Member) -> None:
         await self.tell_routers()  # before the drain, so that routers send it no new request
-        with contextlib.suppress(ConnectionError):  # its process died with its actor
+        try:
             await self._end(member, signal.SIGTERM, self._drain_grace)
+        except ConnectionError:
+            pass  # its process died with its actor
+        except Exception:  # a defect must not end the cluster
+            log.exception("%s could not be ended", member.spec.name)
         if not self._stopping:
             await self._forget(member)
 
@@ -272,25 +276,40 @@ class Supervisor:
                 if not member.state.token:
                     await member.handle.start()
                 state = await member.handle.changed(member.state.token)
-            except ConnectionError as lost:
+            except Exception as error:  # noqa: BLE001  (a defect must not end the cluster)
                 if self._stopping or member.leaving:
                     return
-                # The process died with its actor. Ray restarts the actor; then `start` starts the role again.
-                member.sent = None
-                if member.state.token:  # count a lost actor once, however often it is called
-                    member.restarts += member.state.restarts + 1
-                state = RoleState(token="", phase="waiting", error=str(lost))
+                state = self._not_followed(member, error)
+            is_new = state != member.state
             if state.pid != member.state.pid:
                 member.pool = member.spec.role
             member.state, member.answered = state, True
-            member.last_exit = state.error or member.last_exit
-            self._observer(member.spec, state)
+            if is_new:
+                member.last_exit = state.error or member.last_exit
+                self._observer(member.spec, state)
             await self.tell_routers()
             self._changed.set()
-            if not state.token:
+            if not (is_new and state.token):
                 await asyncio.sleep(_LOST_ACTOR_DELAY)
         if not self._stopping and not member.leaving:  # an earlier supervisor had told it to leave
             await self._forget(member)
+
+    @staticmethod
+    def _not_followed(member: _Member, error: Exception) -> RoleState:
+        """The state of a role whose handle failed. It is called again."""
+        why = str(error)
+        if not isinstance(error, ConnectionError):
+            why = f"it cannot be followed ({type(error).__name__}: {error})"
+            if why != member.last_exit:
+                log.error("%s: %s", member.spec.name, why, exc_info=error)
+                member.last_exit = why
+            if member.state.token:
+                return member.state  # its process lives on
+        # The process died with its actor. Ray restarts the actor; then `start` starts the role again.
+        member.sent = None
+        if member.state.token:  # count a lost actor once, however often it is called
+            member.restarts += member.state.restarts + 1
+        return RoleState(token="", phase="waiting", error=why)
 
     # ------------------------------------------------------------ routers
 

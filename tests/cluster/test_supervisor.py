@@ -193,17 +193,25 @@ async def test_a_leaving_worker_is_off_the_list_before_it_is_stopped(tmp_path: P
 
 
 class Watched(RoleRunner):
-    """The real handle of a role, with a note of what it was asked, and a way to lose it."""
+    """The real handle of a role, with a note of what it was asked, and a way to break it."""
 
     def __init__(self, tmp_path: Path, spec: RoleSpec, name: str, asked: list[str]) -> None:
         super().__init__(spec, tmp_path, policy=RestartPolicy(first_delay=0.01), program=FAKE)
         self._name, self._asked = name, asked
-        self.lost = False
+        self.broken: Exception | None = None
+
+    async def start(self) -> RoleState:
+        if self.broken is not None:
+            raise self.broken
+        return await super().start()
 
     async def changed(self, token: str) -> RoleState:
-        if self.lost:
-            raise ConnectionError("lost its actor")
+        if self.broken is not None:
+            raise self.broken
         return await super().changed(token)
+
+    def poke(self) -> None:
+        self._set()
 
     async def set_workers(self, addresses: Mapping[str, str | None], report: str) -> None:
         self._asked.append(f"{self._name} told")
@@ -211,6 +219,8 @@ class Watched(RoleRunner):
 
     async def stop(self, signum: int, grace: float) -> None:
         self._asked.append(f"{self._name} stops")
+        if isinstance(self.broken, ArithmeticError):
+            raise self.broken
         await super().stop(signum, grace)
         self._asked.append(f"{self._name} stopped")
 
@@ -284,13 +294,73 @@ async def test_a_lost_actor_is_asked_until_it_is_back_and_its_router_told_again(
         return all(state.phase == "ready" for _, state in supervisor.states())
 
     await eventually(ready)
-    handle.lost = True
+    handle.broken = ConnectionError("lost its actor")
     os.kill(up(supervisor.states()[1][1]).pid, signal.SIGKILL)  # ends the long poll; the next one fails
     await eventually(lambda: supervisor.states()[1][1].error == "lost its actor")
     asked.clear()
-    handle.lost = False
+    handle.broken = None
     await eventually(ready)
     await eventually(lambda: "router told" in asked)
+    await supervisor.stop(signal.SIGKILL, 0)
+    await running
+
+
+async def test_a_defect_while_a_role_is_followed_does_not_end_the_cluster(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process serves on and stays on the list. The report and the log say why it is not followed."""
+    handles = dict[str, Watched]()
+
+    def place(spec: RoleSpec) -> Watched:
+        return handles.setdefault(spec.name, Watched(tmp_path, spec, spec.name, []))
+
+    supervisor = Supervisor([spec("decode"), spec("router")], place)
+    running = asyncio.create_task(supervisor.run())
+
+    def ready(count: int) -> bool:
+        states = supervisor.states()
+        return len(states) == count and all(state.phase == "ready" for _, state in states)
+
+    def told() -> str:
+        return str(json.loads((tmp_path / "router-0.cluster").read_text())["roles"][0]["last_exit"])
+
+    await eventually(lambda: ready(2))
+    before, listed = up(supervisor.states()[0][1]), supervisor.worker_addresses()
+    handles["decode 0"].broken = KeyError("a defect")
+    handles["decode 0"].poke()  # ends the long poll; the next one fails
+    await eventually(lambda: "it cannot be followed (KeyError: 'a defect')" in told())
+    assert supervisor.worker_addresses() == listed
+    handles["decode 0"].broken = None
+    os.kill(before.pid, signal.SIGKILL)
+    await eventually(lambda: ready(2) and up(supervisor.states()[0][1]).pid != before.pid)
+    assert caplog.text.count("decode 0: it cannot be followed") == 1
+    supervisor.resize("decode", 2)
+    await eventually(lambda: ready(3))
+    handles["decode 1"].broken = ZeroDivisionError("it cannot be told to stop")
+    supervisor.resize("decode", 1)
+    await eventually(lambda: ready(2))
+    assert "decode 1 could not be ended" in caplog.text
+    assert not running.done()
+    handles["decode 1"].broken = None
+    await asyncio.gather(*(handle.stop(signal.SIGKILL, 0) for handle in handles.values()))
+    await supervisor.stop(signal.SIGKILL, 0)
+    await running
+
+
+async def test_a_defect_at_the_start_of_a_role_is_told_once_and_tried_again(tmp_path: Path) -> None:
+    """`baton serve` ends with these words while the cluster starts."""
+    handle = Watched(tmp_path, spec("decode"), "decode 0", [])
+    handle.broken = RuntimeError("a defect")
+    seen = list[tuple[Phase, str]]()
+    supervisor = Supervisor(
+        [spec("decode")], lambda _: handle, lambda _, state: seen.append((state.phase, state.error))
+    )
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: bool(seen))
+    assert seen == [("waiting", "it cannot be followed (RuntimeError: a defect)")]
+    handle.broken = None
+    await eventually(lambda: supervisor.states()[0][1].phase == "ready")
+    assert [phase for phase, _ in seen].count("waiting") == 1
     await supervisor.stop(signal.SIGKILL, 0)
     await running
 
