@@ -43,7 +43,7 @@ FILES = sorted((HELM / "values").iterdir())
         ({"decode": {"image": {"name": "baton"}}}, "'name' was unexpected"),
         ({"store": {"etcd": {"address": "http://etcd:2379"}}}, "does not match"),
         ({"ray": {"head": {"args": []}}}, "'args' was unexpected"),
-        ({"encode": {"dataParallelSize": 2}}, "False schema does not allow 2"),
+        ({"encode": {"dataParallelSize": 2}}, "'dataParallelSize' was unexpected"),
     ],
 )
 def test_values_are_validated(wrong: dict[str, Any], message: str) -> None:
@@ -287,3 +287,19 @@ def test_helm_finds_no_mistake_and_refuses_wrong_values() -> None:
         pytest.raises(helm_python.HelmError, match="'prefil' not allowed"),
     ):
         chart.render({"prefil": {}}, name="release", namespace="baton")
+
+
+def test_the_autoscaler_and_the_ports_follow_flags() -> None:
+    """One setting decides for a role and for what is around its pods, wherever it is given."""
+    objects = rendered(
+        {
+            "settings": VALUES["settings"] | {"BATON_ITL_TARGET": "50", "BATON_DATA_PARALLEL_SIZE": "2"},
+            "router": {"args": ["--ttft-target=301"]},
+            "decode": {"env": [{"name": "BATON_DATA_PARALLEL_SIZE", "value": "1"}]},
+        }
+    )
+    for role, value in (("prefill", "151m"), ("decode", "45m")):
+        metrics = objects["HorizontalPodAutoscaler", f"baton-{role}"]["spec"]["metrics"]
+        assert value in [each["pods"]["target"]["averageValue"] for each in metrics]
+    ports = {role: objects["Service", f"baton-{role}"]["spec"]["ports"] for role in ("prefill", "decode")}
+    assert {role: len(each) for role, each in ports.items()} == {"prefill": 6, "decode": 3}

@@ -86,12 +86,25 @@ prefill decode{{ if gt (int .Values.encode.replicas) 0 }} encode{{ end }}
 {{- merge dict .Values.settings $store $encoders $drain | toYaml -}}
 {{- end }}
 
+{{/* Takes (list $ values flag default): what a component is told by a flag in its args, its env or the settings. */}}
+{{- define "baton.told" -}}
+{{- $flag := index . 2 -}}
+{{- $name := upper $flag | replace "-" "_" | printf "BATON_%s" -}}
+{{- $found := get (index . 0).Values.settings $name | default (index . 3) -}}
+{{- range (index . 1).env -}}
+{{- if eq .name $name }}{{ $found = default $found .value }}{{ end -}}
+{{- end -}}
+{{- range (index . 1).args -}}
+{{- $prefix := printf "--%s=" $flag -}}
+{{- if hasPrefix $prefix . }}{{ $found = trimPrefix $prefix . }}{{ end -}}
+{{- end -}}
+{{- $found -}}
+{{- end }}
+
 {{/* The longest duration of a request, in whole seconds: what routers are told, or their default. */}}
 {{- define "baton.requestTimeout" -}}
-{{- $timeout := default (.Files.Get "files/options.json" | fromJson).request_timeout .Values.settings.BATON_REQUEST_TIMEOUT -}}
-{{- range .Values.router.args -}}
-{{- if hasPrefix "--request-timeout=" . }}{{ $timeout = trimPrefix "--request-timeout=" . }}{{ end -}}
-{{- end -}}
+{{- $usual := (.Files.Get "files/options.json" | fromJson).request_timeout -}}
+{{- $timeout := include "baton.told" (list . .Values.router "request-timeout" $usual) -}}
 {{- float64 $timeout | ceil | int -}}
 {{- end }}
 
@@ -110,13 +123,8 @@ prefill decode{{ if gt (int .Values.encode.replicas) 0 }} encode{{ end }}
 
 {{/* Takes the dict of "baton.pod". Seconds until Kubernetes kills a pod: its drain, preStop (at most 5 s) and an end. */}}
 {{- define "baton.gracePeriod" -}}
-{{- $drain := (include "baton.settings" .root | fromYaml).BATON_DRAIN_TIMEOUT -}}
-{{- range .values.env -}}
-{{- if eq .name "BATON_DRAIN_TIMEOUT" -}}{{- $drain = default $drain .value -}}{{- end -}}
-{{- end -}}
-{{- range .values.args -}}
-{{- if hasPrefix "--drain-timeout=" . -}}{{- $drain = trimPrefix "--drain-timeout=" . -}}{{- end -}}
-{{- end -}}
+{{- $usual := min 86400 (include "baton.requestTimeout" .root) -}}
+{{- $drain := include "baton.told" (list .root .values "drain-timeout" $usual) -}}
 {{- default (add 30 (ceil (float64 $drain))) .values.terminationGracePeriodSeconds -}}
 {{- end }}
 
@@ -128,8 +136,14 @@ quarter down: a component of three pods or fewer loses none before a new one is 
 {{- $root := first . -}}
 {{- with last . -}}
 {{- $lost := eq $root.Values.workload "RoleBasedGroup" | ternary "0" "25%" -}}
-{maxUnavailable: {{ eq (int .maxSurge) 0 | ternary "1" $lost }}, maxSurge: {{ .maxSurge }}}
+{{- $surge := include "baton.surge" . | int -}}
+{maxUnavailable: {{ eq $surge 0 | ternary "1" $lost }}, maxSurge: {{ $surge }}}
 {{- end -}}
+{{- end }}
+
+{{/* Takes the values of a component. How many pods it may have beyond its own during a rollout. */}}
+{{- define "baton.surge" -}}
+{{- hasKey . "maxSurge" | ternary .maxSurge 1 -}}
 {{- end }}
 
 {{/* Whether an autoscaler of Kubernetes sets the number of workers. */}}

@@ -187,7 +187,7 @@ lifecycle:
 {{- $values := get $root.Values (last .) -}}
 {{- $pod := dict
   "root" $root "component" (last .) "values" $values "container" "baton.worker.container" "account" "worker"
-  "settings" true "podIP" true "weights" true "cluster" true "tmp" "8Gi" "shm" $values.sharedMemory -}}
+  "settings" true "podIP" true "weights" true "cluster" true "tmp" "8Gi" "shm" (default "1Gi" $values.sharedMemory) -}}
 {{- if and (eq (last .) "decode") (eq $root.Values.workload "RoleBasedGroup") -}}
 {{- $_ := set $pod "affinity" (include "baton.worker.affinity" $root) -}}
 {{- end -}}
@@ -203,9 +203,9 @@ podAffinity:
         labelSelector: {{ include "baton.pods" (list . "prefill") }}
 {{- end }}
 
-{{/* Takes the values of a worker. A group has ports of their own for each of its workers: with numbers that no other port has. */}}
+{{/* Takes (list $ values), those of a worker. A group has ports of their own for each of its workers: with numbers that no other port has. */}}
 {{- define "baton.worker.ports" -}}
-{{- $size := default 1 .dataParallelSize | int -}}
+{{- $size := include "baton.told" (list (first .) (last .) "data-parallel-size" 1) | int -}}
 {{- $first := eq $size 1 | ternary (dict "grpc" 7001 "kv" 7002 "metrics" 7003) (dict "grpc" 7100 "kv" 7200 "metrics" 7300) -}}
 {{- $found := list -}}
 {{- range $name := list "grpc" "kv" "metrics" -}}
@@ -222,8 +222,9 @@ podAffinity:
 {{- $name := last . -}}
 {{- $found := dict -}}
 {{- range $role := include "baton.workers" (first $) | splitList " " -}}
-{{- $size := default 1 (get (first $).Values $role).dataParallelSize | int -}}
-{{- $port := get (include "baton.worker.ports" (get (first $).Values $role) | fromJson).first $name | int -}}
+{{- $ports := include "baton.worker.ports" (list (first $) (get (first $).Values $role)) | fromJson -}}
+{{- $port := get $ports.first $name | int -}}
+{{- $size := div (len $ports.all) 3 | int -}}
 {{- $end := eq $size 1 | ternary "" (printf " endPort: %d," (sub (add $port $size) 1)) -}}
 {{- $_ := set $found (printf "- {port: %d,%s protocol: TCP}" $port $end) "" -}}
 {{- end -}}
@@ -231,7 +232,7 @@ podAffinity:
 {{- end }}
 
 {{- define "baton.worker.container" -}}
-{{- $ports := include "baton.worker.ports" .values | fromJson -}}
+{{- $ports := include "baton.worker.ports" (list .root .values) | fromJson -}}
 name: worker
 image: {{ include "baton.image" . }}
 {{- with .values.command }}
@@ -244,9 +245,6 @@ args:
   - --kv-port={{ $ports.first.kv }}
   - --metrics-port={{ $ports.first.metrics }}
   - --cluster-secret-file=/etc/baton/cluster/secret
-  {{- if gt (default 1 .values.dataParallelSize | int) 1 }}
-  - --data-parallel-size={{ .values.dataParallelSize }}
-  {{- end }}
   {{- with .values.args }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
