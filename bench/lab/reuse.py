@@ -71,11 +71,10 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
 
     content = pb.ContentSource(**pair.decode.kv)
     history, start = text(turns.history, 0), await pair.received()
-    _, answer = await pair.handover(history, turns.answer)
+    answer = (await pair.handover(request(history, turns.answer))).tokens
     second = [*history, *answer, *text(NEW_TOKENS, 1)]
     before = await pair.received()
-    ttft, _ = await pair.handover(second, 2, content)
-    runs.ttfts["second_turn"].append(ttft)
+    runs.ttfts["second_turn"].append((await pair.handover(request(second, 2), content)).ttft)
     cached_tokens = (len(history) + len(answer) - 1) // block_size * block_size  # the last token has no KV
     sent_per_token = (before - start) / len(history)
     sent = await pair.received() - before
@@ -83,13 +82,12 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
 
     history = text(turns.history, 2)
     _, answer = await pair.on_decode(request(history, turns.answer))
-    ttft, _ = await pair.handover([*history, *answer, *text(NEW_TOKENS, 3)], 2, content)
-    runs.ttfts["from_decode"].append(ttft)
+    work = request([*history, *answer, *text(NEW_TOKENS, 3)], 2)
+    runs.ttfts["from_decode"].append((await pair.handover(work, content)).ttft)
     ttft, _ = await pair.on_decode(request([*history, *answer, *text(NEW_TOKENS, 4)], 2))
     runs.ttfts["on_decode"].append(ttft)
 
-    ttft, _ = await pair.handover(text(len(second), 5), 2)
-    runs.ttfts["computed"].append(ttft)
+    runs.ttfts["computed"].append((await pair.handover(request(text(len(second), 5), 2))).ttft)
 
 
 async def rounds(run: Run, cluster: LocalCluster, turns: Turns) -> Runs:

@@ -101,8 +101,7 @@ async def rounds(run: Run, cluster: LocalCluster, tokens: int) -> Runs:
     runs = Runs()
     async with Pair(*cluster.drivers()) as pair:
         # The prefill worker must know its speed.
-        warm = await pair.prefill.prefill(request(prompt_of(tokens, tokens - 1), 1))
-        await pair.prefill.tokens(warm, 1)
+        await pair.prefill.first_token(request(prompt_of(tokens, tokens - 1), 1))
         for number in range(run.args.rounds + 1):  # the first one warms up: lanes, speeds
             await one_round(pair, tokens, tokens + number, runs if number else Runs())
     return runs

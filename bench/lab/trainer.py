@@ -37,6 +37,7 @@ from baton.bench.lab.harness.streams import (
     Case,
     Stream,
     Verdict,
+    answers,
     expected,
     judge,
     leaked,
@@ -195,17 +196,6 @@ async def change(
     return Change(streams, max(gaps, default=0.0), end - began, weights.spent)
 
 
-async def answers(cluster: LocalCluster, cases: Sequence[Case]) -> list[Stream]:
-    gate = asyncio.Semaphore(AT_ONCE)
-    async with new_session() as http:
-
-        async def one(case: Case) -> Stream:
-            async with gate:
-                return await read(http, cluster.url, case)
-
-        return await asyncio.gather(*map(one, cases))
-
-
 def measure(run: Run) -> None:
     for kind in [run.args.kind] if run.args.kind else KINDS[run.device]:
         _measure(kind, run)
@@ -249,7 +239,7 @@ def _measure(kind: str, run: Run) -> None:
                 torch.cuda.empty_cache()
             first = plain and number % 2 == 0
             _tell(run, f"{label}.{memory}" + (".first" if first else ""), done, memory)
-            verdicts.append(judge(asyncio.run(answers(cluster, requests)), right[seed]))
+            verdicts.append(judge(asyncio.run(answers(cluster.url, requests, AT_ONCE)), right[seed]))
             run.detail[f"{label}.{number}.different"] = verdicts[-1].different
         leaks = leaks_when_idle(cluster.url)
     run.detail |= {f"{label}.leaks": leaks, "tokens": len(requests) * ANSWER[run.device]}

@@ -31,6 +31,7 @@ from baton.bench.lab.harness.streams import (
     Case,
     Stream,
     Verdict,
+    answers,
     cases,
     expected,
     judge,
@@ -117,7 +118,7 @@ class Changes:
                 done, moment = await change(cluster, path, f"bench-{number}", keeps_kv=keeps_kv)
                 self.replaced.append(done)
                 await asyncio.gather(*reading)
-                later = await asyncio.gather(*(read(http, cluster.url, case) for case in requests))
+            later = await answers(cluster.url, requests, len(requests))
             self.running += streams
             self.gaps[keeps_kv].append(max(stream.gap_around(moment) or 0.0 for stream in streams))
             self.verdicts.append(judge(later, expected_answers))

@@ -189,20 +189,26 @@ def _take(stream: Stream, data: bytes) -> None:
         stream.arrivals += [time.monotonic()] * (len(new) or bool(text and "delta" in choice))
 
 
-async def expected(url: str, cases: Sequence[Case], at_once: int = 4) -> dict[Case, list[int]]:
-    """The right answers, from a cluster without faults. Raises RuntimeError if a request fails."""
+async def answers(url: str, cases: Sequence[Case], at_once: int) -> list[Stream]:
+    """Reads the answer to each case, so many at a time."""
     gate = asyncio.Semaphore(at_once)
 
-    async def one(http: aiohttp.ClientSession, case: Case) -> list[int]:
+    async def one(http: aiohttp.ClientSession, case: Case) -> Stream:
         async with gate:
-            stream = await read(http, url, case)
-        if stream.failed or len(stream.token_ids) != case.max_tokens:
-            raise RuntimeError(f"{case} failed on a healthy cluster: {stream.error or stream.token_ids}")
-        return stream.token_ids
+            return await read(http, url, case)
 
     async with new_session() as http:
-        answers = await asyncio.gather(*(one(http, case) for case in cases))
-    return dict(zip(cases, answers, strict=True))
+        return await asyncio.gather(*(one(http, case) for case in cases))
+
+
+async def expected(url: str, cases: Sequence[Case], at_once: int = 4) -> dict[Case, list[int]]:
+    """The right answers, from a cluster without faults. Raises RuntimeError if a request fails."""
+    streams = await answers(url, cases, at_once)
+    for stream in streams:
+        if stream.failed or len(stream.token_ids) != stream.case.max_tokens:
+            said = stream.error or stream.token_ids
+            raise RuntimeError(f"{stream.case} failed on a healthy cluster: {said}")
+    return {stream.case: stream.token_ids for stream in streams}
 
 
 LOOK_S = 0.005

@@ -5,12 +5,14 @@ arrived. `Workers` are a prefill and a decode worker.
 """
 
 import asyncio
+import itertools
 import os
+import statistics
 import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -86,6 +88,12 @@ class Driver:
         await self.send(pb.RouterMessage(prefill=submit))
         return prefill_id
 
+    async def first_token(self, work: pb.Request) -> float:
+        """Seconds to the first token of a prompt that is not handed over."""
+        submitted = time.perf_counter()
+        [(first, _)] = await self.tokens(await self.prefill(work), 1)
+        return first - submitted
+
     async def _read(self) -> None:
         async for message in self._call:
             now = time.perf_counter()
@@ -125,16 +133,21 @@ class Workers:
         return decode_id
 
     async def handover(
-        self, prompt: list[int], length: int, content: pb.ContentSource | None = None
-    ) -> tuple[float, list[int]]:
-        """Prefill on one worker, decode on the other. Returns the time to first token, and the answer."""
-        work = request(prompt, length)
-        began = time.perf_counter()
+        self, work: pb.Request, content: pb.ContentSource | None = None, *, late: bool = False
+    ) -> "Handover":
+        """Prefill on one worker, decode on the other. `content`: a worker that may have KV of the prompt.
+        `late`: decode is submitted when the prefill is done."""
+        submitted = time.perf_counter()
         prefill_id = await self.prefill.prefill(work, handover=True, content=content)
+        if late:
+            await self.prefill.tokens(prefill_id, 1)
         decode_id = await self.submit_decode(work, prefill_id)
-        [(first, _)] = await self.prefill.tokens(prefill_id, 1)
-        tokens = await self.decode.tokens(decode_id, length)
-        return first - began, [event.token_id for _, event in tokens]
+        [(first, token)] = await self.prefill.tokens(prefill_id, 1)
+        output = await self.decode.tokens(decode_id, work.sampling.max_tokens)
+        assert output[0][1].token_id == token.token_id, "decode must repeat the first token"
+        assert [event.output_index for _, event in output] == list(range(len(output)))
+        tokens = [event.token_id for _, event in output]
+        return Handover(prefill_id, decode_id, first - submitted, submitted, [at for at, _ in output], tokens)
 
     async def on_decode(self, work: pb.Request) -> tuple[float, list[int]]:
         """The decode worker does both. Returns the time to first token, and the answer."""
@@ -142,6 +155,33 @@ class Workers:
         decode_id = await self.submit_decode(work, None)
         tokens = await self.decode.tokens(decode_id, work.sampling.max_tokens)
         return tokens[0][0] - began, [event.token_id for _, event in tokens]
+
+
+class Handover(NamedTuple):
+    """One request. Times are those of time.perf_counter(), in seconds."""
+
+    prefill_id: bytes
+    decode_id: bytes
+    ttft: float
+    """From the submission to the first token of the prefill worker."""
+    submitted: float
+    arrivals: list[float]
+    """Of the decode worker's tokens, the first one again among them."""
+    tokens: list[int]
+
+    @property
+    def step(self) -> float:
+        """The median time between later tokens."""
+        return statistics.median(b - a for a, b in itertools.pairwise(self.arrivals[1:]))
+
+    @property
+    def gap(self) -> float:
+        """From the first token, of the prefill worker, to the second one."""
+        return self.arrivals[1] - self.submitted - self.ttft
+
+    @property
+    def whole(self) -> float:
+        return self.arrivals[-1] - self.submitted
 
 
 def request(prompt_ids: Sequence[int], max_tokens: int) -> pb.Request:

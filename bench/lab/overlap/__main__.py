@@ -43,24 +43,14 @@ from dataclasses import dataclass, field
 
 from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run, gpus_or_exit, median_ms
 from baton.bench.lab.harness.cluster import MODEL, LocalCluster, served
-from baton.bench.lab.harness.workers import Workers, prompt_of
+from baton.bench.lab.harness.workers import Handover, Workers, prompt_of, request
 from baton.bench.lab.kv.raw_sockets import RawPair
-from baton.bench.lab.overlap.streams import (
-    AT_ONCE,
-    OUTPUT_TOKENS,
-    Background,
-    Streamed,
-    Trace,
-    alone,
-    injected_gaps,
-    prefill_only,
-    quiet_gaps,
-    streamed,
-)
+from baton.bench.lab.overlap.streams import AT_ONCE, Background, Trace, injected_gaps, quiet_gaps
 from baton.bench.lab.shapes import DENSE, SHAPES
 from baton.bench.report import Row
 from baton.steps.quantiles import percentile
 
+OUTPUT_TOKENS = 12
 CONTEXT = 1000
 """Prompt tokens of the background streams."""
 PERIOD_S = 0.8
@@ -128,7 +118,7 @@ def devices(args: Namespace) -> tuple[list[str], list[str]]:
 class Runs:
     """What was measured with prompts of one length. Times are in seconds."""
 
-    streamed: dict[int, list[Streamed]]  # by size of the batch beside it
+    streamed: dict[int, list[Handover]]  # by size of the batch beside it
     alones: list[bytes] = field(default_factory=list)  # decode ids
     prefills: list[float] = field(default_factory=list)  # times to first token without a handover
     gaps: dict[int, list[tuple[list[float], list[float]]]] = field(default_factory=dict)
@@ -164,28 +154,29 @@ def measure(run: Run) -> None:
 
 async def _measure_all(
     args: Namespace, cluster: LocalCluster
-) -> tuple[dict[int, Runs], dict[int, list[Streamed]]]:
+) -> tuple[dict[int, Runs], dict[int, list[Handover]]]:
     """What was measured, by tokens of a prompt, and by those of a request of --long."""
     async with Workers(*cluster.drivers()) as workers:
         measured = {tokens: await _measure(args, workers, tokens) for tokens in args.tokens}
-        long: dict[int, list[Streamed]] = {}
+        long: dict[int, list[Handover]] = {}
         for length in args.long:
             prompts = [prompt_of(length, 90_000 + n) for n in range(LONG_REQUESTS)]
-            long[length] = [await streamed(workers, prompt, LONG_OUTPUT) for prompt in prompts]
+            long[length] = [await workers.handover(request(prompt, LONG_OUTPUT)) for prompt in prompts]
     return measured, long
 
 
 async def _measure(args: Namespace, workers: Workers, tokens: int) -> Runs:
     runs = Runs({batch: [] for batch in [0, *args.batch]})
     for number in range(2):  # warm up: lanes, page faults, first calls of torch
-        await streamed(workers, prompt_of(tokens, number))
+        await workers.handover(request(prompt_of(tokens, number), OUTPUT_TOKENS))
     for number in range(2, args.rounds + 2):
         await asyncio.sleep(REST_S)
-        runs.streamed[0].append(await streamed(workers, prompt_of(tokens, 3 * number)))
+        runs.streamed[0].append(await workers.handover(request(prompt_of(tokens, 3 * number), OUTPUT_TOKENS)))
         await asyncio.sleep(REST_S)
-        runs.alones.append(await alone(workers, prompt_of(tokens, 3 * number + 1)))
+        handed = await workers.handover(request(prompt_of(tokens, 3 * number + 1), 2), late=True)
+        runs.alones.append(handed.decode_id)
         await asyncio.sleep(REST_S)
-        runs.prefills.append(await prefill_only(workers, prompt_of(tokens, 3 * number + 2)))
+        runs.prefills.append(await workers.prefill.first_token(request(prompt_of(tokens, 3 * number + 2), 1)))
     for batch in args.batch:
         background = await Background.start(workers, batch, CONTEXT, background_tokens(tokens), seed=100_000)
         for number in range(3 * args.rounds):
@@ -193,7 +184,7 @@ async def _measure(args: Namespace, workers: Workers, tokens: int) -> Runs:
             step = runs.streamed[batch][-1].step if number else 0.0
             await asyncio.sleep(REST_S + step * (number * GOLDEN % 1))
             prompt = prompt_of(tokens, 1000 * batch + number)
-            runs.streamed[batch].append(await streamed(workers, prompt))
+            runs.streamed[batch].append(await workers.handover(request(prompt, OUTPUT_TOKENS)))
         await background.stop(AT_ONCE)
         runs.gaps[batch] = [await _gaps(background, tokens, n) for n in range(PERIODS)]
         await background.stop()
@@ -229,7 +220,7 @@ def report_rows(run: Run, tokens: int, runs: Runs, trace: Trace) -> None:
     goal = 0.8 if on_cpu else 0.9
     run.add(Row(name, statistics.median(hidden), "share", spread=spread, goal=goal, better="higher"))
     for batch, series in runs.streamed.items():
-        steps = [each.handover / each.step for each in series]
+        steps = [each.gap / each.step for each in series]
         suffix = f".b{batch}" if batch else ""
         run.add_median(f"{prefix}.handover{suffix}", steps, "steps", goal=2.5 if on_cpu else 2.0)
         run.add(Row(f"{prefix}.step{suffix}", median_ms(r.step for r in series), "ms"))
@@ -249,14 +240,14 @@ def report_rows(run: Run, tokens: int, runs: Runs, trace: Trace) -> None:
     run.add_ratio(f"{prefix}.alone", alones, "ms", runs.raws, to, scale=1e3, inverse=True)
 
 
-def report_long(run: Run, long: dict[int, list[Streamed]], trace: Trace) -> None:
+def report_long(run: Run, long: dict[int, list[Handover]], trace: Trace) -> None:
     transport = _transport(run.args)
     for length, requests in long.items():
         name = f"{transport}.long.n{length}"
         run.add(Row(f"{name}.ttft", median_ms(each.ttft for each in requests), "ms"))
         run.add(Row(f"{name}.whole", median_ms(each.whole for each in requests), "ms"))
         run.add(Row(f"{name}.step", median_ms(each.step for each in requests), "ms"))
-        handovers = [each.handover / each.step for each in requests]
+        handovers = [each.gap / each.step for each in requests]
         run.add(Row(f"{name}.handover", statistics.median(handovers), "steps"))
         run.add(Row(f"{name}.bytes", trace.joined[requests[0].decode_id].size / 1e6, "MB"))
 

@@ -1,9 +1,8 @@
-"""Submits requests to a prefill and a decode worker, times their tokens, and reads the workers' traces."""
+"""Streams beside the handovers that are measured, and the workers' traces."""
 
 import asyncio
 import itertools
 import json
-import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,54 +10,6 @@ from typing import Self
 
 from baton.bench.lab.harness.workers import Workers, prompt_of, request
 from baton.rpc import worker_pb2 as pb
-
-OUTPUT_TOKENS = 12
-
-
-@dataclass
-class Streamed:
-    """A run A. Times are in seconds."""
-
-    prefill_id: bytes
-    decode_id: bytes
-    ttft: float
-    handover: float
-    step: float
-    whole: float
-    """From the arrival of the request to its last token."""
-
-
-async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOKENS) -> Streamed:
-    work = request(prompt, length)
-    submitted = time.perf_counter()
-    prefill_id = await workers.prefill.prefill(work, handover=True)
-    decode_id = await workers.submit_decode(work, prefill_id)
-    [(first, token)] = await workers.prefill.tokens(prefill_id, 1)
-    output = await workers.decode.tokens(decode_id, length)
-    assert output[0][1].token_id == token.token_id, "decode must repeat the first token"
-    assert [event.output_index for _, event in output] == list(range(length))
-    at = [when for when, _ in output]
-    step = statistics.median(b - a for a, b in itertools.pairwise(at[1:]))
-    handover, total = at[1] - first, at[-1] - submitted
-    return Streamed(prefill_id, decode_id, first - submitted, handover, step, total)
-
-
-async def alone(workers: Workers, prompt: list[int]) -> bytes:
-    """A run B. Returns its decode id."""
-    work = request(prompt, 2)
-    prefill_id = await workers.prefill.prefill(work, handover=True)
-    await workers.prefill.tokens(prefill_id, 1)
-    decode_id = await workers.submit_decode(work, prefill_id)
-    await workers.decode.tokens(decode_id, 2)
-    return decode_id
-
-
-async def prefill_only(workers: Workers, prompt: list[int]) -> float:
-    """A run C. Returns its time to first token."""
-    submitted = time.perf_counter()
-    prefill_id = await workers.prefill.prefill(request(prompt, 1))
-    [(first, _)] = await workers.prefill.tokens(prefill_id, 1)
-    return first - submitted
 
 
 @dataclass
@@ -123,7 +74,7 @@ async def injected_gaps(background: Background, tokens: int, seconds: float, see
     began = time.perf_counter()
     while True:
         prompts = [prompt_of(tokens, next(number)) for _ in range(AT_ONCE)]
-        await asyncio.gather(*(streamed(background.workers, prompt, length=3) for prompt in prompts))
+        await asyncio.gather(*(background.workers.handover(request(prompt, 3)) for prompt in prompts))
         # Not earlier: collecting gaps takes some milliseconds and would delay timestamps of tokens.
         if time.perf_counter() >= began + seconds and (gaps := background.gaps(began, time.perf_counter())):
             return gaps

@@ -16,7 +16,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from baton.bench.lab.driver import Run
 from baton.bench.load.traffic.trace import MOONCAKE_BLOCK, read_trace
@@ -52,8 +52,8 @@ CASES = {
 }
 KINDS: tuple[Kind, Kind] = ("policy", "colocated")
 SEED = 1
-LATENCY_GOAL, TOKENS_GOAL = 0.9, 1.0
-"""Beside colocated engines."""
+GOALS = {"latency_p90": (0.9, "lower"), "tokens": (1.0, "higher")}
+"""Of a row, beside colocated engines."""
 TRACE = Path(__file__).parent / "samples" / "conversation.jsonl"
 TRACE_SECONDS, TRACE_SPEED = 150.0, 0.5
 """The part of the trace that runs, and how fast."""
@@ -113,21 +113,10 @@ def _add(run: Run, name: str, outcomes: dict[Kind, list[PlacementOutcome]], *, b
     for row, (value, p99, unit) in policy.items():
         ratio = value / base[row][0]
         run.add(Row(f"{name}.{row}", value, unit, p99=p99, ratio=ratio, ratio_to="colocated"))
-    if bounds:
-        latency, tokens = (
-            {"value": policy[row][0], "unit": policy[row][2], "ratio": policy[row][0] / base[row][0]}
-            for row in ("latency_p90", "tokens")
-        )
-        run.add(Row(f"{name}.latency_p90.vs_colocated", **latency, ratio_to="colocated", goal=LATENCY_GOAL))
-        run.add(
-            Row(
-                f"{name}.tokens.vs_colocated",
-                **tokens,
-                ratio_to="colocated",
-                goal=TOKENS_GOAL,
-                better="higher",
-            )
-        )
+        if bounds and row in GOALS:
+            goal, better = GOALS[row]
+            to: dict[str, Any] = {"ratio": ratio, "ratio_to": "colocated", "goal": goal, "better": better}
+            run.add(Row(f"{name}.{row}.vs_colocated", value, unit, **to))
 
 
 def _figures(outcomes: Sequence[PlacementOutcome]) -> dict[str, tuple[float, float | None, str]]:
