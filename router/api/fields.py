@@ -234,6 +234,24 @@ def content(value: Any) -> str | list[ShownText | ShownImage]:
     return parts
 
 
+UNSEEN = "[{}, which this model cannot see]"
+
+
+def result(value: Any) -> Any:
+    """Normalizes the result of a call: a text stands for each part that is no text and no image that can be
+    fetched. The client cannot know what a tool returns, and each later turn would be refused."""
+    if not isinstance(value, list):
+        return content(value)
+    return content([_readable(part) for part in value])
+
+
+def _readable(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind in TEXTS or (kind in IMAGES and part.get("image_url") is not None):
+        return part
+    return {"type": "text", "text": UNSEEN.format(f"a part of type {kind[:40]}")}
+
+
 def _is_image(part: Any) -> bool:
     return isinstance(part, ShownImage) or (isinstance(part, dict) and part.get("type") in IMAGES)
 
@@ -243,6 +261,9 @@ Content = Annotated[
     str | list[ShownText | ShownImage], BeforeValidator(content, json_schema_input_type=ContentInput)
 ]
 """A string, or parts with text and images."""
+ResultContent = Annotated[
+    str | list[ShownText | ShownImage], BeforeValidator(result, json_schema_input_type=ContentInput)
+]
 
 Text = Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)]
 """A string or text parts. Other members of a part, such as `cache_control`, have no effect."""

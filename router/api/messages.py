@@ -12,21 +12,29 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from baton.router.api.earlier import with_calls
-from baton.router.api.fields import Content, Items, Part, ShownImage, ShownText, invalid
+from baton.router.api.fields import (
+    UNSEEN,
+    ContentInput,
+    Items,
+    Part,
+    ShownImage,
+    ShownText,
+    content,
+    invalid,
+    result,
+)
 from baton.router.api.schemas import in_usual_form
 from baton.router.api.validation import refusing
 
 MAX_TOOLS = 2_048
 """The event loop validates them: 11 ms."""
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,512}$"
-
-
-UNSEEN = "[an image, which this model cannot see]"
 
 
 def _arguments(value: Any) -> str:
@@ -91,11 +99,18 @@ _BY_ROLE: list[Any] = [
 """What `Message._check_tool_fields` checks, as JSON schemas."""
 
 
+def _content(value: Any, info: ValidationInfo) -> Any:
+    return result(value) if info.data.get("role") == "tool" else content(value)
+
+
 class Message(Part):
     model_config = ConfigDict(json_schema_extra={"anyOf": _BY_ROLE})
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content = ""
+    content: Annotated[
+        str | list[ShownText | ShownImage],
+        BeforeValidator(_content, json_schema_input_type=ContentInput),
+    ] = ""
     name: str | None = None
     reasoning: str | None = Field(None, validation_alias=AliasChoices("reasoning", "reasoning_content"))
     tool_calls: Items[ToolCall] | None = None
@@ -127,7 +142,9 @@ class Message(Part):
         """The same message with a text in the place of each image."""
         if isinstance(self.content, str):
             return self
-        texts = (part.text if isinstance(part, ShownText) else UNSEEN for part in self.content)
+        texts = (
+            part.text if isinstance(part, ShownText) else UNSEEN.format("an image") for part in self.content
+        )
         return self.model_copy(update={"content": "\n".join(texts)})
 
     @property

@@ -8,7 +8,8 @@ them to each provider, and each of their requests would fail. Known and not list
 - `spaces_between_special_tokens` (no effect on byte-exact text)
 - `mm_payload`, `return_mm_kwargs` and `return_token_offsets` (of endpoints that only render)
 - `custom_labels` (of metrics), `ngram_corpus_id` (for speculation)
-- `context_management` of /v1/messages (Anthropic forgets what agents clear; here prefixes are cached)
+- `context_management` of /v1/messages (Anthropic forgets what agents clear; here prefixes are cached),
+  `mcp_servers` (of tools that Anthropic calls itself) and `speed` (there is one)
 - `max_tool_calls` (of tools that OpenAI runs itself) and `prompt_cache_options` (prefixes are always cached)
 - `options`, `keep_alive` and `think` (of Ollama's own API, not of its form of OpenAI's)
 - `client_metadata`, `access_programs` and `reasoning.context` (what Codex sends to OpenAI)
@@ -63,8 +64,7 @@ CHAT: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": ()}
 COUNT_TOKENS: dict[str, tuple[Any, ...]] = {
-    "mcp_servers": ([],), "output_format": (), "speed": ("standard",), "user_profile_id": (),
-    "workspace_id": (),
+    "output_format": (), "user_profile_id": (), "workspace_id": (),
 }  # fmt: skip
 _OF_CHATS: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "function_call": ("none",), "functions": ([],), "logprobs": (False,),

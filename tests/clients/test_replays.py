@@ -136,13 +136,14 @@ async def test_sessions_of_one_agent_without_a_key_keep_their_homes(
             assert status == 200, result
             chats[session].append(result["choices"][0]["message"])
 
-        for worker in cluster.prefills:
-            worker.starts = asyncio.Semaphore(0)
+        starts = [asyncio.Semaphore(0) for _ in cluster.prefills]
+        for worker, each in zip(cluster.prefills, starts, strict=True):
+            worker.starts = each
         for number in range(4):
             sent = asyncio.gather(*(next_turn(session, number) for session in range(len(chats))))
             await cluster.until(lambda: all(worker.submitted for worker in cluster.prefills))
-            for worker in cluster.prefills:
-                worker.starts = asyncio.Semaphore(1000)
+            for each in starts * len(chats):
+                each.release()
             await sent
     for session in range(len(chats)):
         found = turns([], [each for each in seen if f"of session {session}:" in each.text])

@@ -141,7 +141,11 @@ def test_an_invalid_field_of_a_completion_is_named(field, value, reason):
         ),
         ({"messages": HELLO, "tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"messages": HELLO, "tools": [tool("no spaces")]}, "tools[0].function.name", "match"),
-        ({"messages": HELLO, "tools": [tool("f", {"type": "string"})]}, "tools[0].function", "object"),
+        (
+            {"messages": HELLO, "tools": [tool("f", {"type": "string"})]},
+            "tools[0].function.parameters",
+            "object",
+        ),
         ({"messages": HELLO, "tools": [tool("f"), tool("f")]}, "tools", "twice"),
         ({"messages": HELLO, "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"messages": HELLO, "tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "required"),

@@ -329,7 +329,6 @@ async def test_errors_have_anthropics_form(tokenizer: ModelTokenizer, tmp_path: 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"stop": ["x"]}, "stop is not supported: use stop_sequences"),
-    ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
     ({"tools": [{"type": "bash_20250124", "name": "w"}]}, "tools[0]: tools of type 'bash"),
     ({"tools": [TOOL]}, "tools is not supported"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice"),

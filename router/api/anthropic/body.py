@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from baton.router.api.bodies import ChatBody
 from baton.router.api.fields import (
     MAX_STOPS,
+    UNSEEN,
     ByType,
     Hosted,
     Items,
@@ -37,7 +38,7 @@ from baton.router.api.structured import JsonSchema, ResponseFormat
 from baton.router.api.validation import COUNT_TOKENS, MESSAGES, refusing, validate
 
 NO_EFFECT = "no effect"
-_TOOL_FIELDS: dict[str, tuple[Any, ...]] = {"allowed_callers": (["direct"],), "input_examples": ([],)}
+_TOOL_FIELDS: dict[str, tuple[Any, ...]] = {"allowed_callers": (["direct"],)}
 _OF_VENDOR = "x-anthropic-billing-header"
 """How a text of the system begins that Claude Code adds for its vendor. It differs from prompt to prompt, so
 no prompt would share a prefix with another. vLLM 0.32 leaves it out, too."""
@@ -120,6 +121,13 @@ class ToolReferenceBlock(Part):
     text: str = Field(alias="tool_name")
 
 
+class CompactionBlock(Part):
+    """The summary of an earlier conversation. None: there is none."""
+
+    type: Literal["compaction"]
+    text: Nullable[str] = Field("", alias="content")
+
+
 class ThinkingBlock(Part):
     """Reasoning of an earlier message. If it is empty, the signature may hold it."""
 
@@ -139,6 +147,9 @@ ResultBlock = Annotated[
 ]
 
 
+_HOSTED_BLOCKS = {"server_tool_use", "mcp_tool_use", "mcp_tool_listing", "container_upload", "fallback"}
+
+
 def _blocks(value: Any) -> Any:
     """Leaves calls of tools out that Anthropic has run, and their results: the model does not have these."""
     if not isinstance(value, list):
@@ -147,7 +158,7 @@ def _blocks(value: Any) -> Any:
     return [
         block
         for block, kind in zip(value, kinds, strict=True)
-        if kind != "server_tool_use" and not kind.endswith("_tool_result")
+        if kind not in _HOSTED_BLOCKS and not kind.endswith("_tool_result")
     ]
 
 
@@ -158,11 +169,34 @@ class ToolUseBlock(Part):
     input: Arguments
 
 
+_READABLE: dict[str, set[str]] = {
+    "text": set(), "search_result": set(), "tool_reference": set(), "image": {"base64", "url"},
+    "document": {"text", "content"},
+}  # fmt: skip
+"""Types of blocks, and of their sources."""
+
+
+def _result(value: Any) -> Any:
+    """A text stands for each block that the model cannot see, as in `fields.result`."""
+    blocks = _blocks(value)
+    return [_readable(block) for block in blocks] if isinstance(blocks, list) else blocks
+
+
+def _readable(block: Any) -> Any:
+    if not isinstance(block, dict) or not isinstance(kind := block.get("type"), str):
+        return block
+    source = block.get("source")
+    form = source.get("type") if isinstance(source, dict) else None
+    if kind in _READABLE and (form is None or form in _READABLE[kind]):
+        return block
+    return {"type": "text", "text": UNSEEN.format(f"a {kind[:40]}")}
+
+
 class ToolResultBlock(Part):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[
-        Items[ResultBlock], BeforeValidator(_blocks, json_schema_input_type=str | Items[ResultBlock] | None)
+        Items[ResultBlock], BeforeValidator(_result, json_schema_input_type=str | Items[ResultBlock] | None)
     ] = Field([])
     is_error: Nullable[bool] = False
 
@@ -200,6 +234,7 @@ AnyBlock = Annotated[
     | ImageBlock
     | DocumentBlock
     | SearchResultBlock
+    | CompactionBlock
     | ThinkingBlock
     | RedactedThinkingBlock
     | ToolUseBlock
@@ -301,7 +336,7 @@ class Conversation:
                 return f"The tool {block.tool.name} is not available any more." if block.tool.name else ""
             case TextBlock(text=text):
                 return "" if text.startswith(_OF_VENDOR) else text
-            case DocumentBlock() | SearchResultBlock():
+            case CompactionBlock() | DocumentBlock() | SearchResultBlock():
                 return block.text
         raise AssertionError(block)
 
@@ -335,13 +370,15 @@ class AnthropicTool(Part):
     description: str | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
 
     _refuse_unsupported = refusing(_TOOL_FIELDS, nested=True)
 
     def for_chat(self, *, described: bool = False) -> dict[str, Any]:
         """`described`: a message describes it, so the beginning of the prompt does not."""
-        fields = self.model_dump(exclude={"type", "input_schema"})
-        function = {**fields, "parameters": self.input_schema, "defer_loading": described}
+        fields = self.model_dump(exclude={"type", "input_schema", "input_examples"})
+        examples = {"examples": self.input_examples} if self.input_examples else {}
+        function = {**fields, "parameters": self.input_schema | examples, "defer_loading": described}
         return {"type": "function", "function": function}
 
 

@@ -23,6 +23,7 @@ from baton.router.api.fields import (
     Items,
     Nullable,
     Part,
+    ResultContent,
     TemplateSettings,
     invalid,
     text,
@@ -141,7 +142,7 @@ class CallOutputItem(Part):
 
     type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     call_id: Annotated[str, Field(validation_alias=AliasChoices("call_id", "id"))]
-    output: Content
+    output: ResultContent
 
     @property
     def message(self) -> dict[str, Any]:
@@ -290,12 +291,15 @@ class NamedFunctionTool(Part):
 class AllowedFunctionTools(Part):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[
+        list[Annotated[NamedFunctionTool, ByType(what="tools", hosted=HOSTED)]],
+        Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True),
+    ]
 
     def for_chat(self, called: dict[str, Called]) -> dict[str, Any]:
         """`called`: as `functions` returns it."""
-        allowed = {"mode": self.mode, "tools": [tool.for_chat(called) for tool in self.tools]}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
+        tools = [tool.for_chat(called) for tool in self.tools if not isinstance(tool, Hosted)]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
 
 
 Choice = Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | None

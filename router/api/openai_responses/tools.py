@@ -29,7 +29,7 @@ from baton.router.api.validation import refusing
 
 HOSTED = (
     "web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp", "shell",
-    "apply_patch",
+    "apply_patch", "program",
 )  # fmt: skip
 """How the types of tools begin that OpenAI runs or defines itself, and those of items with their calls.
 Clients send them to each provider. The model answers without them, as it does not see them."""
