@@ -28,6 +28,7 @@ def test_only_workers_with_capacity_are_chosen():
     loads = [load("full", free=1, running=0), load("roomy", free=4, running=60)]
     assert choose(loads, 17, rng) == choose(loads, 64, rng) == "roomy"
     assert choose(loads, 65, rng) is None
+    assert [loads[1].fits(tokens) for tokens in (64, 65)] == [True, False]
     assert choose([], 1, rng) is None
 
 
