@@ -17,6 +17,8 @@ from baton.worker.messages import Code
 from tests.router_messages import HERE, MESSAGES, OTHER_STREAM, STREAM, new_id, source, work
 from tests.vllm_worker.test_roles import FIRST, STATS, Worker, output
 
+pytestmark = pytest.mark.all
+
 
 async def prefill(worker: Worker, of: bytes) -> None:
     worker.roles.handle(messages.Prefill(STREAM, work(of), handover=True))

@@ -18,6 +18,8 @@ from tests.within import WITHIN
 
 from .served import Front, Reference, VLLMCluster, joined, prompts_of, save_model, serving
 
+pytestmark = pytest.mark.all
+
 TOKENS = 12
 FLAGS = ("--max-model-len", "2304", "--advanced.num-blocks", "100", "--max-num-batched-tokens", "256")
 
@@ -50,7 +52,6 @@ def test_steps_are_measured_at_the_start(cluster: VLLMCluster) -> None:
         assert 0 < steps["decode_seconds"][0] <= steps["decode_seconds"][-1]
 
 
-@pytest.mark.all
 @pytest.mark.timeout(900)
 def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
     """Chunked, with a prefix hit, and with what the router does: streams, stop strings, log probabilities."""
@@ -86,7 +87,6 @@ def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
     cluster.assert_whole()
 
 
-@pytest.mark.all
 def test_shared_memory_has_names_of_this_run(cluster: VLLMCluster) -> None:
     """So tests that run beside this one can tell them from names that Baton leaves."""
     maps: list[str] = []
@@ -98,7 +98,6 @@ def test_shared_memory_has_names_of_this_run(cluster: VLLMCluster) -> None:
     assert {path[: len(prefix)] for path in named} == {prefix}
 
 
-@pytest.mark.all
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "lengths",
@@ -131,7 +130,6 @@ def test_pairs_with_batons_engine(cluster: VLLMCluster, reference: Reference, le
             front.assert_whole()
 
 
-@pytest.mark.all
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "title",
