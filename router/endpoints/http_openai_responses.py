@@ -198,7 +198,7 @@ class OpenAIResponses:
                 stored = StoredResponse(encode(response), conversation, turn.background, items, events)
                 self._stored.put(turn.key, response["id"], stored)
 
-        return OpenAIResponsesBuilder(active, _new_id(request), keep)
+        return OpenAIResponsesBuilder(active, _new_id(request), keep, None if events is None else events.add)
 
     async def _generate_unseen(
         self, active: ActiveRequest, builder: OpenAIResponsesBuilder, events: Events | None, key: str
@@ -220,31 +220,32 @@ class OpenAIResponses:
             if events is None:
                 builder.add(index, delta)
             else:
-                active.keep(events.add(builder.events(index, delta)))
+                before = events.bytes
+                builder.events(index, delta)
+                active.keep(events.bytes - before)
 
-        def failed(error: ApiError) -> bytes:
+        def failed(error: ApiError) -> None:
             access.status = error.status
             active.services.metrics.failed(error, active.name)
-            return builder.failed(error)
+            builder.failed(error)
 
-        last = b""
         try:
             with active.generating():
                 if events is not None:
-                    active.keep(events.add(builder.begin()))
+                    builder.begin()
+                    active.keep(events.bytes)
                 await http.collect(active, builder, add)
-            last = builder.end()
+            builder.end()
         except asyncio.CancelledError:
             access.status = access_log.CLOSED_BY_CLIENT
             builder.cancelled()
         except ApiError as error:
-            last = failed(error)
+            failed(error)
         except Exception:
             log.exception("request %s", http.REQUEST_ID.get())
-            last = failed(ApiError(f"request {http.REQUEST_ID.get()} failed inside the router"))
+            failed(ApiError(f"request {http.REQUEST_ID.get()} failed inside the router"))
         finally:
             if events is not None:
-                events.add(last)
                 events.end()
 
 

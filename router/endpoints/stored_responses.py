@@ -43,6 +43,9 @@ class Events:
     """The events of a response in the background, for all clients that follow it.
 
     The place of an event is its sequence number.
+
+    Attributes:
+        bytes: of memory that they take.
     """
 
     def __init__(self) -> None:
@@ -51,15 +54,11 @@ class Events:
         self.ended = False
         self._new = asyncio.Event()
 
-    def add(self, data: bytes) -> int:
-        """`data`: any number of whole events. Returns the bytes of memory that they take."""
-        new = [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
-        size = len(data) + len(new) * _EVENT_BYTES
+    def add(self, new: list[bytes]) -> None:
         self.all += new
-        self.bytes += size
+        self.bytes += sum(map(len, new)) + len(new) * _EVENT_BYTES
         if new:
             self._wake()
-        return size
 
     def end(self) -> None:
         self.ended = True

@@ -300,10 +300,10 @@ async def test_a_token_without_an_event_ends_no_wait_for_a_keepalive():
     events = Events()
     waits = asyncio.create_task(events.wait(3600.0))
     await asyncio.sleep(0)
-    events.add(b"")
+    events.add([])
     await asyncio.sleep(0)
     assert not waits.done()
-    events.add(b"event: x\ndata: {}\n\n")
+    events.add([b"event: x\ndata: {}\n\n"])
     assert await waits
 
 

@@ -7,7 +7,7 @@ from baton.kv_names import CHUNK_TOKENS
 from baton.router.active_request import ActiveRequest
 from baton.router.api.anthropic.reply import error_body
 from baton.router.api.messages import parsed_arguments
-from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, written
+from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event
 from baton.router.errors import ApiError
 from baton.router.text.sealed import signature
 
@@ -33,10 +33,10 @@ class AnthropicBuilder(BlocksBuilder):
 
     def end(self) -> bytes:
         delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
-        return written(iter([delta, {"type": "message_stop"}]))
+        return self._written([delta, {"type": "message_stop"}])
 
     def failed(self, error: ApiError) -> bytes:
-        return written(iter([error_body(error, self._request.name)]))
+        return self._written([error_body(error, self._request.name)])
 
     def _begin(self) -> Iterator[Event]:
         nothing = {"content": [], "stop_reason": None, "stop_sequence": None}

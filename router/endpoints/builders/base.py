@@ -200,7 +200,10 @@ class BlocksBuilder:
             pass
 
     def events(self, index: int, delta: Delta) -> bytes:
-        return written(self._changes(delta))
+        return self._written(self._changes(delta))
+
+    def _written(self, events: Iterable[Event]) -> bytes:
+        return b"".join(sent_events(events))
 
     def _changes(self, delta: Delta) -> Iterator[Event]:
         self._last = delta
@@ -248,6 +251,6 @@ class BlocksBuilder:
         raise NotImplementedError
 
 
-def written(events: Iterator[Event]) -> bytes:
+def sent_events(events: Iterable[Event]) -> list[bytes]:
     """Returns server-sent events, each with its `type` as its name."""
-    return b"".join(b"event: %b\ndata: %b\n\n" % (e["type"].encode(), encode(e)) for e in events)
+    return [b"event: %b\ndata: %b\n\n" % (e["type"].encode(), encode(e)) for e in events]

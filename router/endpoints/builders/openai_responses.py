@@ -1,7 +1,7 @@
 """Builds OpenAI's responses (POST /v1/responses)."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -9,7 +9,7 @@ import msgspec
 from baton.router.active_request import ActiveRequest
 from baton.router.api.messages import parsed_arguments
 from baton.router.api.openai_responses.tools import Called, CustomInput
-from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, LogprobEntries, written
+from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, LogprobEntries, sent_events
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.tools.parser import Part
@@ -36,13 +36,20 @@ class OpenAIResponsesBuilder(BlocksBuilder):
         id: of the response.
     """
 
-    def __init__(self, request: ActiveRequest, id: str, on_end: Callable[[dict[str, Any]], None]) -> None:
-        """`on_end` gets the response when it is complete, incomplete or failed, before the client does."""
+    def __init__(
+        self,
+        request: ActiveRequest,
+        id: str,
+        on_end: Callable[[dict[str, Any]], None],
+        on_events: Callable[[list[bytes]], None] | None = None,
+    ) -> None:
+        """`on_end` gets the response when it is complete, incomplete or failed, before the client does.
+        `on_events` gets all events of a stream."""
         super().__init__(request)
         self.id = id
         self._called = request.prepared.called
         self._input = CustomInput()  # of the open block, if that is a call of a custom tool
-        self._on_end = on_end
+        self._on_end, self._on_events = on_end, on_events
         self._entries = LogprobEntries(request, kept=True)
         self._logprobs = request.body.logprobs_wanted is not None
         self._pending: list[tuple[str, Any]] = []  # tokens that may be in a message: text and logprobs
@@ -84,13 +91,13 @@ class OpenAIResponsesBuilder(BlocksBuilder):
 
     def end(self) -> bytes:
         response = self.whole()
-        return written(self._numbered({"type": f"response.{response['status']}", "response": response}))
+        return self._written(self._numbered({"type": f"response.{response['status']}", "response": response}))
 
     def failed(self, error: ApiError) -> bytes:
         begin = [*self._begin()]
         response = self.response("failed", error)
         self._on_end(response)
-        return written(iter([*begin, *self._numbered({"type": "response.failed", "response": response})]))
+        return self._written([*begin, *self._numbered({"type": "response.failed", "response": response})])
 
     def cancelled(self) -> None:
         self._on_end(self.response("cancelled"))
@@ -102,7 +109,13 @@ class OpenAIResponsesBuilder(BlocksBuilder):
 
     def begin(self) -> bytes:
         """Returns the first events, before there is a token."""
-        return written(self._begin())
+        return self._written(self._begin())
+
+    def _written(self, events: Iterable[Event]) -> bytes:
+        new = sent_events(events)
+        if self._on_events is not None:
+            self._on_events(new)
+        return b"".join(new)
 
     def _begin(self) -> Iterator[Event]:
         if self._sequence_number:
