@@ -34,7 +34,8 @@ from baton.router.api.validation import refusing
 
 MAX_TOOLS = 2_048
 """The event loop validates them: 11 ms."""
-FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,512}$"
+MAX_NAME = 512
+FUNCTION_NAME = rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}$"
 
 
 def _arguments(value: Any) -> str:

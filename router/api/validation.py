@@ -16,7 +16,6 @@ them to each provider, and each of their requests would fail. Known and not list
 """
 
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -244,17 +243,16 @@ def _cut(text: str) -> str:
 
 
 _ANTHROPIC = {
-    r"messages\[\d+\](?!.*\.tool\.definition\.).*|continue_final_message": "messages",
-    r"tools\[(\d+)\]\.function(\.parameters)?": r"tools[\1].input_schema",
-    r"response_format(\.json_schema\.schema)?": "output_config.format",
-    r"reasoning_effort": "output_config.effort",
-    r"thinking_token_budget": "thinking.budget_tokens",
+    "messages": "messages",
+    "continue_final_message": "messages",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 _RESPONSES = {
-    r"messages(\[\d+\].*)?": "input",
-    r"tools\[(\d+)\]\.function(\.parameters)?": r"tools[\1]\2",
-    r"response_format(\.json_schema\.schema)?": "text.format",
-    r"reasoning_effort": "reasoning.effort",
+    "messages": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 _NAMES = {
     "messages": _ANTHROPIC,
@@ -262,15 +260,15 @@ _NAMES = {
     "responses": _RESPONSES,
     "input_tokens": _RESPONSES,
 }
-"""For each kind of body, the fields of a chat completion as regular expressions, and their names there."""
+"""For each kind of body, what stands there for a field of a chat completion, with all its parts."""
+_TOOL_OF_MESSAGE = ".tool.definition."
+"""A path with it is one of the client's body."""
 
 
 def field_in(kind: str, param: str) -> str:
     """Returns the name that a field of a chat completion has in a body of this kind."""
-    for pattern, name in _NAMES.get(kind, {}).items():
-        if (match := re.fullmatch(pattern, param)) is not None:
-            return match.expand(name) if match.re.groups else name
-    return param
+    field = param.partition(".")[0].partition("[")[0]
+    return param if _TOOL_OF_MESSAGE in param else _NAMES.get(kind, {}).get(field, param)
 
 
 def pointer_in(kind: str, param: str) -> str:
@@ -278,7 +276,7 @@ def pointer_in(kind: str, param: str) -> str:
     name = field_in(kind, param)
     if name in ("output_config.format", "text.format"):
         name += ".schema"
-    return "/" + re.sub(r"\[(\d+)\]", r".\1", name).replace(".", "/")
+    return "/" + name.replace("[", "/").replace("]", "").replace(".", "/")
 
 
 @contextmanager

@@ -11,10 +11,12 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.openai_responses.lark import MAX_REGEX, regex_of
 from baton.router.api.openai_responses.tools import CustomInput
+from baton.router.api.validation import parse
 from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses
-from baton.router.errors import BodyTooLarge, NotFound
+from baton.router.errors import BodyTooLarge, InvalidRequest, NotFound
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 
 from .conftest import Cluster, accepts, make_cluster, shared_forks
@@ -320,3 +322,23 @@ async def test_an_image_as_a_result_is_a_text_for_a_model_without_images(calling
     assert "Look:\n[an image, which this model cannot see]" in calling.prompt
     status, _ = await calling.post(PATH, input=[{"role": "user", "content": [image]}])
     assert status == 400, "the client may ask another model"
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        (
+            {"type": "namespace", "name": "n" * 500, "tools": [{"type": "function", "name": "f" * 11}]},
+            "tools[0]",
+        ),
+        (
+            {"type": "tool_search", "execution": "client", "parameters": {"type": "array"}},
+            "tools[0].parameters",
+        ),
+    ],
+)
+def test_a_tool_that_makes_no_function_is_refused_by_its_place(tool: dict[str, Any], param: str):
+    body = {"input": "Hi", "tools": [tool]}
+    with pytest.raises(InvalidRequest) as refused:
+        parse(ResponsesBody, json.dumps(body).encode())
+    assert refused.value.param == param

@@ -27,6 +27,7 @@ from baton.router.api.messages import (
     FUNCTION_NAME,
     MAX_TOOLS,
     Arguments,
+    Function,
     Parameters,
     Tool,
     described,
@@ -345,7 +346,7 @@ class Conversation:
         if name not in self.tools:
             return ""
         _, tool = self.loaded[name] = self.tools[name]
-        return described(Tool.model_validate(tool.for_chat()))
+        return described(tool.for_chat())
 
 
 def _joined(pieces: Iterable[str | ShownImage]) -> str | list[ShownText | ShownImage]:
@@ -374,12 +375,17 @@ class AnthropicTool(Part):
 
     _refuse_unsupported = refusing(_TOOL_FIELDS, nested=True)
 
-    def for_chat(self, *, described: bool = False) -> dict[str, Any]:
+    def for_chat(self, *, described: bool = False) -> Tool:
         """`described`: a message describes it, so the beginning of the prompt does not."""
-        fields = self.model_dump(exclude={"type", "input_schema", "input_examples"})
         examples = {"examples": self.input_examples} if self.input_examples else {}
-        function = {**fields, "parameters": self.input_schema | examples, "defer_loading": described}
-        return {"type": "function", "function": function}
+        function = Function.model_construct(
+            name=self.name,
+            description=self.description,
+            parameters=self.input_schema | examples,
+            strict=self.strict,
+            defer_loading=described,
+        )
+        return Tool.model_construct(function=function)
 
 
 class AnthropicToolChoice(Part):

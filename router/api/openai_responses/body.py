@@ -29,7 +29,7 @@ from baton.router.api.fields import (
     text,
     unsupported,
 )
-from baton.router.api.messages import MAX_TOOLS, Arguments, Tool, choice_of, described, more_tools
+from baton.router.api.messages import MAX_TOOLS, Arguments, choice_of, described, more_tools
 from baton.router.api.openai_responses.tools import (
     HOSTED,
     INPUT,
@@ -158,7 +158,7 @@ class ToolsItem(Part):
     def shown(self) -> str:
         """The tools as a text for the model."""
         found, _ = functions(own(self.tools, ""), ())
-        return described(*map(Tool.model_validate, found))
+        return described(*found)
 
 
 class AdditionalToolsItem(ToolsItem):

@@ -18,12 +18,12 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from baton.router.api.fields import ByType, Hosted, Items, Part, invalid
-from baton.router.api.messages import FUNCTION_NAME, Function
+from baton.router.api.messages import FUNCTION_NAME, MAX_NAME, Function, Parameters, Tool
 from baton.router.api.openai_responses.lark import regex_of
 from baton.router.api.validation import refusing
 
@@ -67,10 +67,10 @@ class FunctionTool(Function):
 
     _refuse_other_tools = refusing({"allowed_callers": (["direct"],)}, nested=True)
 
-    def functions(self, field: str, namespace: str | None = None) -> Iterator[tuple[dict[str, Any], Called]]:
-        fields = self.model_dump(exclude={"type"}, exclude_unset=True)
-        fields["name"] = flat_name(self.name, namespace)
-        yield fields, Called("function", self.name, namespace, f"{field}.parameters")
+    def functions(self, field: str, namespace: str | None = None) -> Iterator[tuple[Function, Called]]:
+        fields = {name: getattr(self, name) for name in Function.model_fields}
+        function = Function.model_construct(**fields | {"name": flat_name(self.name, namespace)})
+        yield function, Called("function", self.name, namespace, f"{field}.parameters")
 
 
 class TextInput(Part):
@@ -106,16 +106,16 @@ class CustomTool(Part):
     format: Annotated[TextInput | GrammarInput, ByType(what="formats")] | None = None
     defer_loading: bool | None = None
 
-    def functions(self, field: str, namespace: str | None = None) -> Iterator[tuple[dict[str, Any], Called]]:
+    def functions(self, field: str, namespace: str | None = None) -> Iterator[tuple[Function, Called]]:
         regex = self.format.regex if isinstance(self.format, GrammarInput) else None
         text = {"type": "string"} if regex is None else {"type": "string", "pattern": f"^(?:{regex})$"}
-        function = {
-            "name": flat_name(self.name, namespace),
-            "description": self.description,
-            "parameters": _object({INPUT: text}, [INPUT]),
-            "strict": regex is not None,
-            "defer_loading": self.defer_loading,
-        }
+        function = Function.model_construct(
+            name=flat_name(self.name, namespace),
+            description=self.description,
+            parameters=_object({INPUT: text}, [INPUT]),
+            strict=regex is not None,
+            defer_loading=self.defer_loading,
+        )
         enforced = regex is not None or not isinstance(self.format, GrammarInput)
         yield function, Called("custom", self.name, namespace, f"{field}.format", enforced)
 
@@ -126,7 +126,14 @@ class NamespaceTool(Part):
     description: str | None = None
     tools: Items[Annotated[FunctionTool | CustomTool, ByType(what="tools", hosted=HOSTED)]]
 
-    def functions(self, field: str) -> Iterator[tuple[dict[str, Any], Called]]:
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = (flat_name(tool.name, self.name) for _, tool in own(self.tools, ""))
+        if any(len(name) > MAX_NAME for name in names):
+            raise invalid(f"with a tool's name its name must have at most {MAX_NAME - 2} characters")
+        return self
+
+    def functions(self, field: str) -> Iterator[tuple[Function, Called]]:
         for place, tool in own(self.tools, f"{field}.tools"):
             yield from tool.functions(place, self.name)
 
@@ -134,7 +141,7 @@ class NamespaceTool(Part):
 class LocalShellTool(Part):
     type: Literal["local_shell"]
 
-    def functions(self, field: str) -> Iterator[tuple[dict[str, Any], Called]]:
+    def functions(self, field: str) -> Iterator[tuple[Function, Called]]:
         text = {"type": "string"}
         parameters = {
             "command": {"type": "array", "items": text},
@@ -144,12 +151,12 @@ class LocalShellTool(Part):
             "working_directory": text,
         }
         description = "Runs a command on the user's machine. The first string of `command` is the program."
-        function = {
-            "name": self.type,
-            "description": description,
-            "parameters": _object(parameters, ["command"]),
-            "strict": True,
-        }
+        function = Function.model_construct(
+            name=self.type,
+            description=description,
+            parameters=_object(parameters, ["command"]),
+            strict=True,
+        )
         yield function, Called("local_shell", self.type, None, field)
 
 
@@ -159,13 +166,15 @@ class ToolSearchTool(Part):
     type: Literal["tool_search"]
     execution: Literal["server", "client"] | None = None
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
 
-    def functions(self, field: str) -> Iterator[tuple[dict[str, Any], Called]]:
+    def functions(self, field: str) -> Iterator[tuple[Function, Called]]:
         if self.execution == "client":
             parameters = self.parameters or _object({"query": {"type": "string"}}, ["query"])
             description = self.description or "Finds more tools."
-            function = {"name": self.type, "description": description, "parameters": parameters}
+            function = Function.model_construct(
+                name=self.type, description=description, parameters=parameters
+            )
             yield function, Called("tool_search", self.type, None, f"{field}.parameters")
 
 
@@ -183,7 +192,7 @@ def own(tools: Iterable[Any], field: str) -> Placed:
     return [(f"{field}[{i}]", tool) for i, tool in enumerate(tools) if not isinstance(tool, Hosted)]
 
 
-def functions(tools: Placed, loaded: Placed) -> tuple[list[dict[str, Any]], dict[str, Called]]:
+def functions(tools: Placed, loaded: Placed) -> tuple[list[Tool], dict[str, Called]]:
     """Returns the functions that the model may call, and what their calls are, by the names of the functions.
 
     Args:
@@ -191,23 +200,23 @@ def functions(tools: Placed, loaded: Placed) -> tuple[list[dict[str, Any]], dict
         loaded: those that items of the conversation describe. The prompt does not describe them again.
     """
     searched = any(isinstance(tool, ToolSearchTool) and tool.execution == "client" for _, tool in tools)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Function] = {}
     called: dict[str, Called] = {}
     deferred = set[str]()
     for described in (tools, loaded):
         for place, tool in described:
             for function, call in tool.functions(place):
-                name = function["name"]
+                name = function.name
                 if described is loaded:
                     deferred.add(name)
                 if name not in found:
                     found[name], called[name] = function, call
     offered = [
-        function | {"defer_loading": name in deferred}
+        function.model_copy(update={"defer_loading": name in deferred})
         for name, function in found.items()
-        if name in deferred or not (searched and function.get("defer_loading"))
+        if name in deferred or not (searched and function.defer_loading)
     ]
-    return [{"type": "function", "function": each} for each in offered], called
+    return [Tool.model_construct(function=each) for each in offered], called
 
 
 class CustomInput:
