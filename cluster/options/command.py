@@ -52,6 +52,9 @@ class Command(TyperCommand):
             for record in records:
                 for line in _described(*record, page):
                     page.print(line, soft_wrap=True)
+        if any(each.metavar in ("S", "MS", "SIZE") for each in self.params):
+            units = "S are seconds, MS milliseconds. A SIZE is in bytes, or has a unit: 64KiB, 16MiB, 8GiB."
+            page.print(Text(f"\n{units}"))
         if any(each.opts[0].startswith(flag("", advanced=True)) for each in self.params):
             page.print(
                 Text(f"\nAdvanced settings ({flag('NAME', advanced=True)}): docs/reference/settings.md")

@@ -42,7 +42,7 @@ class WorkerOptions:
         "Publish what enters and leaves the prefix cache there (ZeroMQ), as vLLM does.",
         "tcp://ADDRESS:PORT",
     )
-    kv_events_topic: str = advanced("", "Topic of these events.", "TEXT")
+    kv_events_topic: str = advanced("", "Topic of the events of --kv-events-endpoint.", "TEXT")
     group: str | None = opt(
         None, "The group of this worker, which started it, as a JSON object.", "JSON", hidden=True
     )
@@ -224,7 +224,7 @@ class DeadlineOptions:
     panel: ClassVar[str] = "Deadlines"
     failure_timeout: float = opt(
         10.0,
-        "A silent engine or KV transfer has failed after this time, a silent peer after half of it. A "
+        "A silent process or KV transfer has failed after this time, a silent peer after half of it. A "
         "finished prefill waits three times as long for a decode worker.",
         "S",
     )
@@ -319,7 +319,12 @@ class FrontOptions(ServerTlsOptions):
         "KEY",
         shown="there are no such calls",
     )
-    admin_key_file: Path | None = opt(None, "File with this key.", **OLD_FILE)
+    admin_key_file: Path | None = opt(
+        None,
+        "File with the key of calls that replace weights or pause workers.",
+        shown="BATON_ADMIN_KEY, or there are no such calls",
+        **OLD_FILE,
+    )
     max_body_size: str = advanced(
         "16MiB",
         "Largest body of a request, and most bytes of images that it names by URL.",
@@ -338,7 +343,7 @@ class FrontOptions(ServerTlsOptions):
         check=between(0, 86_400),
     )
     batch_dir: Path | None = directory("Keep files and batches of OpenAI's API here.", shown="there are none")
-    batch_dir_size: str = advanced("4GiB", "Bytes of these files.", "SIZE", check=check_size)
+    batch_dir_size: str = advanced("4GiB", "Bytes of the files in --batch-dir.", "SIZE", check=check_size)
     ttft_target: float | None = opt(
         None,
         "Target time to first token. Requests are placed by it, and the prefill pool grows to meet it.",

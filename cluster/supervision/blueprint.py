@@ -45,6 +45,7 @@ class RoleSpec:
         workers: those of a group (`--data-parallel-size`), which this role starts; 1: it is one worker.
         labels: labels of the Ray nodes that may run the role; empty means every node.
         tls: the files with which its supervisor connects to the role.
+        patience: seconds without an answer after which the role counts as dead.
     """
 
     role: RoleName
@@ -59,6 +60,7 @@ class RoleSpec:
     placement: Literal["spread", "pack", "pair"] = "spread"
     labels: Mapping[str, str] = field(default_factory=dict)
     tls: TlsFiles | None = None
+    patience: float = options.DeadlineOptions.failure_timeout
 
     @property
     def name(self) -> str:
@@ -120,6 +122,7 @@ class Blueprint:
     def roles(self) -> list[RoleSpec]:
         """The workers, then the router. Raises ValueError for options that cannot be used."""
         shared, keys = self._secrets()
+        shared["patience"] = self.deadlines.failure_timeout
         tls, pairs = self.secret.tls(), self._pairs()
         specs: list[RoleSpec] = []
         nodes_of = (self.ray.prefill_nodes, self.ray.decode_nodes)

@@ -9,6 +9,7 @@ from typing import Any
 from grpc import RpcError
 from grpc.aio import Channel
 
+from baton.cluster.options.roles import DeadlineOptions
 from baton.cluster.supervision.blueprint import Pool
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import check_health, connect
@@ -17,7 +18,7 @@ from baton.rpc.tls import TlsFiles
 from baton.system.addresses import split_address
 
 HEALTH_INTERVAL = 2.0  # seconds between two health checks
-DEAD_AFTER = 10.0  # seconds without an answer after which a role counts as dead; as --failure-timeout
+ANSWER_WITHIN = 10.0  # seconds for one answer of a role
 PATIENCE = 2.0  # seconds for a router to tell its metrics
 
 _POOLS: dict[Pool, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
@@ -109,7 +110,7 @@ async def until_silent(
     secret: bytes,
     tls: TlsFiles | None = None,
     interval: float = HEALTH_INTERVAL,
-    patience: float = DEAD_AFTER,
+    patience: float = DeadlineOptions.failure_timeout,
 ) -> str:
     """Checks the role that reported `ready` until it gives no answer for `patience` seconds.
 
@@ -149,18 +150,18 @@ async def _check_of(
         host, port = split_address(ready["store"])
 
         async def connected() -> None:
-            async with asyncio.timeout(DEAD_AFTER):
+            async with asyncio.timeout(ANSWER_WITHIN):
                 _, writer = await asyncio.open_connection(host, port)
             writer.close()
 
         return connected
     if "address" not in ready:
-        return lambda: _get(ready, "health", DEAD_AFTER)
+        return lambda: _get(ready, "health", ANSWER_WITHIN)
     channel = await open_.enter_async_context(connect(ready["address"], secret, tls))
 
     async def check() -> None:
         try:
-            await check_health(channel, DEAD_AFTER)
+            await check_health(channel, ANSWER_WITHIN)
         except RpcError as error:
             raise OSError(str(error)) from error
 

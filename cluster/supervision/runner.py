@@ -95,7 +95,7 @@ class RoleRunner(RoleProcess):
             environment,
             logs / f"{spec.role}-{spec.index}.log",
             policy or RestartPolicy(),
-            lambda ready: until_silent(ready, spec.secret, spec.tls),
+            lambda ready: until_silent(ready, spec.secret, spec.tls, patience=spec.patience),
             node or socket.gethostname(),
         )
         self._unwritten: dict[Path, str] = {}  # a router's files with news that they do not have yet

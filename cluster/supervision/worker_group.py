@@ -199,7 +199,8 @@ class WorkerGroup:
         await asyncio.gather(*(self._silent(*each, tls) for each in zip(ranks, ready, strict=True)))
 
     async def _silent(self, rank: _Rank, ready: Mapping[str, Any], tls: TlsFiles | None) -> None:
-        self._fail(f"{rank.name} {await until_silent(ready, self._secret, tls)}")
+        patience = self._flags.deadlines.failure_timeout
+        self._fail(f"{rank.name} {await until_silent(ready, self._secret, tls, patience=patience)}")
 
     def _fail(self, why: str) -> None:
         if not self._failed.done():

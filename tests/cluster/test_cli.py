@@ -201,6 +201,16 @@ def test_the_same_option_may_have_the_name_of_vllm(served: list[Blueprint]) -> N
     assert "--advanced.num-blocks 77" in " ".join(served[0].roles()[0].args)
 
 
+def test_one_time_tells_failures_everywhere(served: list[Blueprint], started: list[Any]) -> None:
+    run_baton("serve", "--failure-timeout", "20")
+    specs = served[0].roles()
+    assert {spec.patience for spec in specs} == {20.0}, "of the supervisor"
+    run_baton("decode", *specs[1].args)
+    deadlines = started[0].deadlines
+    assert (deadlines.engine_dead, deadlines.progress, deadlines.peer_dead) == (20.0, 20.0, 10.0)
+    assert deadlines.hold == deadlines.fetch_wait == 60.0
+
+
 def test_tokenizer_and_download_dir_reach_every_role(
     served: list[Blueprint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ def interval_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     waits = {"sleep": lambda seconds: asyncio.sleep(0), "wait": wait}
     monkeypatch.setattr(calls, "asyncio", SimpleNamespace(**vars(asyncio) | waits))
-    monkeypatch.setattr(calls, "DEAD_AFTER", WITHIN)
+    monkeypatch.setattr(calls, "ANSWER_WITHIN", WITHIN)
     return passed.release
 
 
