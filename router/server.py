@@ -148,6 +148,7 @@ class RunningRouter:
 
     async def drain(self) -> None:
         """Serves what comes over connections that are open, until all have closed and no request runs.
+        Clients of gRPC are told to leave.
 
         If there are any, it goes on listening for `RETIRE_SECONDS`: load balancers may not know yet."""
         active, connections = self.services.active, self.listener.connections
@@ -155,9 +156,10 @@ class RunningRouter:
         self.frontend.draining = True
         self.http.retire()
         self.grpc.drain()
-        if connections:
+        if connections or self.grpc.has_connections:
             await asyncio.sleep(RETIRE_SECONDS)
         self.listener.close()
+        self.grpc.retire()
         await connections.none.wait()
         await active.none.wait()
 

@@ -117,7 +117,14 @@ class Server:
         self._connections = Connections(f"gRPC port {self._port}", self._most, _EXTRA)
         self._following = asyncio.create_task(self._follow(), name="gRPC connections")
 
+    @property
+    def has_connections(self) -> bool:
+        """Whether a client is connected. One that has come within `_SECONDS` may not count yet."""
+        return bool(self._clients)
+
     async def stop(self, grace: float | None) -> None:
+        """Listens no more, and tells clients to leave. Calls end by themselves, or after `grace` seconds. A
+        second stop may have less grace."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})

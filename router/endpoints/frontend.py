@@ -165,7 +165,7 @@ class Frontend:
         return holding(self._services.admission, account, size)
 
     def refuse_while_draining(self) -> None:
-        """For requests that come without a connection, or over one that cannot tell its client to leave."""
+        """For requests that come without a connection."""
         if self.draining:
             raise ShuttingDown(_ENDING, retry_after=1)
 

@@ -73,6 +73,7 @@ class GrpcEndpoint:
         handler = grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})
         self._server.add_generic_rpc_handlers((handler,))
         self._following: asyncio.Task[None] | None = None
+        self._retiring: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
         """Listens, and returns the address. Raises ValueError when the port cannot be had."""
@@ -86,9 +87,21 @@ class GrpcEndpoint:
         self._following = asyncio.create_task(self._follow_readiness(), name="gRPC health")
         return f"{url_host(host)}:{bound}"
 
+    @property
+    def has_connections(self) -> bool:
+        return self._server.has_connections
+
     def drain(self) -> None:
-        """Tells health clients that it stops. It still listens, and refuses new calls with an error."""
+        """Tells health clients that it stops. It still serves new calls, until `retire`."""
         self._health.stop()
+
+    def retire(self) -> None:
+        """Listens no more, and tells clients to leave (GOAWAY). They make their next call elsewhere, and
+        those that are open finish."""
+        if self._retiring is None:
+            self._retiring = asyncio.create_task(
+                self._server.stop(self._config.drain_timeout), name="gRPC drain"
+            )
 
     async def close(self) -> None:
         """Ends the calls that still run. A response that is complete still reaches its client."""
@@ -96,6 +109,8 @@ class GrpcEndpoint:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
         await self._server.stop(_GRACE_SECONDS)
+        if self._retiring is not None:
+            await self._retiring
 
     async def _follow_readiness(self) -> None:
         while True:
@@ -128,7 +143,6 @@ class GrpcEndpoint:
         try:
             account = self._frontend.authorize(metadata.get("authorization", ""))
             access.key = account.key.name
-            self._frontend.refuse_while_draining()
             with self._server.call(context), self._frontend.admit(account) as entry:
                 raw = await self._message(requests, context, entry)
                 active = await self._frontend.prepare(

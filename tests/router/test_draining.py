@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
+import grpc
+import grpc.aio
 import pytest
 
 from baton.router import server
@@ -13,9 +15,11 @@ from baton.router.config import RouterConfig
 from baton.router.endpoints import http_connections
 from baton.router.server import RunningRouter, running
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import inference_pb2
+from baton.rpc.stubs import InferenceStub
 from tests.fake_worker import SECRET
 from tests.loop_clock import Clock
-from tests.within import within
+from tests.within import WITHIN, within
 
 from .conftest import NO_DEFAULTS, TEXT, Cluster
 
@@ -67,7 +71,8 @@ class Chooser:
     def __init__(self, http: aiohttp.ClientSession) -> None:
         self._http = http
         self.urls: list[str] = []
-        self.sent = 0
+        self.channels: dict[str, grpc.aio.Channel] = {}
+        self.sent = self.called = 0
         self._turn = 0
 
     async def look(self, urls: list[str]) -> None:
@@ -88,6 +93,16 @@ class Chooser:
             assert response.status == 200, text
             assert "[DONE]" in text if body["stream"] else '"finish_reason":"stop"' in text
         self.sent += 1
+
+    async def call(self) -> None:
+        """The same over gRPC, over the one channel to each router."""
+        self._turn += 1
+        channel = self.channels[self.urls[self._turn % len(self.urls)]]
+        request = inference_pb2.GenerateRequest(text="Hi", max_tokens=200)
+        call = InferenceStub(channel).Generate(request, timeout=WITHIN)
+        finished = [d.finish_reason async for message in call for d in message.deltas if d.finish_reason]
+        assert finished == [inference_pb2.Delta.STOP]
+        self.called += 1
 
 
 @contextlib.asynccontextmanager
@@ -121,16 +136,20 @@ async def test_a_client_with_a_pool_sees_no_error_while_routers_are_replaced(
 
         async def begin() -> None:
             own = await stack.enter_async_context(contextlib.AsyncExitStack())
-            running_routers.append((await own.enter_async_context(replaceable(config, tokenizer)), own))
+            router = await own.enter_async_context(replaceable(config, tokenizer))
+            assert router.grpc_address is not None
+            channel = grpc.aio.insecure_channel(router.grpc_address)
+            chooser.channels[router.url] = await stack.enter_async_context(channel)
+            running_routers.append((router, own))
 
         async def looking() -> None:
             while True:
                 await chooser.look([router.url for router, _ in running_routers])
                 await asyncio.sleep(period)
 
-        async def asking(pause: float) -> None:
+        async def asking(ask: Callable[[], Awaitable[None]], pause: float) -> None:
             while not ended.is_set():
-                await chooser.ask()
+                await ask()
                 await asyncio.sleep(pause)
 
         await begin()
@@ -139,20 +158,23 @@ async def test_a_client_with_a_pool_sees_no_error_while_routers_are_replaced(
         ended = asyncio.Event()
         look = asyncio.create_task(looking())
         clients = [
-            asyncio.create_task(asking(pause)) for pause in (0, 0, 0.01, 0.1, 0.5 * period, 1.5 * period)
+            asyncio.create_task(asking(ask, pause))
+            for pause in (0, 0.01, 0.1, 0.5 * period, 1.5 * period)
+            for ask in (chooser.ask, chooser.call)
         ]
         for _ in range(restarts):
             await begin()
             await chooser.look([router.url for router, _ in running_routers])
             router, own = running_routers[0]
-            before = chooser.sent
+            before = chooser.sent, chooser.called
             draining = asyncio.create_task(router.drain())
             await asyncio.wait({draining, *clients}, return_when=asyncio.FIRST_COMPLETED)
             assert draining.done(), [client for client in clients if client.done()]
-            assert chooser.sent > before
+            assert chooser.sent > before[0]
+            assert chooser.called > before[1]
             running_routers.pop(0)
             await own.aclose()
         ended.set()
         await within(asyncio.gather(*clients))
         look.cancel()
-        print(f"{chooser.sent} requests, {restarts} restarts, no error")
+        print(f"{chooser.sent} requests, {chooser.called} calls, {restarts} restarts, no error")
