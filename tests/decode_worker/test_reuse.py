@@ -31,7 +31,8 @@ def pair(caching_pair: Pair) -> Pair:
 
 
 def text(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(500), k=length)
+    """One that no other module sends to the shared workers, which cache it."""
+    return random.Random(f"reuse {seed}").choices(range(500), k=length)
 
 
 async def received(workers: Workers, pair: Pair) -> float:
