@@ -182,9 +182,10 @@ SPACED = {"x-guidance": {"whitespace_pattern": r"[ \n\r\t]{1,32}"}}
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
-    if schema.get("type", "object") != "object":
+    usual = in_usual_form(schema)
+    if usual.get("type", "object") != "object":
         raise invalid("must be the schema of an object")
-    return in_usual_form(schema)
+    return usual
 
 
 Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]

@@ -73,7 +73,7 @@ class Cluster:
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fakes have no health service to ask; test_health is about that."""
 
-    async def forever(ready: Mapping[str, Any], secret: bytes, tls: object) -> str:
+    async def forever(ready: Mapping[str, Any], secret: bytes, tls: object, *, patience: float) -> str:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -322,7 +322,8 @@ async def test_a_defect_while_a_role_is_followed_does_not_end_the_cluster(
         return len(states) == count and all(state.phase == "ready" for _, state in states)
 
     def told() -> str:
-        return str(json.loads((tmp_path / "router-0.cluster").read_text())["roles"][0]["last_exit"])
+        report = tmp_path / "router-0.cluster"  # written soon after the router is ready
+        return str(json.loads(report.read_text())["roles"][0]["last_exit"]) if report.exists() else ""
 
     await eventually(lambda: ready(2))
     before, listed = up(supervisor.states()[0][1]), supervisor.worker_addresses()
