@@ -288,3 +288,11 @@ def test_examples_of_a_tool_are_shown() -> None:
 
 def test_what_anthropic_runs_or_sells_has_no_effect() -> None:
     messages(BLOCKS["text"], speed="fast", mcp_servers=[{"type": "url", "url": "https://a", "name": "a"}])
+
+
+@pytest.mark.parametrize("form", [[], {}, 1])
+def test_a_source_whose_type_is_no_text_is_refused(form: object) -> None:
+    part = {"type": "image", "source": {"type": form}}
+    with pytest.raises(ApiError) as error:
+        messages({"type": "tool_result", "tool_use_id": "t", "content": [SEEN, part]})
+    assert error.value.status == 400

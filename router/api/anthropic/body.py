@@ -188,7 +188,7 @@ def _readable(block: Any) -> Any:
         return block
     source = block.get("source")
     form = source.get("type") if isinstance(source, dict) else None
-    if kind in _READABLE and (form is None or form in _READABLE[kind]):
+    if kind in _READABLE and (not isinstance(form, str) or form in _READABLE[kind]):
         return block
     return {"type": "text", "text": UNSEEN.format(f"a {kind[:40]}")}
 
