@@ -296,7 +296,7 @@ class Supervisor:
 
     @staticmethod
     def _not_followed(member: _Member, error: Exception) -> RoleState:
-        """The state of a role whose handle failed. It is called again."""
+        """The state of a role whose handle failed. The handle is asked again."""
         why = str(error)
         if not isinstance(error, ConnectionError):
             why = f"it cannot be followed ({type(error).__name__}: {error})"
