@@ -43,7 +43,7 @@ UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBr
 UPLOT := uplot@1.6.32
 PAGES := router/endpoints/pages
 
-.PHONY: help wheel vendor screenshots prometheus venv venv-vllm install prepare serve test test-all test-long lint bench proto reference figures manifests shape pins clean
+.PHONY: help wheel vendor screenshots prometheus venv venv-vllm install prepare serve test test-all test-long lint bench proto reference figures manifests release shape pins clean
 venv: $(ALL)  ## all that tests, linters and benches need, in .venv
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
@@ -164,6 +164,10 @@ reference: venv  ## docs/reference, after a change of options or of the HTTP API
 
 manifests: venv  ## deploy/k8s/overlays, after a change of the chart
 	$(BIN)/python -m deploy.k8s.generate
+
+# Of deploy/ what runs on Kubernetes: git leaves most overlays out.
+release: wheel manifests  ## what a release has, in dist: the wheel, and the chart with all overlays
+	tar -czf dist/baton-kubernetes.tar.gz --exclude='*.py' --exclude=__pycache__ deploy/grafana deploy/helm deploy/k8s
 
 # The versions of constraints.txt with hashes. Needs uv. torch and what only it needs have no hash.
 # vLLM's are apart.

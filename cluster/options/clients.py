@@ -149,7 +149,7 @@ class SizingOptions:
     kv_cache_dtype: Literal["auto", "fp8"] = kv_cache_dtype()
     measured: Path | None = opt(
         None,
-        "Use the speeds in this file, from `python -m baton.bench.engine --json FILE`.",
+        "Use the speeds in this file, from `python -m baton.bench.engine --json FILE` in a clone of Baton.",
         shown="those of an H200",
         **OLD_FILE,
     )

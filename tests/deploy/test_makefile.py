@@ -1,11 +1,15 @@
 """`make`, without running what it would run."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+from helm_python import Chart
 
+from deploy.k8s import generate
 from tests.pages import ROOT, Step, typed
 
 pytestmark = pytest.mark.all
@@ -112,3 +116,21 @@ case "$*" in *down.example*) exit 1;; esac
     assert [
         index and index[-len(end or "") :] for index, end in zip(indices, expected, strict=True)
     ] == expected
+
+
+def test_a_release_has_the_chart_and_every_overlay(tmp_path: Path) -> None:
+    *before, pack = steps_of("make release", tmp_path)
+    assert before[-1].endswith("-m deploy.k8s.generate"), "git keeps three overlays only"
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy", symlinks=True)
+    generate.write(tmp_path / "deploy")
+    (tmp_path / "dist").mkdir()
+    subprocess.run(["bash", "-c", pack], cwd=tmp_path, check=True)
+    [archive] = (tmp_path / "dist").iterdir()
+    got = tmp_path / "got"
+    shutil.unpack_archive(archive, got, filter="data")
+    for name in generate.NAMES:
+        overlay = got / "deploy/k8s/overlays" / name
+        kustomization = yaml.safe_load((overlay / "kustomization.yaml").read_text())
+        assert all((overlay / resource).exists() for resource in kustomization["resources"])
+    with Chart.load(got / "deploy/helm/baton") as chart:
+        assert chart.render({}, name="baton", namespace="baton")

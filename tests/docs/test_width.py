@@ -12,7 +12,7 @@ from tests.pages import ROOT
 from .test_links import prose
 
 WIDTH = 100
-PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("*/README.md")])
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")])
 
 
 def long_lines(text: str) -> list[str]:

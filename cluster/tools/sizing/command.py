@@ -37,7 +37,8 @@ def run(sizing: SizingOptions) -> int:
     if model.state is not None and not gpu.planned:
         raise ValueError(
             f"{model.architecture} has state layers, whose speeds are not those of other models; measure it "
-            "with python -m baton.bench.engine --model-shape SHAPE --json FILE, and give --measured FILE"
+            "with python -m baton.bench.engine --model-shape SHAPE --json FILE in a clone of Baton, and give "
+            "--measured FILE"
         )
     weight_format = choose_format(EngineConfig(sizing.model), model, torch.device("cuda"))
     element = weight_format.bytes_per_parameter(torch.bfloat16)
