@@ -203,15 +203,19 @@ def shortest(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The rows of a run as one table, or as one for each beginning or each length of the names."""
+    """The rows of a run as one table, or as one for each beginning and length of the names."""
     by_name = {row["name"]: row for row in rows}
     if not any(row.get("ratio") for row in rows if row.get("ratio_to") != "floor"):
         for name in [name for name in by_name if name.endswith(".floor")]:
             floor = by_name.pop(name)
             by_name[name.removesuffix(".floor")] |= {"ratio": floor["ratio"], "ratio_to": "floor"}
-    splits = [partial(beginning, parts) for parts in range(MAX_BEGINNING + 1)]
+    splits = [
+        partial(beginning, parts, by_length=by_length)
+        for parts in range(MAX_BEGINNING + 1)
+        for by_length in (False, True)
+    ]
     forms = []
-    for key in [*splits, lambda name: len(PART.split(name))]:
+    for key in splits:
         groups: dict[object, list[dict[str, Any]]] = {}
         for name, row in by_name.items():
             groups.setdefault(key(name), []).append(row)
@@ -221,9 +225,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return min(forms)[1]
 
 
-def beginning(parts: int, name: str) -> tuple[str, ...]:
-    """The first parts of a name without their digits, which say a size."""
-    return tuple(re.sub(r"\d+", "", part) for part in PART.split(name)[:parts])
+def beginning(parts: int, name: str, *, by_length: bool) -> tuple[object, ...]:
+    """The first parts of a name without their digits, which say a size, and how many parts it has."""
+    found = PART.split(name)
+    return *(re.sub(r"\d+", "", part) for part in found[:parts]), by_length and len(found)
 
 
 def results(found: list[Run]) -> list[str]:
@@ -245,18 +250,25 @@ def results(found: list[Run]) -> list[str]:
             continue
         command = f": `{run.command}`" if run.command else ""
         lines += [f"{run.link}{command}", "", *table(tables[run.file]), ""]
-    return [*lines, *([f"More: {', '.join(older)}", ""] if older else [])]
+    return [*lines, *more(older)]
 
 
 def of_tests(found: list[Run]) -> list[str]:
-    """A row for each run of tests. A dash: the run does not state one count."""
+    """A row for each run of tests that states a count. A dash: the run does not state this one."""
     names = [name for name in TESTS if any(row["name"] == name for run in found for row in run.results)]
-    lines = head(["run", *names])
+    lines, without = head(["run", *names]), []
     for run in found:
         values = {row["name"]: row["value"] for row in run.results}
         counts = ["–" if values.get(name) is None else f"{values[name]:,.0f}" for name in names]
-        lines.append(line([run.link, *counts]))
-    return [*lines, ""]
+        if set(counts) == {"–"}:
+            without.append(run.link)
+        else:
+            lines.append(line([run.link, *counts]))
+    return [*lines, "", *more(without)]
+
+
+def more(links: list[str]) -> list[str]:
+    return [f"More: {', '.join(links)}", ""] if links else []
 
 
 def block(section: str, folder: Path) -> str:

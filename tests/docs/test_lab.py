@@ -74,8 +74,11 @@ def test_an_experiment_is_a_line_for_each_thing_that_was_tried(tmp_path: Path) -
     )
 
 
-def test_a_run_of_tests_is_a_row(tmp_path: Path) -> None:
+def test_a_run_of_tests_that_states_a_count_is_a_row(tmp_path: Path) -> None:
+    write(tmp_path, "28", [Row("seen", 1, "causes")], bench="tests")
     write(tmp_path, "29", [Row("passed", 1234, "tests"), Row("failed", 0, "tests")], bench="tests")
     assert block("engine#x", tmp_path).splitlines()[2:] == [
-        "| [2026-11-29, 0a1b2c3d, H200](runs/2026-11-29-a.json) | 1,234 | 0 |"
+        "| [2026-11-29, 0a1b2c3d, H200](runs/2026-11-29-a.json) | 1,234 | 0 |",
+        "",
+        "More: [2026-11-28, 0a1b2c3d, H200](runs/2026-11-28-a.json)",
     ]
