@@ -126,6 +126,7 @@ bench: venv  ## the benches of a CPU
 	$(BIN)/python -m baton.bench.engine $(ARGS)
 	$(BIN)/python -m baton.bench.kv $(ARGS)
 	$(BIN)/python -m baton.bench.overlap $(ARGS)
+	$(BIN)/python -m baton.bench.worker $(ARGS)
 	$(BIN)/python -m baton.bench.router $(ARGS)
 	$(BIN)/python -m baton.bench.disagg $(ARGS)
 	$(BIN)/python -m baton.bench.flip $(ARGS)

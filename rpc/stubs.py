@@ -6,7 +6,7 @@ stub says the types of its methods for readers and type checkers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -83,15 +83,19 @@ class InferenceStub(_Stub):
     Generate: grpc.aio.UnaryStreamMultiCallable[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
-def add_service(server: Server, service: ServiceDescriptor, servicer: Any) -> None:
+def add_service(
+    server: Server, service: ServiceDescriptor, servicer: Any, as_bytes: Collection[str] = ()
+) -> None:
     """Lets the methods of `servicer` serve those of the same names. The server refuses those that it lacks.
 
     A method gets the request, or the requests as an iterator, and the `ServicerContext`. It returns the
-    response, writes responses to the context, or yields them.
+    response, writes responses to the context, or yields them. Those that `as_bytes` names get and give the
+    bytes of messages.
     """
     handlers = {}
     for name, (kind, request, response) in _methods(service).items():
         if (serve := getattr(servicer, name, None)) is not None:
             make = getattr(grpc, f"{kind}_rpc_method_handler")
-            handlers[name] = make(serve, request.FromString, response.SerializeToString)
+            coders = () if name in as_bytes else (request.FromString, response.SerializeToString)
+            handlers[name] = make(serve, *coders)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))

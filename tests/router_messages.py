@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.engine import EngineRequest, SamplingParams
+from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.messages import Origin, PlanRange, PrefillSource, ToEngine, Work
 
@@ -72,3 +73,12 @@ MESSAGES: dict[str, Callable[[bytes], ToEngine]] = {
     "only copies of all": lambda _: messages.OnlyCopies(None),
 }
 """By what it is, of an attempt with this id, or of its id."""
+
+
+def told(sent: Iterable[object]) -> list[pb.WorkerMessage]:
+    """What an engine process tells routers."""
+    return [pb.WorkerMessage.FromString(each.data) for each in sent if isinstance(each, messages.ToRouter)]
+
+
+def tokens_told(sent: Iterable[object]) -> list[pb.TokenEvent]:
+    return [token for message in told(sent) for token in message.step.tokens]

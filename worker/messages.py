@@ -11,7 +11,7 @@ from enum import IntEnum
 import msgspec
 from msgspec import Struct
 
-from baton.engine import EngineRequest, EngineStats, Output, PromptLogprobs
+from baton.engine import EngineRequest, EngineStats
 from baton.kv_names import Tier
 from baton.kv_transfer import InjectStats, KVLayout
 from baton.vision.images import ImageSettings
@@ -43,6 +43,9 @@ class Origin(_Message, tag=False):
     name: str  # of the request
     traceparent: str  # of the attempt; empty if the attempt is not traced
     accepted_at: float  # time.monotonic(), which all processes of a host share
+    resumed: bool = False
+    """An engine process that has ended had it, too, and no token came. Routers are told that nothing of its
+    prompt was cached, since that may be its own."""
 
 
 class Work(_Message, tag=False):
@@ -297,31 +300,11 @@ class EngineReady(_Message):
     computes_on: list[str] = []  # as there
 
 
-class Tokens(_Message):
-    """All tokens of one engine step that belong to one router."""
+class ToRouter(_Message):
+    """A message to routers. The service process does not read it, unless the engine may be replaced."""
 
-    stream: int
-    tokens: list[Output]
-
-
-class Reserved(_Message):
-    stream: int
-    decode_id: bytes
-
-
-class PrefillStarted(_Message):
-    """The first chunk of a prefill with `report_start` is in the next step."""
-
-    stream: int
-    prefill_id: bytes
-
-
-class ImageWanted(_Message):
-    """The engine needs the embeddings of an image, and no router has named an encoder that has them, or has
-    sent its pixels."""
-
-    name: bytes
-    lost: bool  # they did not come from the encoder that a router has named
+    stream: int | None  # None: to all
+    data: bytes  # of a `WorkerMessage` of proto/worker.proto
 
 
 class Encoded(_Message):
@@ -332,13 +315,6 @@ class Encoded(_Message):
     began_at: float  # time.monotonic(), as the next
     ended_at: float
     tokens: int
-
-
-class PromptScored(_Message):
-    """A part of a prompt was computed, and its log probabilities were asked for."""
-
-    stream: int
-    logprobs: PromptLogprobs
 
 
 class AttemptFailed(_Message):
@@ -512,12 +488,8 @@ FromEngine = (
     | AdapterLoaded
     | Paused
     | MemorySet
-    | Tokens
-    | Reserved
-    | PrefillStarted
-    | ImageWanted
+    | ToRouter
     | Encoded
-    | PromptScored
     | AttemptFailed
     | EngineStatus
     | Report

@@ -373,6 +373,12 @@ def test_runs_reuse(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     assert rows["reuse.cpu.bytes_over_missing"] == 1
 
 
+def test_runs_worker(run: Run) -> None:
+    rows = run("worker", "--short", "--streams", "8", "--seconds", "0.5")
+    assert {f"worker.cpu.{kind}_us_per_token" for kind in ("service", "engine")} <= {*rows}
+    assert rows["worker.cpu.tokens"] > 0
+
+
 @pytest.mark.long
 def test_runs_split(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy would not split: a step of the tiny model takes as long with one token as with many."""

@@ -33,12 +33,14 @@ from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.ipc import ServiceLink
 from baton.worker.messages import Code, Origin, PlanRange, Work
 from tests.cluster_helpers import tiny_model
+from tests.router_messages import tokens_told
 from tests.stand_in import stand_in
 from tests.within import WITHIN
 
 M = TypeVar("M")
 SLOTS, SLOT_BYTES = 16, 64 << 10
 STREAM = 7
+FINISH = ("", "stop", "length")
 CREDIT = 1 << 20  # frames, of all transfers together
 TURN = 0.001
 """Seconds of a turn that hears nothing: no descriptor says that the sender's thread has nothing to do."""
@@ -147,8 +149,8 @@ class Worker:
 
     @property
     def tokens(self) -> list[tuple[bytes, int, str]]:
-        said = [token for message in self.of(messages.Tokens) for token in message.tokens]
-        return [(token.id, token.output_index, token.finish_reason) for token in said]
+        said = tokens_told(self.sent)
+        return [(token.attempt_id, token.output_index, FINISH[token.finish_reason]) for token in said]
 
     @property
     def failures(self) -> list[Code]:

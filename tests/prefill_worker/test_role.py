@@ -12,6 +12,7 @@ from baton.kv_names import extend_names, salted
 from baton.kv_transfer.protocol import local_messages as local
 from baton.worker import messages
 from baton.worker.messages import Code
+from tests.router_messages import tokens_told, told
 
 from .conftest import STREAM, Worker, decode_here, workers
 
@@ -23,16 +24,17 @@ def test_a_handover_from_its_queue_to_its_ack(worker: Worker) -> None:
     assert not worker.sent, "it is queued"
     assert worker.told(local.Offer) == local.Offer(P), "its FETCH may wait"
     worker.step()
-    assert worker.sent == [messages.PrefillStarted(STREAM, P)]
+    [started] = told(worker.sent)
+    assert started.prefill_started.prefill_id == P
     worker.fetched(P, T, (0, 20))
     header, _ = worker.slices(1)[0]
     assert (header.piece.layer, header.piece.token_start) == (0, 0), "before all is computed"
     worker.compute()
     assert worker.tokens == [(P, 0, "")]
-    assert [type(message) for message in worker.sent[1:]] == [messages.Tokens, messages.Prefilled]
-    [token] = worker.of(messages.Tokens)[0].tokens
+    assert [type(message) for message in worker.sent[1:]] == [messages.ToRouter, messages.Prefilled]
+    [token] = tokens_told(worker.sent)
     commit = worker.told(local.CommitOut)
-    assert commit.first_token.token_id == token.token
+    assert commit.first_token.token_id == token.token_id
     worker.slices(commit.frames - 1)  # they may come after the commit
     assert worker.blocks_of(P), "another worker may still read its blocks"
     worker.released(P, "acked")

@@ -15,15 +15,15 @@ from baton.kv_transfer import Began, FetchFailed, Injected
 from baton.kv_transfer.protocol import local_messages as local
 from baton.prefill_worker import parts
 from baton.prefill_worker.parts import pair_id
-from baton.worker import messages
 from baton.worker.engine_process.paged_kv import kv_layout
 from baton.worker.messages import Code
 from tests.cluster_helpers import tiny_model
 from tests.engine.checkpoints import edit_json
 from tests.engine.conftest import save_tiny
+from tests.router_messages import tokens_told, told
 from tests.worker.test_states import HYBRID
 
-from .conftest import SLOTS, STREAM, Worker, decode_here, plan, workers
+from .conftest import SLOTS, Worker, decode_here, plan, workers
 
 A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
 PAIR = pair_id(A, B)
@@ -133,9 +133,9 @@ def test_a_shared_prompt_has_the_token_of_one_worker(
     first.compute()
     assert first.tokens == [(A, 0, "length")], "it says that the part is computed"
     assert not last.engine.loop.has_work, "no step computes the first range, as far as it knows"
-    assert not last.of(messages.PrefillStarted)
+    assert not told(last.sent)
     order(pair)
-    assert last.of(messages.PrefillStarted) == [messages.PrefillStarted(STREAM, B)]
+    assert told(last.sent)[0].prefill_started.prefill_id == B
     assert last.tokens == [(B, 0, "")]
     last.fetched(B, b"t" * 16, (0, 30))
     pieces = [header.piece for header, _ in last.slices(sum(pair.slices))]
@@ -145,7 +145,7 @@ def test_a_shared_prompt_has_the_token_of_one_worker(
     with workers(path) as [alone]:
         alone.prefill(C, 30, handover=False)
         alone.compute()
-        tokens = [worker.of(messages.Tokens)[0].tokens[0].token for worker in (alone, last)]
+        tokens = [tokens_told(worker.sent)[0].token_id for worker in (alone, last)]
         assert tokens[0] == tokens[1]
     last.released(B, "acked")
     first.released(PAIR, "acked")
@@ -295,7 +295,7 @@ def test_a_part_gets_what_windows_of_its_ranges_read(kind: str, tmp_path: Path) 
             share(first, last, ranges, cached)
             alone.prefill(C, ranges[-1][3], handover=False)
             alone.compute()
-            token, expected = (of.of(messages.Tokens)[-1].tokens[-1].token for of in (last, alone))
+            token, expected = (tokens_told(of.sent)[-1].token_id for of in (last, alone))
             assert token == expected
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from baton.engine import EngineConfig, EngineRequest, Image, Logprobs, SamplingParams
+from baton.engine import EngineConfig, EngineRequest, Image, SamplingParams
 from baton.kv_names import extend_names, salted
 from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
@@ -23,6 +23,7 @@ from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import Code, FromEngine, Origin, PrefillSource, Work
+from tests.router_messages import tokens_told, told
 from tests.stand_in import stand_in
 from tests.vllm_worker.played import played
 
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.all
 
 OURS, THEIRS = 1, 2  # incarnations
 M = TypeVar("M")
+FINISH = ("", "stop", "length")
 FIRST = FirstToken(5, -1.5, (6,), (-0.5,))
 STATS = InjectStats(100, 20, 1, *(0.0 for _ in range(7)))
 
@@ -110,8 +112,8 @@ class Worker:
         return [message for message in self.sent if isinstance(message, kind)]
 
     def tokens(self) -> list[tuple[int, int, str]]:
-        said = [token for message in self.of(messages.Tokens) for token in message.tokens]
-        return [(token.output_index, token.token, token.finish_reason) for token in said]
+        said = tokens_told(self.sent)
+        return [(token.output_index, token.token_id, FINISH[token.finish_reason]) for token in said]
 
     def failures(self) -> list[Code]:
         return [message.code for message in self.of(messages.AttemptFailed)]
@@ -162,9 +164,9 @@ async def test_what_vllm_has_cached_does_not_wait(worker: Worker) -> None:
 async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None:
     worker.roles.handle(messages.Prefill(7, work(P), handover=True, report_start=True))
     await worker.settle()
-    assert not worker.of(messages.PrefillStarted), "it may wait in vLLM's queue"
+    assert not told(worker.sent), "it may wait in vLLM's queue"
     worker.roles.heard(Started(P))
-    assert worker.of(messages.PrefillStarted)
+    assert told(worker.sent)[0].prefill_started.prefill_id == P
     assert worker.fields[P]["max_tokens"] == 1
     assert worker.fields[P]["extra_args"]["kv_transfer_params"] == {
         "do_remote_decode": True,
@@ -253,7 +255,7 @@ async def test_a_prompt_counts_though_its_router_needs_no_answer(worker: Worker)
 
 async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> None:
     worker.roles.handle(messages.Decode(7, work(D, prompt_logprobs=1), source()))
-    assert worker.of(messages.Reserved)
+    assert [message.reserved.decode_id for message in told(worker.sent)] == [D]
     assert worker.roles.status(0).stats.reservations == 1
     await worker.settle()
     assert "prompt_logprobs" not in worker.fields[D]
@@ -265,8 +267,8 @@ async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> N
     worker.roles.heard(Injected(D, FIRST, STATS))
     await worker.settle()
     assert worker.tokens() == [(0, 5, ""), (1, 6, ""), (2, 7, ""), (3, 8, "stop")]
-    [first, *_] = [token for message in worker.of(messages.Tokens) for token in message.tokens]
-    assert first.logprobs == Logprobs(-1.5, (6,), (-0.5,))
+    logprobs = tokens_told(worker.sent)[0].logprobs
+    assert (logprobs.logprob, [*logprobs.top_ids], [*logprobs.top_logprobs]) == (-1.5, [6], [-0.5])
     assert len(worker.of(messages.SecondToken)) == len(worker.of(messages.KVInjected)) == 1
     [decoded] = worker.of(messages.Decoded)
     assert decoded.output_tokens == 3
@@ -368,7 +370,7 @@ async def test_blocks_of_a_common_prefix_count_once(worker: Worker) -> None:
     assert worker.failures() == [Code.NO_ROOM]
     worker.roles.handle(messages.Decode(7, work(E, 130), source()))
     assert worker.failures() == [Code.NO_ROOM]
-    assert len(worker.of(messages.Reserved)) == 2
+    assert len(told(worker.sent)) == 2
 
 
 async def test_a_decode_does_not_walk_the_prefixes_of_others(worker: Worker) -> None:

@@ -10,6 +10,7 @@ from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.engine_attempt import Resources
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.messages import Code, FromEngine, Origin
+from tests.router_messages import tokens_told
 from tests.stand_in import stand_in
 
 
@@ -40,14 +41,19 @@ def test_tokens_of_a_step_are_one_message_per_router_and_its_reports_follow(of: 
         of.table.token(each, Output(each.id, 0, 7))
     assert of.sent == []
     of.table.flush_tokens()
-    assert [(m.stream, [t.id for t in m.tokens]) for m in of.sent if isinstance(m, messages.Tokens)] == [
+    assert [
+        (m.stream, [t.attempt_id for t in tokens_told([m])])
+        for m in of.sent
+        if isinstance(m, messages.ToRouter)
+    ] == [
         (1, [of.a.id, of.b.id]),
         (2, [of.c.id]),
     ]
     more = Output(of.a.id, 1, 7)
     of.table.token(of.a, more)
     of.table.flush()
-    assert of.sent[2:] == [messages.Tokens(1, [more]), report]
+    assert [(t.attempt_id, t.output_index) for t in tokens_told(of.sent[2:])] == [(of.a.id, 1)]
+    assert of.sent[3:] == [report]
     of.table.flush()
     assert len(of.sent) == 4, "nothing is sent twice, and no message is empty"
 
@@ -76,7 +82,7 @@ def test_an_attempt_that_ended_sends_no_messages(of: Table, how: str) -> None:
 def test_a_failure_is_sent_after_the_tokens_before_it(of: Table) -> None:
     of.table.token(of.a, Output(of.a.id, 0, 7, Logprobs(-1.0, (7,), (-1.0,))))
     of.table.fail_all(Code.DRAINING, "why")
-    assert [type(m) for m in of.sent] == [messages.Tokens, *[messages.AttemptFailed] * 3]
+    assert [type(m) for m in of.sent] == [messages.ToRouter, *[messages.AttemptFailed] * 3]
 
 
 def test_an_attempt_goes_on_when_its_kv_failed(of: Table) -> None:

@@ -15,13 +15,15 @@ import zmq
 
 import baton.kv_transfer as kv
 from baton.encode_worker.serving import ServedEmbeddings
+from baton.rpc import worker_pb2 as pb
 from baton.vision.embeddings import EmbeddingFormat
 from baton.vision.encoder import Encoder
 from baton.vision.turns import Turns
 from baton.worker.engine_process.embeddings import FetchedEmbeddings, embedding_layout
 from baton.worker.ipc import ServiceLink
-from baton.worker.messages import ContentSource, ImageWanted, decode_from_engine
+from baton.worker.messages import ContentSource, decode_from_engine
 from tests.kv_transfer.transfer_process import TransferProcess
+from tests.router_messages import told
 from tests.within import WITHIN
 
 TOKEN_BYTES = 24
@@ -76,7 +78,7 @@ class Pair:
             select.select([self.served, self.fetched], [], [], 0.01)
             self.go_on()
 
-    def wanted(self) -> ImageWanted:
+    def wanted(self) -> pb.ImageWanted:
         """What the worker says next."""
         poller = zmq.Poller()
         for each in (self.told, self.served.fileno(), self.fetched.fileno()):
@@ -85,8 +87,8 @@ class Pair:
             assert poller.poll(int(1000 * WITHIN)), "neither end has anything to do"
             self.go_on()
         message = decode_from_engine(self.told.recv())
-        assert isinstance(message, ImageWanted)
-        return message
+        [said] = told([message])
+        return said.image_wanted
 
     def end(self) -> None:
         self.fetched.close()
@@ -114,7 +116,7 @@ def test_a_worker_gets_the_bytes_of_an_encoder_once(pair: Pair) -> None:
     name = next(names)
     expected = pair.encode(name, 10, 17)  # 170 tokens: the last chunk is not full
     future = pair.fetched.embeddings(name, b"", 10, 17)
-    assert pair.wanted() == ImageWanted(name, lost=False)
+    assert pair.wanted() == pb.ImageWanted(name=name, lost=False)
     pair.fetched.ready(name, pair.source)
     assert np.array_equal(pair.until(future), expected)
     assert pair.fetched.embeddings(name, b"", 10, 17).result(0) is future.result()
@@ -139,7 +141,7 @@ def test_what_an_encoder_lacks_is_asked_for_again(pair: Pair) -> None:
     name = next(names)
     pair.fetched.ready(name, pair.source)
     future = pair.fetched.embeddings(name, b"", 1, 5)
-    assert pair.wanted() == ImageWanted(name, lost=True)
+    assert pair.wanted() == pb.ImageWanted(name=name, lost=True)
     expected = pair.encode(name, 1, 5)
     pair.fetched.ready(name, pair.source)
     assert np.array_equal(pair.until(future), expected)
@@ -148,15 +150,15 @@ def test_what_an_encoder_lacks_is_asked_for_again(pair: Pair) -> None:
 def test_an_image_that_no_request_waits_for_is_forgotten(pair: Pair) -> None:
     name = next(names)
     future = pair.fetched.embeddings(name, b"", 1, 5)
-    assert pair.wanted() == ImageWanted(name, lost=False)
+    assert pair.wanted() == pb.ImageWanted(name=name, lost=False)
     assert pair.fetched.waiting == 1
     del future
     gc.collect()
     assert pair.fetched.waiting == 0
     # Another request asks again, though the first question was not answered.
     future = pair.fetched.embeddings(name, b"", 1, 5)
-    assert pair.wanted() == ImageWanted(name, lost=False)
+    assert pair.wanted() == pb.ImageWanted(name=name, lost=False)
     # And so does one beside it: the router of the first one may have forgotten it.
     pair.fetched.embeddings(name, b"", 1, 5)
-    assert pair.wanted() == ImageWanted(name, lost=False)
+    assert pair.wanted() == pb.ImageWanted(name=name, lost=False)
     assert not future.done()

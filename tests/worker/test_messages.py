@@ -9,12 +9,9 @@ from baton.engine import (
     EngineRequest,
     EngineStats,
     ExpertStats,
-    Logprobs,
     MemoryStats,
     MixedStep,
     OffloadStats,
-    Output,
-    PromptLogprobs,
     SamplingParams,
     SpeculationStats,
     StructuredOutput,
@@ -32,7 +29,6 @@ SAMPLING = SamplingParams(
     prompt_logprobs=3, structured_output=StructuredOutput("regex", "[a-z]+"),
 )  # fmt: skip
 REQUEST = EngineRequest(ID, [1, 2, 3], [4], SAMPLING, -5, True, True, b"tenant")
-LOGPROBS = Logprobs(-0.5, (1, 2), (-0.5, -1.5))
 WORK = messages.Work(REQUEST, 1.5, messages.Origin(ID, "name", "", 2.5))
 
 
@@ -57,9 +53,9 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        messages.Tokens(3, [Output(ID, 0, 7), Output(ID, 1, 8, LOGPROBS, "stop", 16, 0.1, 0.2)]),
+        messages.ToRouter(3, b"bytes"),
         messages.AttemptFailed(3, WORK.origin, messages.Code.KV_FAILED, "why", ID),
-        messages.PromptScored(3, PromptLogprobs(ID, 1, b"\0\0\0\x80", b"\1\0\0\0", b"", b"")),
+        messages.ToRouter(None, b"bytes"),
         messages.EngineStatus(
             1,
             EngineStats(

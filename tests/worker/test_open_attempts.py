@@ -7,8 +7,12 @@ import pytest
 
 from baton.engine import EngineRequest, Image, Output, PromptLogprobs
 from baton.worker import messages
+from baton.worker.engine_process import to_routers
+from baton.worker.engine_process.attempt import Attempt, AttemptTable
+from baton.worker.engine_process.to_routers import StepTokens
 from baton.worker.messages import Code, Decode, Origin, PlanRange, Prefill, PrefillSource, Work
 from baton.worker.service_process.open_attempts import OpenAttempts
+from tests.router_messages import tokens_told
 
 A, B, C = (bytes([n]) * 16 for n in (1, 2, 3))
 SOURCE = PrefillSource(B, "127.0.0.1:1", 7, 1)
@@ -27,10 +31,12 @@ def prefill(attempt_id: bytes = A, *, handover: bool = True, **fields: Any) -> P
     return Prefill(1, work(attempt_id), handover, **fields)
 
 
-def tokens(attempt_id: bytes, *values: int, first: int = 0, end: str = "") -> messages.Tokens:
-    outputs = [Output(attempt_id, first + i, value) for i, value in enumerate(values)]
-    outputs[-1] = outputs[-1]._replace(finish_reason=end)
-    return messages.Tokens(1, outputs)
+def tokens(attempt_id: bytes, *values: int, first: int = 0, end: str = "") -> messages.ToRouter:
+    step = StepTokens()
+    for i, value in enumerate(values):
+        last = value == values[-1]
+        step.add(Output(attempt_id, first + i, value, finish_reason=end if last else ""), 0)
+    return step.to(1)
 
 
 @pytest.fixture
@@ -58,20 +64,18 @@ def test_a_decode_goes_on_with_prompt_and_output(open_attempts: OpenAttempts) ->
 
 def test_what_an_engine_before_has_computed_does_not_count_as_cached(open_attempts: OpenAttempts) -> None:
     """Unless a router knows already how much was cached. One that comes between two engines was in none."""
-
-    def first_token(attempt_id: bytes, cached: int) -> int:
-        heard = messages.Tokens(1, [Output(attempt_id, 0, 5, cached_tokens=cached)])
-        open_attempts.heard(heard)
-        return heard.tokens[0].cached_tokens
-
     for each in (decode(A), prefill(B)):
         open_attempts.sent(each)
-    assert first_token(A, 64) == 64
+    open_attempts.heard(tokens(A, 5))
     assert open_attempts.lost([B], "it died") == []
     open_attempts.sent(decode(C))
-    assert len([*open_attempts.again()]) == 3
-    assert first_token(B, 2752) == 0
-    assert first_token(C, 64) == 64
+    sent: list[messages.FromEngine] = []
+    table = AttemptTable[Attempt](sent.append)
+    for each in open_attempts.again():
+        attempt = Attempt(stream=1, origin=each.work.origin, tokens=3)
+        table.token(attempt, Output(attempt.id, 0, 5, cached_tokens=64))
+    table.flush()
+    assert [token.cached_tokens for token in tokens_told(sent)] == [64, 0, 64]
 
 
 def test_a_decode_without_kv_fetches_again_from_its_last_source(open_attempts: OpenAttempts) -> None:
@@ -114,10 +118,10 @@ def test_what_another_worker_may_have_read_goes_back_to_the_router(open_attempts
     scored = PromptLogprobs(B, 1, b"", b"", b"", b"")
     for attempt, heard in (
         (prefill(A), tokens(A, 5)),
-        (prefill(A, plan=(part,)), messages.PrefillStarted(1, A)),
+        (prefill(A, plan=(part,)), to_routers.prefill_started(1, A)),
         (decode(A, SOURCE, images=(image,)), tokens(A, 5)),
-        (decode(B), messages.PromptScored(1, scored)),
-        (decode(A, timeout=0.0), messages.Reserved(1, A)),
+        (decode(B), to_routers.scored(1, scored)),
+        (decode(A, timeout=0.0), to_routers.reserved(1, A)),
     ):
         open_attempts.sent(attempt)
         open_attempts.heard(heard)

@@ -1,4 +1,4 @@
-"""The output queue of a router, and the conversion of tokens and failures."""
+"""The output queue of a router, and the messages that go through it."""
 
 import asyncio
 import gc
@@ -14,6 +14,8 @@ from baton.engine import Logprobs, Output, PromptLogprobs
 from baton.kv_names import Tier
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
+from baton.worker.engine_process import to_routers
+from baton.worker.engine_process.to_routers import StepTokens
 from baton.worker.processes import TreeError
 from baton.worker.service_process import backend as backend_module
 from baton.worker.service_process import cache_feed, streams
@@ -31,9 +33,9 @@ class SlowContext:
     def __init__(self) -> None:
         self.gate = asyncio.Semaphore(0)
         self.reading = asyncio.Semaphore(0)
-        self.written: list[pb.WorkerMessage] = []
+        self.written: list[bytes] = []
 
-    async def write(self, message: pb.WorkerMessage) -> None:
+    async def write(self, message: bytes) -> None:
         await self.gate.acquire()
         self.written.append(message)
         self.reading.release()
@@ -47,8 +49,11 @@ def slow() -> tuple[SlowContext, grpc.aio.ServicerContext]:
     return context, cast(grpc.aio.ServicerContext, context)
 
 
-def big(nbytes: int) -> pb.WorkerMessage:
-    return pb.WorkerMessage(failed=pb.AttemptFailed(message="x" * nbytes))
+def big(nbytes: int) -> bytes:
+    return pb.WorkerMessage(failed=pb.AttemptFailed(message="x" * nbytes)).SerializeToString()
+
+
+read = pb.WorkerMessage.FromString
 
 
 async def test_more_than_8_mib_unread_sets_overflow() -> None:
@@ -96,7 +101,7 @@ def test_a_worker_knows_so_much_of_a_store_and_no_more(monkeypatch: pytest.Monke
     feed = CacheFeed()
     for chunk in range(5):
         feed.changed({}, {chunk: True, chunk + 100: False})
-    assert [chunk for part in feed.snapshot() for chunk in part.cache.stored] == [2, 3, 4]
+    assert [chunk for part in map(read, feed.snapshot()) for chunk in part.cache.stored] == [2, 3, 4]
 
 
 async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
@@ -107,8 +112,9 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
     feed.changed(dict.fromkeys(chunks, Tier.HOST))  # a part of the snapshot has 64 KiB
     context, as_context = slow()
 
-    async def sent() -> AsyncIterator[pb.RouterMessage]:
-        yield pb.RouterMessage(hello=pb.RouterHello(router_id=b"r" * 16, cache=True))
+    async def sent() -> AsyncIterator[bytes]:
+        hello = pb.RouterHello(router_id=b"r" * 16, cache=True)
+        yield pb.RouterMessage(hello=hello).SerializeToString()
         await asyncio.Event().wait()
 
     async def send(message: messages.ToEngine) -> None: ...
@@ -119,20 +125,20 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
     service = AttachService(backend, routers, limits, pb.WorkerDescription())
     attached = asyncio.create_task(service.Attach(sent(), as_context))
 
-    async def read() -> pb.WorkerMessage:
+    async def next_one() -> pb.WorkerMessage:
         context.gate.release()
         reading = asyncio.create_task(context.reading.acquire())
         await asyncio.wait({reading, attached}, timeout=WITHIN, return_when=asyncio.FIRST_COMPLETED)
         assert not attached.done(), attached
-        return context.written[-1]
+        return read(context.written[-1])
 
-    parts = [await read(), await read()]
+    parts = [await next_one(), await next_one()]
     [evicted] = feed.changed({chunks[-1]: None})
     routers.broadcast_cache_events(evicted)
     routers.deliver(1, big(9))
-    between = [await read() for _ in range(3)]
-    assert between[1:] == [evicted, big(9)]
-    parts += [between[0], await read(), await read()]
+    between = [await next_one() for _ in range(3)]
+    assert between[1:] == [read(evicted), read(big(9))]
+    parts += [between[0], await next_one(), await next_one()]
     assert [part.cache.reset for part in parts] == [True, False, False, False, False]
     assert [chunk for part in parts for chunk in part.cache.host] == [*chunks[:-1]]
     attached.cancel()
@@ -149,7 +155,7 @@ def test_a_snapshot_begins_again_when_events_are_dropped_meanwhile(monkeypatch: 
     stream.put_cache_events(evicted)
     while (part := stream.next_message()) is not None:
         parts.append(part)
-    for part in filter(None, parts):
+    for part in map(read, filter(None, parts)):
         held = set(part.cache.host) | (set() if part.cache.reset else held)
     assert held == {*range(1, 2 * MAX_CHUNKS)}
 
@@ -166,8 +172,9 @@ async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
         end, reading = asyncio.Event(), asyncio.Event()
         ended.append(end)
 
-        async def sent() -> AsyncIterator[pb.RouterMessage]:
-            yield pb.RouterMessage(hello=pb.RouterHello(router_id=b"r" * 16, report_seconds=report_seconds))
+        async def sent() -> AsyncIterator[bytes]:
+            hello = pb.RouterHello(router_id=b"r" * 16, report_seconds=report_seconds)
+            yield pb.RouterMessage(hello=hello).SerializeToString()
             reading.set()
             await end.wait()
 
@@ -196,7 +203,7 @@ def test_routers_learn_at_once_that_a_worker_drains() -> None:
     Backend.drain(stand_in(Backend, _routers=routers, _last_status=last, _drains=set()), "it ends")
     told = router.next_message()
     assert told is not None
-    assert told.status == pb.WorkerStatus(blocks_free=7, health=pb.WorkerStatus.HEALTH_DRAINING)
+    assert read(told).status == pb.WorkerStatus(blocks_free=7, health=pb.WorkerStatus.HEALTH_DRAINING)
 
 
 def test_a_router_learns_what_others_have_waiting() -> None:
@@ -205,7 +212,7 @@ def test_a_router_learns_what_others_have_waiting() -> None:
     routers.waiting = {first.number: 70}
     routers.tell(pb.WorkerStatus(tokens_waiting=70))
     told = [router.next_message() for router in (first, second)]
-    assert [message and message.status.tokens_of_others for message in told] == [0, 70]
+    assert [message and read(message).status.tokens_of_others for message in told] == [0, 70]
 
 
 async def test_an_engine_that_ends_during_a_question_leaves_no_unread_error() -> None:
@@ -271,9 +278,10 @@ async def test_an_unchanged_status_is_reported_each_second_although_timers_fire_
 )
 def test_tokens_keep_every_field(reason: str, expected: Any) -> None:
     logprobs = Logprobs(-0.5, (3, 4), (-0.5, -1.5))
-    output = Output(b"a" * 16, 5, 3, logprobs, reason, 2)
-    step = streams.progress(messages.Tokens(1, [output])).step
-    token = step.tokens[0]
+    tokens = StepTokens()
+    tokens.add(Output(b"a" * 16, 5, 3, logprobs, reason, accepted_draft=True, rejected_drafts=4), 2)
+    [token] = read(tokens.to(1).data).step.tokens
+    assert (token.accepted_draft, token.rejected_drafts) == (True, 4)
     assert (token.attempt_id, token.output_index, token.token_id) == (b"a" * 16, 5, 3)
     assert (token.finish_reason, token.cached_tokens) == (expected, 2)
     assert token.logprobs.logprob == -0.5
@@ -283,12 +291,12 @@ def test_tokens_keep_every_field(reason: str, expected: Any) -> None:
 
 def test_logprobs_of_a_prompt_keep_every_field() -> None:
     given = PromptLogprobs(b"a" * 16, 5, b"logp", b"rank", b"ids!", b"tops")
-    sent = streams.progress(messages.PromptScored(1, given)).prompt_logprobs
+    sent = read(to_routers.scored(1, given).data).prompt_logprobs
     assert [value for _, value in sent.ListFields()] == list(given)
 
 
 @pytest.mark.parametrize("code", list(messages.Code))
 def test_failure_codes_are_those_of_the_protocol(code: messages.Code) -> None:
-    failed = streams.failed(b"a" * 16, code, "why", b"p" * 16).failed
+    failed = read(streams.failed(b"a" * 16, code, "why", b"p" * 16)).failed
     assert (failed.message, failed.prefill_id) == ("why", b"p" * 16)
     assert pb.FailureCode.Name(failed.code) == f"FAILURE_CODE_{code.name}"

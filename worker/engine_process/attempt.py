@@ -6,7 +6,6 @@ an id. `states` has the rules.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -16,7 +15,9 @@ from baton.engine.core.leases import Leases
 from baton.kv_transfer import FirstToken
 from baton.kv_transfer.protocol.messages import Reason
 from baton.worker import messages
+from baton.worker.engine_process import to_routers
 from baton.worker.engine_process.states import TRANSITIONS, State
+from baton.worker.engine_process.to_routers import StepTokens
 from baton.worker.messages import Code, FromEngine, Origin, RequestCounts
 
 UNREAD: Mapping[str, tuple[Code, str]] = {
@@ -128,7 +129,7 @@ class AttemptTable(Generic[A]):
         self._other_ids = set[bytes]()  # of all attempts
         self.decoding = 0
         self.counts = RequestCounts()
-        self._tokens: defaultdict[int, list[Output]] = defaultdict(list)  # by stream
+        self._tokens: dict[int, StepTokens] = {}  # by stream
         self._reports: list[FromEngine] = []  # since the last flush
         self._later: list[Callable[[], None]] = []
         self.find = self.by_id.get
@@ -192,21 +193,23 @@ class AttemptTable(Generic[A]):
 
     def reserved(self, attempt: Attempt) -> None:
         if attempt.stream is not None:
-            self._send(messages.Reserved(attempt.stream, attempt.id))
+            self._send(to_routers.reserved(attempt.stream, attempt.id))
 
     def prefill_started(self, attempt: Attempt) -> None:
         if attempt.stream is not None:
-            self._send(messages.PrefillStarted(attempt.stream, attempt.id))
+            self._send(to_routers.prefill_started(attempt.stream, attempt.id))
 
     def scored(self, logprobs: PromptLogprobs) -> None:
         attempt = self.find(logprobs.id)
         if attempt is not None and attempt.stream is not None:
-            self._send(messages.PromptScored(attempt.stream, logprobs))
+            self._send(to_routers.scored(attempt.stream, logprobs))
 
     def token(self, attempt: Attempt, output: Output) -> None:
         """The attempt has this token, which may have been sampled elsewhere."""
-        if attempt.stream is not None:
-            self._tokens[attempt.stream].append(output)
+        if (stream := attempt.stream) is not None:
+            if (tokens := self._tokens.get(stream)) is None:
+                tokens = self._tokens[stream] = StepTokens()
+            tokens.add(output, 0 if attempt.origin.resumed else output.cached_tokens)
 
     def sampled(self, attempt: Attempt, output: Output) -> None:
         """A step has sampled this token."""
@@ -215,8 +218,9 @@ class AttemptTable(Generic[A]):
             attempt.first_token_at = None
         attempt.num_sampled += 1
         self.counts.generation_tokens += 1
-        self.counts.finished_stop += output.finish_reason == "stop"
-        self.counts.finished_length += output.finish_reason == "length"
+        if output.finish_reason:
+            self.counts.finished_stop += output.finish_reason == "stop"
+            self.counts.finished_length += output.finish_reason == "length"
         self.token(attempt, output)
 
     def prefilled(
@@ -254,7 +258,7 @@ class AttemptTable(Generic[A]):
     def flush_tokens(self) -> None:
         """Sends each router one message with all its tokens since the last flush."""
         for stream, tokens in self._tokens.items():
-            self._send(messages.Tokens(stream, tokens))
+            self._send(tokens.to(stream))
         self._tokens.clear()
 
     def step_over(self) -> None:

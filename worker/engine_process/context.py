@@ -22,6 +22,7 @@ from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import PrefixLinks
 from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.engine_process.start import EngineProcessConfig, stand_by
+from baton.worker.engine_process.to_routers import image_wanted
 from baton.worker.ipc import ServiceLink
 
 
@@ -116,5 +117,5 @@ class Context:
             self.images = FetchedEmbeddings(transport, made, self.link)
             engine.fetch_images(self.images)
         if engine.encoder is not None:
-            engine.encoder.wants = lambda name: self.link.send(messages.ImageWanted(name, lost=False))
+            engine.encoder.wants = lambda name: self.link.send(image_wanted(name, lost=False))
         return engine

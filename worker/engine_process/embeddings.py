@@ -29,8 +29,9 @@ from baton.kv_transfer import FetchFailed, Injected, KVLayout, PagedKV, Transpor
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import wait
 from baton.vision.embeddings import EmbeddingFormat, Embeddings
+from baton.worker.engine_process.to_routers import image_wanted
 from baton.worker.ipc import ServiceLink
-from baton.worker.messages import ContentSource, ImageWanted
+from baton.worker.messages import ContentSource, ToRouter
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class FetchedEmbeddings(Embeddings):
         self._receiver = transport.receiver(self._memory.paged)
         self._link = link
         self._commands = deque[_Asked | _Ready]()
-        self._wanted = deque[ImageWanted]()
+        self._wanted = deque[ToRouter]()
         self._wake, self._changed = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
         self._stopping = False
         self._sources = OrderedDict[bytes, ContentSource]()
@@ -294,5 +295,5 @@ class FetchedEmbeddings(Embeddings):
         self._memory.free += fetch.blocks
 
     def _want(self, name: bytes, *, lost: bool) -> None:
-        self._wanted.append(ImageWanted(name, lost))
+        self._wanted.append(image_wanted(name, lost=lost))
         os.eventfd_write(self._changed, 1)

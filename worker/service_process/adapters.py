@@ -87,7 +87,7 @@ class WorkerAdapters:
         described.ClearField("adapters")
         described.adapters.extend(adapters_now.adapters)
         described.adapters_revision = revision
-        self._routers.broadcast(pb.WorkerMessage(description=described))
+        self._routers.broadcast(pb.WorkerMessage(description=described).SerializeToString())
 
     def _check(self, asked: pb.AdapterSet) -> None:
         if self._backend.draining:

@@ -357,7 +357,7 @@ class Backend:
         """The phases of a recent request, by the id that its client knows."""
         return self._journal.phases(request)
 
-    def cache_snapshot(self) -> Iterator[pb.WorkerMessage]:
+    def cache_snapshot(self) -> Iterator[bytes]:
         """Yields the contents of the prefix cache as messages; none if the cache is off."""
         return iter(()) if self._cache is None else self._cache.snapshot()
 
@@ -382,20 +382,17 @@ class Backend:
 
     def deliver(self, message: FromEngine) -> None:
         if self._open is not None:
-            self._open.heard(message)
-            self._goes_on |= isinstance(message, messages.Tokens) and not self.replacing
+            self._goes_on |= self._open.heard(message) and not self.replacing
         match message:
-            case (
-                messages.Tokens() | messages.PromptScored() | messages.Reserved() | messages.PrefillStarted()
-            ):
-                self._routers.deliver(message.stream, streams.progress(message))
+            case messages.ToRouter(stream, data):
+                if stream is None:
+                    self._routers.broadcast(data)
+                else:
+                    self._routers.deliver(stream, data)
             case messages.Encoded(stream, origin):
                 self._report(message)
-                encoded = pb.Encoded(encode_id=origin.attempt_id)
-                self._routers.deliver(stream, pb.WorkerMessage(encoded=encoded))
-            case messages.ImageWanted(name, lost):
-                wanted = pb.ImageWanted(name=name, lost=lost)
-                self._routers.broadcast(pb.WorkerMessage(image_wanted=wanted))
+                encoded = pb.WorkerMessage(encoded=pb.Encoded(encode_id=origin.attempt_id))
+                self._routers.deliver(stream, encoded.SerializeToString())
             case messages.AttemptFailed(stream, origin, code, text, prefill_id):
                 self._journal.failed(message)
                 failed = streams.failed(origin.attempt_id, code, text, prefill_id)

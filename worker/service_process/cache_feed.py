@@ -27,7 +27,7 @@ class CacheFeed:
 
     def changed(
         self, tiers: Mapping[int, Tier | None], stored: Mapping[int, bool] = MappingProxyType({})
-    ) -> list[pb.WorkerMessage]:
+    ) -> list[bytes]:
         """Applies a `CacheChanged`. Returns the messages for all routers."""
         messages = []
         for batch in _batches(iter(tiers.items())):
@@ -41,11 +41,11 @@ class CacheFeed:
             messages.append(self._events(stored=now, not_stored=gone))
         return messages
 
-    def cleared(self) -> list[pb.WorkerMessage]:
+    def cleared(self) -> list[bytes]:
         """No tier has anything any more. Returns the messages for all routers."""
         return self.changed(dict.fromkeys(self._tier_of))
 
-    def snapshot(self) -> Iterator[pb.WorkerMessage]:
+    def snapshot(self) -> Iterator[bytes]:
         """Yields the parts of a snapshot for one router. Each has the tiers of its chunks when it is made.
 
         Before the next part is made, the router must be sent every change up to then.
@@ -59,7 +59,7 @@ class CacheFeed:
 
     def _message(
         self, batch: Sequence[tuple[int, Tier | None]], tier_of: dict[int, Tier], *, reset: bool = False
-    ) -> pb.WorkerMessage:
+    ) -> bytes:
         """Applies a part of a change to `tier_of`. `batch`: chunks and their tiers now; None: in no tier."""
         evicted: list[int] = []
         added: list[int] = []
@@ -86,8 +86,8 @@ class CacheFeed:
             disk=moved[Tier.DISK],
         )
 
-    def _events(self, **fields: Any) -> pb.WorkerMessage:
-        return pb.WorkerMessage(cache=pb.CacheEvents(**fields))
+    def _events(self, **fields: Any) -> bytes:
+        return pb.WorkerMessage(cache=pb.CacheEvents(**fields)).SerializeToString()
 
 
 def _batches(items: Iterator[T]) -> Iterator[list[T]]:

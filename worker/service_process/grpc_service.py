@@ -88,9 +88,7 @@ class AttachService:
     # ------------------------------------------------------------ the calls
 
     # It writes and does not yield, because a generator that waits for a slow router cannot be ended.
-    async def Attach(
-        self, request_iterator: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext
-    ) -> None:
+    async def Attach(self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         try:
             router, hello = await _hello(request_iterator)
             report_seconds = validation.report_seconds(hello.report_seconds)
@@ -102,7 +100,7 @@ class AttachService:
             described = await self.Describe(pb.DescribeRequest(), context) if hello.describe else None
         stream = self._routers.open(report_seconds)
         if described is not None:
-            stream.put(pb.WorkerMessage(description=described))
+            stream.put(pb.WorkerMessage(description=described).SerializeToString())
         if hello.cache:
             stream.want_cache_events(self._backend.cache_snapshot)
         log.info("router %s attached", router)
@@ -189,8 +187,9 @@ class AttachService:
 
     # ------------------------------------------------------------ router to worker
 
-    async def _read(self, stream: RouterStream, request_iterator: AsyncIterator[pb.RouterMessage]) -> None:
-        async for message in request_iterator:
+    async def _read(self, stream: RouterStream, request_iterator: AsyncIterator[bytes]) -> None:
+        async for data in request_iterator:
+            message = validation.message(data)
             kind = message.WhichOneof("kind")
             if kind == "pixels":
                 validation.add_pixels(stream.pixels, message.pixels.data)
@@ -269,11 +268,11 @@ def _log_error(changing: asyncio.Task[Any]) -> None:
         log.error("a call has failed after its caller left: %s", error, exc_info=None if known else error)
 
 
-async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> tuple[str, pb.RouterHello]:
+async def _hello(request_iterator: AsyncIterator[bytes]) -> tuple[str, pb.RouterHello]:
     """Reads the RouterHello that every stream begins with. Returns the router's name for logs, too."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT):
-            first = await anext(request_iterator)
+            first = validation.message(await anext(request_iterator))
     except (TimeoutError, StopAsyncIteration) as error:
         raise StreamError("a stream begins with a RouterHello") from error
     if first.WhichOneof("kind") != "hello":

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.messages import Code, Decode, FromEngine, Prefill, ToEngine
 
@@ -37,8 +38,6 @@ class _Open:
     deadline: float  # time.monotonic()
     alone: bool  # as its router wants it
     crashes: int = 0
-    again: bool = False
-    """An engine process had it that has ended, so what is cached of its prompt may be its own."""
     has_output: bool = False
     was_scored: bool = False
     """The router has a part of the log probabilities of its prompt. It takes no position twice."""
@@ -95,25 +94,25 @@ class OpenAttempts:
             case _:
                 pass
 
-    def heard(self, message: FromEngine) -> None:
-        """The engine says this, and routers are told: of a prompt that an engine before has begun, nothing
-        was cached as far as known."""
+    def heard(self, message: FromEngine) -> bool:
+        """The engine says this, and routers are told. Returns whether it has computed a token."""
         match message:
-            case messages.Tokens(_, tokens):
-                for i, token in enumerate(tokens):
-                    if (attempt := self._open.get(token.id)) is not None:
-                        if attempt.again and not attempt.has_output:
-                            tokens[i] = token._replace(cached_tokens=0)
-                        self._has_token(attempt, token.output_index, token.token, bool(token.finish_reason))
-            case messages.PromptScored(_, logprobs):
-                if (attempt := self._open.get(logprobs.id)) is not None:
+            case messages.ToRouter(_, data):
+                said = pb.WorkerMessage.FromString(data)
+                for token in said.step.tokens:
+                    if (attempt := self._open.get(token.attempt_id)) is not None:
+                        is_last = token.finish_reason != pb.FINISH_REASON_NONE
+                        self._has_token(attempt, token.output_index, token.token_id, is_last)
+                if (attempt := self._open.get(said.prompt_logprobs.attempt_id)) is not None:
                     attempt.was_scored = True
+                return said.HasField("step")
             case messages.AttemptFailed(stream, origin, code) if code is not Code.KV_FAILED:
                 attempt = self._open.get(origin.attempt_id)
                 if attempt is not None and attempt.message.stream == stream:
                     self._end(origin.attempt_id)
             case _:
                 pass
+        return False
 
     def _has_token(self, attempt: _Open, index: int, token: int, is_last: bool) -> None:
         request = attempt.message.work.request
@@ -144,7 +143,7 @@ class OpenAttempts:
         told: list[Lost] = []
         for attempt_id, attempt in [*self._open.items()]:
             attempt.crashes += attempt_id in step
-            attempt.again = True
+            attempt.message.work.origin.resumed = not attempt.has_output
             if reason := attempt.returns:
                 told.append(Lost(attempt.message.stream, attempt_id, Code.HANDED_BACK, f"{error}: {reason}"))
             elif attempt.crashes > MOST_CRASHES:

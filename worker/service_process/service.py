@@ -151,7 +151,7 @@ class Service:
             self._description(engine, kv_address, metrics_address),
             encodes=config.role == "encode",
         )
-        add_service(self._server, WORKER, service)
+        add_service(self._server, WORKER, service, as_bytes=("Attach",))
         self._reporting = self._tree.watch(self._backend.report())
         await self._backend.status()
         await self._server.start()

@@ -1,4 +1,7 @@
-"""The output of attached routers: their bounded queues, and the conversion to protobuf messages."""
+"""The output of attached routers: their bounded queues.
+
+A message is the bytes of a `WorkerMessage`. Most are those that the engine process has made.
+"""
 
 import asyncio
 from collections import deque
@@ -6,21 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import grpc.aio
 
-from baton.engine import Output
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
-from baton.worker import messages
 from baton.worker.messages import Code
 
 MAX_UNREAD_BYTES = 8 << 20
 MAX_UNREAD_CACHE_BYTES = 1 << 20
 """A router with more unread bytes gets no further cache events, so that it can read its tokens first."""
-
-_FINISH = {
-    "": pb.FINISH_REASON_NONE,
-    "stop": pb.FINISH_REASON_STOP,
-    "length": pb.FINISH_REASON_LENGTH,
-}
 
 
 class RouterStream:
@@ -33,9 +28,9 @@ class RouterStream:
         self.unread_bytes = 0
         self.pixels = bytearray()
         """Of the images of the next attempt that the router submits."""
-        self._queue: deque[pb.WorkerMessage] = deque()
-        self._snapshot: Iterator[pb.WorkerMessage] | None = None  # the parts to come
-        self._new_snapshot: Callable[[], Iterator[pb.WorkerMessage]] | None = None  # None: no cache events
+        self._queue: deque[bytes] = deque()
+        self._snapshot: Iterator[bytes] | None = None  # the parts to come
+        self._new_snapshot: Callable[[], Iterator[bytes]] | None = None  # None: no cache events
         self._behind = True  # the router lacks changes, so it needs a snapshot
         self._changed = asyncio.Event()
         self._finishing = False
@@ -47,24 +42,24 @@ class RouterStream:
         taken, self.pixels = self.pixels, bytearray()
         return taken
 
-    def put(self, message: pb.WorkerMessage) -> None:
+    def put(self, message: bytes) -> None:
         if self.overflow.is_set():
             return
-        self.unread_bytes += message.ByteSize()
+        self.unread_bytes += len(message)
         self._queue.append(message)
         if self.unread_bytes > MAX_UNREAD_BYTES:
             self.overflow.set()
             self.discard()
         self._changed.set()
 
-    def put_cache_events(self, message: pb.WorkerMessage) -> None:
+    def put_cache_events(self, message: bytes) -> None:
         """Queues cache events. Drops them if the router has too much unread, and all later ones up to the
         next snapshot."""
         self._behind |= self.unread_bytes > MAX_UNREAD_CACHE_BYTES
         if not self._behind:
             self.put(message)
 
-    def want_cache_events(self, new_snapshot: Callable[[], Iterator[pb.WorkerMessage]]) -> None:
+    def want_cache_events(self, new_snapshot: Callable[[], Iterator[bytes]]) -> None:
         """The router gets a snapshot of the cache, and the events after it.
 
         A part of a snapshot is made when the queue is empty. So a snapshot of any size leaves little unread,
@@ -89,9 +84,9 @@ class RouterStream:
                 await self._changed.wait()
             else:
                 await context.write(message)
-                self.unread_bytes -= message.ByteSize()
+                self.unread_bytes -= len(message)
 
-    def next_message(self) -> pb.WorkerMessage | None:
+    def next_message(self) -> bytes | None:
         """Takes the message that is written next. It counts as unread until it is written."""
         if self._queue:
             return self._queue.popleft()
@@ -101,7 +96,7 @@ class RouterStream:
         if part is None:
             self._snapshot = None
         else:
-            self.unread_bytes += part.ByteSize()
+            self.unread_bytes += len(part)
         return part
 
 
@@ -139,13 +134,13 @@ class Routers:
         """Returns False if it was removed before."""
         return self._streams.pop(stream.number, None) is not None
 
-    def deliver(self, stream_number: int, message: pb.WorkerMessage) -> None:
+    def deliver(self, stream_number: int, message: bytes) -> None:
         """Queues a message for one router. Drops the message if the router has detached."""
         stream = self._streams.get(stream_number)
         if stream is not None:
             stream.put(message)
 
-    def broadcast(self, message: pb.WorkerMessage) -> None:
+    def broadcast(self, message: bytes) -> None:
         for stream in self._streams.values():
             stream.put(message)
 
@@ -154,9 +149,9 @@ class Routers:
         for number, stream in self._streams.items():
             message = pb.WorkerMessage(status=status)
             message.status.tokens_of_others = max(0, status.tokens_waiting - self.waiting.get(number, 0))
-            stream.put(message)
+            stream.put(message.SerializeToString())
 
-    def broadcast_cache_events(self, message: pb.WorkerMessage) -> None:
+    def broadcast_cache_events(self, message: bytes) -> None:
         for stream in self._streams.values():
             stream.put_cache_events(message)
 
@@ -174,40 +169,7 @@ class Routers:
             stream.finish()
 
 
-def progress(
-    message: messages.Tokens | messages.PromptScored | messages.Reserved | messages.PrefillStarted,
-) -> pb.WorkerMessage:
-    """Converts what happened to attempts that go on."""
-    match message:
-        case messages.Tokens(_, tokens):
-            return pb.WorkerMessage(step=pb.StepOutput(tokens=[_token(token) for token in tokens]))
-        case messages.PromptScored(_, logprobs):
-            values = logprobs._asdict()
-            return pb.WorkerMessage(prompt_logprobs=pb.PromptLogprobs(attempt_id=values.pop("id"), **values))
-        case messages.Reserved(_, decode_id):
-            return pb.WorkerMessage(reserved=pb.Reserved(decode_id=decode_id))
-        case messages.PrefillStarted(_, prefill_id):
-            return pb.WorkerMessage(prefill_started=pb.PrefillStarted(prefill_id=prefill_id))
-
-
-def failed(attempt_id: bytes, code: Code, message: str, prefill_id: bytes = b"") -> pb.WorkerMessage:
+def failed(attempt_id: bytes, code: Code, message: str, prefill_id: bytes = b"") -> bytes:
     name = pb.FailureCode.Name(code)
     failure = pb.AttemptFailed(attempt_id=attempt_id, code=name, message=message, prefill_id=prefill_id)
-    return pb.WorkerMessage(failed=failure)
-
-
-def _token(token: Output) -> pb.TokenEvent:
-    event = pb.TokenEvent(
-        attempt_id=token.id,
-        output_index=token.output_index,
-        token_id=token.token,
-        finish_reason=_FINISH[token.finish_reason],
-        cached_tokens=token.cached_tokens,
-        accepted_draft=token.accepted_draft,
-        rejected_drafts=token.rejected_drafts,
-    )
-    if token.logprobs is not None:
-        event.logprobs.logprob = token.logprobs.logprob
-        event.logprobs.top_ids.extend(token.logprobs.top_ids)
-        event.logprobs.top_logprobs.extend(token.logprobs.top_logprobs)
-    return event
+    return pb.WorkerMessage(failed=failure).SerializeToString()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from baton.engine import EngineRequest, Image, Reasoning, SamplingParams, StructuredOutput, check_request
 from baton.kv_names import CHUNK_TOKENS, IMAGE_NAME_BYTES, Tier, with_adapter
@@ -58,6 +58,14 @@ class Limits:
     max_model_len: int
     images: ImageSettings | None = None
     """None: the model takes no images."""
+
+
+def message(data: bytes) -> pb.RouterMessage:
+    """Raises StreamError for bytes that are none."""
+    try:
+        return pb.RouterMessage.FromString(data)
+    except DecodeError as error:
+        raise StreamError("a message of the router cannot be read") from error
 
 
 def attempt_id(value: bytes, name: str) -> bytes:

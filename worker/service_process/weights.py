@@ -180,7 +180,7 @@ class WeightsReplacement:
             replaced.content_root,
         )
         if keeps_kv:
-            self._routers.broadcast(pb.WorkerMessage(description=described))
+            self._routers.broadcast(pb.WorkerMessage(description=described).SerializeToString())
         await self._open()
         if weights.rolls:  # the next workers stop when this one serves
             with contextlib.suppress(TimeoutError):
