@@ -67,7 +67,7 @@ def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(chan
     def read(count: float) -> None:
         while count and (message := stream.next_message()):
             count -= 1
-            index.apply(0, message.cache)
+            index.apply(0, pb.WorkerMessage.FromString(message).cache)
             assert index.reported(0) <= most
 
     changed({1: Tier.DEVICE, 2: Tier.HOST}, [])
@@ -90,18 +90,19 @@ def test_large_changes_and_snapshots_travel_in_bounded_parts():
     feed = CacheFeed()
     added = list(range(2 * MAX_CHUNKS + 1))
     for messages in ([*feed.snapshot()], feed.changed(dict.fromkeys(added, Tier.DEVICE)), [*feed.snapshot()]):
-        assert all(len(message.cache.added) <= MAX_CHUNKS for message in messages)
-    assert sorted(chunk for message in messages for chunk in message.cache.added) == added
-    assert [message.cache.reset for message in messages] == [True, False, False]
+        events = [pb.WorkerMessage.FromString(message).cache for message in messages]
+        assert all(len(each.added) <= MAX_CHUNKS for each in events)
+    assert sorted(chunk for each in events for chunk in each.added) == added
+    assert [each.reset for each in events] == [True, False, False]
 
 
 def test_a_router_that_reads_too_slowly_gets_only_tokens():
     stream = RouterStream(1)
-    stream.put(pb.WorkerMessage(failed=pb.AttemptFailed(message="x" * MAX_UNREAD_CACHE_BYTES)))
+    stream.put(b"x" * (MAX_UNREAD_CACHE_BYTES + 1))
     before = stream.unread_bytes
-    stream.put_cache_events(pb.WorkerMessage(cache=pb.CacheEvents(added=[1])))
+    stream.put_cache_events(b"events")
     assert stream.unread_bytes == before
-    stream.put(pb.WorkerMessage(step=pb.StepOutput(tokens=[pb.TokenEvent(token_id=1)])))
+    stream.put(b"tokens")
     assert stream.unread_bytes > before
 
 

@@ -399,7 +399,7 @@ def test_what_the_shared_store_has_counts_at_its_price_at_every_worker_that_read
     loads, writer = one()
     feed, chunks = CacheFeed(), [*range(10)]
     for changes in feed.changed(dict.fromkeys(chunks, Tier.DEVICE), dict.fromkeys(chunks, True)):
-        loads.index.apply(writer, changes.cache)
+        loads.index.apply(writer, pb.WorkerMessage.FromString(changes).cache)
     assert loads.index.reported(writer) == 10, "the store's chunks are not of this worker"
     loads.leave(writer)
     rows = [loads.join(name, block_size=16, now=0) for name in ("b:1", "c:1")]
@@ -411,12 +411,12 @@ def test_what_the_shared_store_has_counts_at_its_price_at_every_worker_that_read
     loads.index.apply(rows[0], pb.CacheEvents(added=chunks[:5]))
     assert look(loads, 0, 1000, chunks).load(rows[0]) == pytest.approx(320 / 10_000)
     for changes in feed.changed({}, {7: False}):
-        loads.index.apply(rows[1], changes.cache)
+        loads.index.apply(rows[1], pb.WorkerMessage.FromString(changes).cache)
     assert look(loads, 0, 1000, chunks).cached.of(rows[0]) == 7 * CHUNK_TOKENS
     other = ChunkIndex()  # of a router that starts now
     other.grow(1)
     for part in feed.snapshot():
-        other.apply(0, part.cache)
+        other.apply(0, pb.WorkerMessage.FromString(part).cache)
     assert other.only_stored(0, [*range(20)]) == 0, "the worker has them, too"
     assert {*other._stored} == {*chunks} - {7}
 
