@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 
 import pytest
@@ -10,6 +11,7 @@ from typer.core import TyperGroup
 
 from baton.bench.load.cli import app as bench_app
 from baton.cluster.cli import app as baton_app
+from baton.cluster.options.parameters import REMOVED
 from baton.router.api.openapi import description
 from docs.reference.generate import BLOCK, BLOCKS, HERE, options, pages
 
@@ -61,3 +63,14 @@ def test_each_field_of_a_body_stands_in_its_type() -> None:
     for name, schema in description("", keys=True, admin=True)["components"]["schemas"].items():
         missing = [field for field in schema.get("properties", {}) if f"- `{field}`" not in sections[name]]
         assert not missing, name
+
+
+def test_the_changelog_names_flags_that_exist_or_are_refused_with_their_successor() -> None:
+    text = (HERE.parents[1] / "CHANGELOG.md").read_text()
+    exist = "".join(pages().values()).replace("/ no-", "no-")
+    for flag, prefix, name in re.findall(r"(?<![\w-])(--(advanced\.|no-)?([a-z][a-z-]*[a-z]))\b", text):
+        if prefix == "advanced.":
+            assert re.search(rf"^- `.*\b{name}[ `]", exist, re.M), flag
+        else:
+            known = re.search(rf"{flag}\b", exist) or name.replace("-", "_") in REMOVED
+            assert known or f"`{flag}`" in text.split("| gone;")[0].splitlines()[-1], flag
