@@ -121,13 +121,17 @@ class RoleProcess:
         if self._task is None:
             self._environment |= environment
             self._task = asyncio.create_task(self._supervise())
+            self._task.add_done_callback(self._ended)
             bounding = asyncio.create_task(keep_bounded(self._log))
             self._task.add_done_callback(lambda _: bounding.cancel())
         return self.state
 
     async def changed(self, token: str) -> RoleState:
-        """Waits until the state has another token than `token`, and returns the state."""
+        """Waits until the state has another token than `token`, and returns the state. Raises the defect that
+        has ended the supervision, after its state was returned."""
         while self.state.token == token:
+            if self._task is not None and self._task.done():
+                self._task.result()
             await self._changed.wait()
         return self.state
 
@@ -192,6 +196,11 @@ class RoleProcess:
                     await self._stopping.wait()
         self._set(phase="stopped", ready=None, pid=None)
 
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            why = f"it is supervised no more ({type(error).__name__}: {error})"
+            self._set(phase="waiting", ready=None, pid=None, error=why)
+
     async def _run_once(self, restarts: int) -> tuple[int, str]:
         """Runs the child once. Returns its exit code, and why it ended, for people.
 
@@ -208,8 +217,8 @@ class RoleProcess:
             phase="starting", stage="starting", fraction=0.0, pid=popen.pid, seconds_to_ready=None,
             restarts=restarts,
         )  # fmt: skip
-        failure = asyncio.create_task(self._follow(pipe, started))
-        self._watching = watching = asyncio.create_task(self._watch())
+        failure = asyncio.create_task(self._beside_child(lambda: self._follow(pipe, started)))
+        self._watching = watching = asyncio.create_task(self._beside_child(self._watch))
         try:
             await process_end(popen.pid)
             hung = watching.result() if watching.done() and not watching.cancelled() else ""
@@ -219,6 +228,14 @@ class RoleProcess:
             code = popen.wait()
             self._popen = None
         return code, hung or await failure or describe_exit(code)
+
+    async def _beside_child(self, work: Callable[[], Coroutine[Any, Any, str]]) -> str:
+        """A defect of `work` ends the child. Otherwise nothing would tell of it before the child ends."""
+        try:
+            return await work()
+        except Exception:
+            self._kill_tree()
+            raise
 
     def _secrets(self) -> Mapping[str, str]:
         """Variables that are read at each start. Raises ValueError if they cannot be."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
 from baton.bench.load.target.answer import Answer, Record
-from baton.bench.load.target.request import Api, Dialect, SessionAs, Target
+from baton.bench.load.target.request import Api, Dialect, SessionAs, Target, exchange
 from baton.bench.load.target.tokenization import Composer
 from baton.bench.load.traffic.client import Client
 from baton.bench.load.traffic.workload import Distribution, Listed, Session, Synthetic, Workload
@@ -312,6 +314,25 @@ async def test_users_back_off_from_a_server_that_does_not_answer(monkeypatch: py
 async def test_an_unknown_host_is_unreachable() -> None:
     records = await run_client(client_config("http://host.invalid:80", SHORT, sessions=1))
     assert [r.error_class for r in records] == ["unreachable"]
+
+
+async def test_a_connection_that_a_server_did_not_accept_before_its_end_is_disconnected() -> None:
+    """The kernel answers for a listener, and resets the connection when the listener is closed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    class Late(socket.socket):
+        def connect(self, address: Any, /) -> None:
+            try:
+                super().connect(address)
+            finally:
+                listener.close()
+
+    answer = Answer(Record(index=0, intended=0.0, sent=0.0))
+    target = Target((f"http://127.0.0.1:{listener.getsockname()[1]}",), "completions", "mock", Dialect())
+    connector = aiohttp.TCPConnector(socket_factory=lambda info: Late(*info[:3]))
+    async with aiohttp.ClientSession(connector=connector) as http:
+        await exchange(http, target, b"{}", answer)
+    assert answer.record.error_class == "disconnected"
 
 
 @pytest.mark.all

@@ -126,8 +126,12 @@ async def exchange(
     except TimeoutError as e:
         answer.fail(Failure.TIMEOUT, str(e) or "timed out")
     except aiohttp.ClientConnectorError as e:
-        refused = isinstance(e.os_error, ConnectionRefusedError)
-        answer.fail(Failure.REFUSED if refused else Failure.UNREACHABLE, str(e))
+        failure = Failure.UNREACHABLE
+        if isinstance(e.os_error, ConnectionRefusedError):
+            failure = Failure.REFUSED
+        elif isinstance(e.os_error, ConnectionError):  # the kernel accepted it for a server that then ended
+            failure = Failure.DISCONNECTED
+        answer.fail(failure, str(e))
     except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, ConnectionError) as e:
         # After the head the stream was cut. Before it the server had not begun to answer.
         cut = record.status == 200
