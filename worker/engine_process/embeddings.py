@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from baton.engine.core.fair_shares import FairShares
 from baton.kv_names import CHUNK_TOKENS, NAME_BYTES
 from baton.kv_names.cache_kinds import EMBEDDING, ITEM_BYTES, CacheArray
 from baton.kv_transfer import FetchFailed, Injected, KVLayout, PagedKV, Transport
@@ -96,6 +97,7 @@ class _Asked(NamedTuple):
 
     name: bytes
     tokens: int
+    tenant: bytes
     future: "Future[np.ndarray]"
 
 
@@ -104,6 +106,17 @@ class _Ready(NamedTuple):
 
     name: bytes
     source: ContentSource
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """An image that was asked for and is not there. It waits in the turn of each tenant that wants it, and
+    takes the first."""
+
+    tokens: int
+    future: "weakref.ref[Future[np.ndarray]]"
+    tag: int
+    tenants: set[bytes]
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +141,8 @@ class _Busy(NamedTuple):
 
 class FetchedEmbeddings(Embeddings):
     """Fetches embeddings from the encoders that routers name, in a thread of its own. So no step waits for a
-    copy. The loop's thread calls `ready`, `report` and what `Embeddings` has.
+    copy. Tenants take turns by the tokens of their images. The loop's thread calls `ready`, `report` and what
+    `Embeddings` has.
 
         asked by the engine ─ a router has named an encoder ─▶ memory ─▶ fetched ─▶ kept
              └─ none was named, or the fetch failed ─▶ `ImageWanted`: a router names one
@@ -149,7 +163,8 @@ class FetchedEmbeddings(Embeddings):
         self._wake, self._changed = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
         self._stopping = False
         self._sources = OrderedDict[bytes, ContentSource]()
-        self._asked: dict[bytes, tuple[int, weakref.ref[Future[np.ndarray]]]] = {}
+        self._asked: dict[bytes, _Waiting] = {}
+        self._shares = FairShares()
         self._fetches: dict[bytes, _Fetch] = {}  # by image
         self._busy: dict[str, _Busy] = {}  # by the address of the encoder
         self._again_at: float | None = None  # when one of these is asked for an image
@@ -172,7 +187,7 @@ class FetchedEmbeddings(Embeddings):
     ) -> "Future[np.ndarray]":
         future = super().embeddings(name, pixels, rows, columns, tenant)
         if not future.done():  # also if it was asked for before: routers may have forgotten it
-            self._command(_Asked(name, rows * columns, future))
+            self._command(_Asked(name, rows * columns, tenant, future))
         return future
 
     def ready(self, name: bytes, source: ContentSource) -> None:
@@ -229,8 +244,8 @@ class FetchedEmbeddings(Embeddings):
     def _turn(self) -> None:
         while self._commands:
             match self._commands.popleft():
-                case _Asked(name, tokens, future):
-                    self._asked[name] = tokens, weakref.ref(future)
+                case _Asked(name, tokens, tenant, future):
+                    self._wait_for(name, tokens, tenant, future)
                     if name not in self._fetches and name not in self._sources:
                         self._want(name, lost=False)
                 case _Ready(name, source):
@@ -244,11 +259,20 @@ class FetchedEmbeddings(Embeddings):
             self._ended(fetch, event)
         self._fetch_next()
 
+    def _wait_for(self, name: bytes, tokens: int, tenant: bytes, future: "Future[np.ndarray]") -> None:
+        waiting = self._asked.get(name)
+        if waiting is None or waiting.future() is not future:
+            tag = self._shares.tag(tenant, tokens)
+            self._asked[name] = _Waiting(tokens, weakref.ref(future), tag, {tenant})
+        elif tenant not in waiting.tenants:
+            waiting.tenants.add(tenant)
+            waiting.tag = min(waiting.tag, self._shares.tag(tenant, tokens))
+
     def _fetch_next(self) -> None:
-        """Begins fetches, in the order in which images were asked for, as far as there is memory."""
+        """Begins fetches by the tags of images, as far as there is memory."""
         now, self._again_at = time.monotonic(), None
-        for name, (tokens, asked) in list(self._asked.items()):
-            future = asked()
+        for name, waiting in sorted(self._asked.items(), key=lambda each: each[1].tag):
+            tokens, future = waiting.tokens, waiting.future()
             if future is None or future.done():
                 del self._asked[name]
                 continue
@@ -261,6 +285,7 @@ class FetchedEmbeddings(Embeddings):
             blocks = self._memory.take(tokens)
             if blocks is None:
                 return
+            self._shares.served(waiting.tag)
             fetch = self._fetches[name] = _Fetch(name, tokens, future, source, blocks, now)
             self._receiver.fetch_content(
                 os.urandom(16),
