@@ -17,7 +17,7 @@ from baton.cluster.options import clients, engine, pools, roles
 from baton.cluster.options.command import Command
 from baton.cluster.options.parameters import takes_options
 from baton.cluster.supervision.blueprint import Blueprint
-from baton.system.processes import raise_descriptor_limit
+from baton.processes.limits import raise_descriptor_limit
 
 app = typer.Typer(
     name="baton",

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from baton.cluster import model
 from baton.cluster.options.roles import PickerRole, RouterRole, WorkerRole
-from baton.cluster.supervision.processes import tie_to_parent
+from baton.processes.children import report
+from baton.processes.tree import tie_to_parent
 from baton.system import available_memory
 from baton.system.cpu_engines import share_of_cpus
-from baton.system.processes import report
 
 if TYPE_CHECKING:
     from baton.cluster.options.engine import EngineOptions

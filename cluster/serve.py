@@ -27,12 +27,12 @@ from baton.cluster.roles import router_config, worker_config
 from baton.cluster.supervision import announcement
 from baton.cluster.supervision.blueprint import POOLS, Blueprint, RoleSpec, check_ports
 from baton.cluster.supervision.display import Display
-from baton.cluster.supervision.processes import StopSignals, adopt_orphans, end_descendants, reap_orphans
 from baton.cluster.supervision.role_log import end_of
 from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.rundir import Janitor, RunDir
 from baton.cluster.supervision.runner import Gpus, LocalRole
 from baton.cluster.supervision.supervisor import Supervisor
+from baton.processes.tree import StopSignals, adopt_orphans, end_descendants, reap_orphans
 from baton.system.directories import make_directory
 
 CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end

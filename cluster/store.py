@@ -23,9 +23,9 @@ from baton.cluster.roles import supervised
 from baton.kv_transfer import shared_store
 from baton.kv_transfer.shared_store.chunk_object import StoreKeys
 from baton.kv_transfer.shared_store.client import ClientProcess
+from baton.processes.children import describe_exit, die_with_parent, report
 from baton.rpc.auth import load_secret
 from baton.system.addresses import cannot_listen, free_port, try_port, url_host
-from baton.system.processes import describe_exit, die_with_parent, report
 
 START_WITHIN = 60.0
 """Seconds in which the processes must listen."""

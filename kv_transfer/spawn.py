@@ -1,11 +1,8 @@
-"""Starts processes of a worker: what they inherit, and how they end. And the messages between a transfer
-process and its service."""
+"""The start of a transfer process, and the messages between it and its service."""
 
-import contextlib
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -13,9 +10,8 @@ import msgspec
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.heartbeat import Heartbeat
-from baton.system.python_path import python_path
+from baton.processes.spawn import spawn, tell
 
-SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
 MAX_MESSAGE = 1 << 16  # bytes
 EXIT_ENGINE_GONE = 3  # of a transfer process: its engine process ended before it
 
@@ -85,7 +81,7 @@ class WaitingTransfer:
     ) -> None:
         self._fds = sending.fds, receiving.fds, heartbeat.fd, service.fileno()
         inherited = *sending.fds, *receiving.fds, heartbeat.fd, service.fileno()
-        self.process = _spawn_waiting("baton.kv_transfer.process", pass_fds=inherited)
+        self.process = spawn("baton.kv_transfer.process", pass_fds=inherited)
         for end in (sending, receiving):
             end.channel.close()
         service.close()
@@ -94,7 +90,7 @@ class WaitingTransfer:
         """It listens and serves. Its service then gets `Ready`."""
         start = TransferStart(config, *self._fds, os.getpid())
         # What a process is started with stays readable in /proc/PID/environ: the secret comes by a pipe.
-        _tell(self.process, msgspec.json.encode(start) + b"\n" + secret.hex().encode())
+        tell(self.process, msgspec.json.encode(start) + b"\n" + secret.hex().encode() + b"\n")
 
     def close(self) -> None:
         """It has ended, or ends: without `start` nothing else will come."""
@@ -115,31 +111,3 @@ def spawn_transfer(
     waiting = WaitingTransfer(sending=sending, receiving=receiving, heartbeat=heartbeat, service=service)
     waiting.start(config, secret)
     return waiting.process
-
-
-def spawn(module: str, lines: bytes, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Runs `module` with `-m` in a fresh interpreter, with `lines` on stdin. A fork would be unsafe, because
-    this process has threads.
-
-    The child's environment does not have the cluster secret. The child dies with the thread that spawned it
-    (`system.processes.die_with_parent`): call it from one that lives as long as this process.
-    """
-    child = _spawn_waiting(module, pass_fds=pass_fds)
-    _tell(child, lines)
-    return child
-
-
-def _spawn_waiting(module: str, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """As `spawn`. The child waits for its lines."""
-    environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
-    environment |= python_path()
-    return subprocess.Popen(
-        [sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=pass_fds, env=environment
-    )
-
-
-def _tell(child: subprocess.Popen[bytes], lines: bytes) -> None:
-    assert child.stdin is not None
-    # If the child is already dead, its exit says so.
-    with contextlib.suppress(BrokenPipeError), child.stdin:
-        child.stdin.write(lines + b"\n")

@@ -18,6 +18,7 @@ from typing import Any
 import grpc.aio
 from aiohttp import web
 
+from baton.processes.children import describe_exit, die_with_parent
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import HttpServer, listen, refusal
 from baton.router.errors import NoWorker
@@ -26,7 +27,6 @@ from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from baton.system.connections import Connections
-from baton.system.processes import describe_exit, die_with_parent
 
 log = logging.getLogger(__name__)
 

@@ -32,10 +32,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from baton.processes.children import process_end
 from baton.router.admission.slots import Slots
 from baton.router.errors import ApiError, InvalidRequest, all_errors
 from baton.system import oom_kills
-from baton.system.processes import process_end
 from baton.system.python_path import python_path
 from baton.vision.images import CHANNELS, MOST_PIXELS
 

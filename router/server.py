@@ -23,6 +23,8 @@ from functools import partial
 import setproctitle
 import uvloop
 
+from baton.processes.children import report
+from baton.processes.liveness import waits_for_cpu
 from baton.router.active_request import ActiveRequests, Services
 from baton.router.admission.keys import ApiKey, follow_keys, from_json
 from baton.router.admission.queue import Admission
@@ -44,7 +46,6 @@ from baton.rpc import worker_pb2 as pb
 from baton.system import memory_limit, memory_share
 from baton.system.addresses import url_host
 from baton.system.connections import Connections, affordable_connections
-from baton.system.processes import report, waits_for_cpu
 from baton.system.tracing import Tracer
 
 log = logging.getLogger(__name__)

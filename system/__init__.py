@@ -2,7 +2,7 @@
 
 A container sees the CPUs and the memory of the whole machine. Its cgroup says what it may use.
 
-`addresses` has ports and addresses, `directories` those that a user names, `processes` child processes,
+`addresses` has ports and addresses, `directories` those that a user names,
 `connections` the bound of those to a port, `cpu_engines` engines that compute on the same CPUs, `memory` what
 gives freed memory back, `device_memory` memory of a GPU or CPU whose pages move, `kept_pages` pages that
 outlive a process, `cuda_driver` raw memory of a GPU and its handles, `background` what gives way to other

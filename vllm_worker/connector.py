@@ -35,7 +35,7 @@ from vllm.v1.request import RequestStatus
 from baton.kv_names.cache_kinds import latent_head_dim
 from baton.kv_transfer import TraceWriter, Transport
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
-from baton.system.processes import die_with_parent
+from baton.processes.children import die_with_parent
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import (
     Caches,

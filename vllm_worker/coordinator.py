@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 
-from baton.system.processes import die_with_parent
+from baton.processes.children import die_with_parent
 
 _run_coordinator = DPCoordinatorProc.run_coordinator
 

@@ -19,7 +19,7 @@ from baton.bench.load.target.answer import Record
 from baton.bench.load.target.endpoint import EndpointError
 from baton.bench.load.traffic.fleet import REFUSALS, Fleet, Harvest
 from baton.bench.report import Report, Row
-from baton.cluster.supervision.processes import StopSignals
+from baton.processes.tree import StopSignals
 
 OK, NOTHING, INVALID, INTERRUPTED = 0, 1, 3, 130
 PRECISION = 0.05

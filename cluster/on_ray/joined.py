@@ -20,8 +20,8 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 from baton.cluster.on_ray.actors import NAMESPACE, SUPERVISOR, ClusterActor, Detached, actor_name
 from baton.cluster.supervision.blueprint import Blueprint, RoleSpec, check_ports
 from baton.cluster.supervision.display import Display
-from baton.cluster.supervision.processes import StopSignals
 from baton.cluster.supervision.role_process import RoleState
+from baton.processes.tree import StopSignals
 
 STOP_GRACE = 10.0  # seconds for a role to cancel its requests and end
 REACHED_WITHIN = 5.0  # seconds for the address of Ray to accept a connection

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from baton.cluster.supervision.blueprint import Blueprint
-from baton.cluster.supervision.processes import own_age
+from baton.processes.tree import own_age
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

@@ -1,12 +1,6 @@
 """Runs one role as a child process: starts it, reads its ready pipe, restarts it when it dies.
 
-Life:
-
-- starting → ready, when the child writes its ready line
-- starting or ready → waiting, when the child exits, or cannot be started
-- waiting → starting, after the backoff
-- ready → starting at once, on `restart`
-- any → stopped, on `stop`
+`processes.restarts` has its life: `restart` replaces the child, and `stop` ends all.
 """
 
 import asyncio
@@ -14,17 +8,15 @@ import contextlib
 import os
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
-from baton.cluster.supervision import ready_pipe
 from baton.cluster.supervision.role_log import keep_bounded, open_log
-from baton.system.processes import describe_exit, process_end
-
-Phase = Literal["starting", "ready", "waiting", "stopped"]
+from baton.processes import ready_pipe
+from baton.processes.children import describe_exit, kill_tree, process_end
+from baton.processes.restarts import TRANSITIONS, Event, Phase, RestartPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,35 +45,6 @@ class RoleState:
 
 # Takes the ready line of a role. Returns when the role counts as dead, with the reason for people.
 Watch = Callable[[Mapping[str, Any]], Coroutine[Any, Any, str]]
-
-
-@dataclass
-class RestartPolicy:
-    """Exponential backoff that a healthy run resets, and a crash-loop detector.
-
-    Pure: the caller passes the time. All times are seconds of `time.monotonic()`.
-    """
-
-    first_delay: float = 0.1
-    max_delay: float = 30.0
-    healthy_after: float = 30.0  # a run of this length resets the delay to `first_delay`
-    loop_crashes: int = 5  # crashes within `loop_window` that make a crash loop
-    loop_window: float = 120.0
-    _crashes: deque[float] = field(default_factory=deque)
-    _consecutive: int = 0
-
-    def crashed(self, now: float, ran_for: float) -> float:
-        """Records a crash at `now` after a run of `ran_for` seconds. Returns the delay before the restart."""
-        self._crashes.append(now)
-        self._consecutive = 1 if ran_for >= self.healthy_after else self._consecutive + 1
-        doublings = min(self._consecutive - 1, 30)  # without a bound the power would overflow a float
-        return min(self.first_delay * 2**doublings, self.max_delay)
-
-    def crash_loop(self, now: float) -> bool:
-        """Whether at least `loop_crashes` crashes happened in the window before `now`."""
-        while self._crashes and now - self._crashes[0] > self.loop_window:
-            self._crashes.popleft()
-        return len(self._crashes) >= self.loop_crashes
 
 
 class RoleProcess:
@@ -184,17 +147,19 @@ class RoleProcess:
                 break
             if self._restarting:
                 self._restarting = False
-                self._set(phase="starting", stage="starting", fraction=0.0, ready=None, pid=None, error="")
+                self._set("replaced", stage="starting", fraction=0.0, ready=None, pid=None, error="")
                 continue
             restarts += 1
             now = time.monotonic()
             delay = self._policy.crashed(now, now - started)
             loop = self._policy.crash_loop(now)
-            self._set(phase="waiting", ready=None, pid=None, error=why, restarts=restarts, crash_loop=loop)
+            self._set("ended", ready=None, pid=None, error=why, restarts=restarts, crash_loop=loop)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await self._stopping.wait()
-        self._set(phase="stopped", ready=None, pid=None)
+            if not self._stopping.is_set():
+                self._set("delay over")
+        self._set("stop", ready=None, pid=None)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -214,7 +179,7 @@ class RoleProcess:
             )
         popen = self._popen
         self._set(
-            phase="starting", stage="starting", fraction=0.0, pid=popen.pid, seconds_to_ready=None,
+            stage="starting", fraction=0.0, pid=popen.pid, seconds_to_ready=None,
             restarts=restarts,
         )  # fmt: skip
         failure = asyncio.create_task(self._beside_child(lambda: self._follow(pipe, started)))
@@ -254,15 +219,17 @@ class RoleProcess:
 
         def ready(line: Mapping[str, Any]) -> None:
             seconds = time.monotonic() - started
-            self._set(phase="ready", stage="ready", fraction=1.0, ready=line, seconds_to_ready=seconds)
+            self._set("ready", stage="ready", fraction=1.0, ready=line, seconds_to_ready=seconds)
 
         def stage(name: str, fraction: float) -> None:
             self._set(stage=name, fraction=fraction)
 
         return await ready_pipe.follow(pipe, ready, stage, self._kill_tree)
 
-    def _set(self, **changes: Any) -> None:
+    def _set(self, event: Event | None = None, **changes: Any) -> None:
         self._changes += 1
+        if event is not None:
+            changes["phase"] = TRANSITIONS[self.state.phase, event]
         self.state = replace(self.state, token=f"{self._epoch}.{self._changes}", **changes)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -278,4 +245,4 @@ class RoleProcess:
 
     def _kill_tree(self) -> None:
         if self._popen is not None:
-            ready_pipe.kill_tree(self._popen)
+            kill_tree(self._popen)

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Self
 
+from baton.processes.children import describe_exit, process_end
 from baton.system.directories import cannot_write, make_directory
-from baton.system.processes import describe_exit, process_end
 from baton.system.python_path import python_path
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,9 @@ from pathlib import Path
 from baton.cluster.options.parameters import role_environment, to_argv
 from baton.cluster.supervision.blueprint import RoleSpec
 from baton.cluster.supervision.calls import tokens_held, until_silent
-from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess, RoleState
+from baton.cluster.supervision.role_process import RoleProcess, RoleState
 from baton.cluster.supervision.rundir import RunDir
+from baton.processes.restarts import RestartPolicy
 from baton.rpc.auth import SECRET_VARIABLE
 from baton.system.addresses import family, numeric_address, split_address
 from baton.system.python_path import python_path

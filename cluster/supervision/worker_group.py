@@ -24,13 +24,13 @@ import setproctitle
 from baton.cluster.gpus import default_device, visible_gpus
 from baton.cluster.options.parameters import role_environment, to_argv
 from baton.cluster.options.roles import WorkerRole
-from baton.cluster.supervision import ready_pipe
 from baton.cluster.supervision.calls import until_silent
-from baton.cluster.supervision.processes import StopSignals
+from baton.processes import ready_pipe
+from baton.processes.children import describe_exit, kill_tree, process_end, report
+from baton.processes.tree import StopSignals
 from baton.rpc.auth import SECRET_VARIABLE
 from baton.rpc.tls import TlsFiles
 from baton.system.addresses import free_port
-from baton.system.processes import describe_exit, process_end, report
 from baton.system.python_path import python_path
 from baton.worker.group import Group
 
@@ -102,7 +102,7 @@ class _Rank:
         def stage(name: str, fraction: float) -> None:
             report(stages, {"stage": name, "fraction": fraction})
 
-        kill = partial(ready_pipe.kill_tree, self._popen)
+        kill = partial(kill_tree, self._popen)
         self.error = await ready_pipe.follow(self._pipe, self.ready.set_result, stage, kill)
         await process_end(self._popen.pid)
         self.kill()
@@ -115,7 +115,7 @@ class _Rank:
     def kill(self) -> None:
         """Kills all processes of the worker, and reaps it."""
         if self._popen.returncode is None:
-            ready_pipe.kill_tree(self._popen)
+            kill_tree(self._popen)
             self._popen.wait()
 
 

@@ -41,8 +41,9 @@ from baton.kv_transfer.protocol.local_messages import FromReceiver, FromSender
 from baton.kv_transfer.protocol.messages import Side
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import spins
+from baton.processes.children import die_with_parent
+from baton.processes.limits import raise_descriptor_limit
 from baton.system.addresses import listening_socket
-from baton.system.processes import die_with_parent, raise_descriptor_limit
 
 log = logging.getLogger("baton.kv")
 

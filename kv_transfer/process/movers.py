@@ -22,7 +22,7 @@ from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import wait
-from baton.system.processes import die_with_parent
+from baton.processes.children import die_with_parent
 
 log = logging.getLogger("baton.kv")
 

@@ -35,7 +35,8 @@ from baton.kv_transfer.shared_store import EXIT_UNUSABLE, READERS, StoreGone, St
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, section_of
 from baton.kv_transfer.shared_store.client import ClientProcess
 from baton.kv_transfer.wait import wait
-from baton.system.processes import die_with_parent
+from baton.processes.children import die_with_parent
+from baton.processes.spawn import take_given
 
 log = logging.getLogger("baton.kv.store")
 
@@ -218,8 +219,8 @@ def _join_heads(units: Units, arena: Arena, unit: int, section: int) -> None:
 
 
 def main() -> None:
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=StoreStart)
-    secret = bytes.fromhex(sys.stdin.readline().strip())
+    line, secret_in_hex = take_given().splitlines()
+    start, secret = msgspec.json.decode(line, type=StoreStart), bytes.fromhex(secret_in_hex.decode())
     die_with_parent(start.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     title = f"{start.title}: {start.name} store"

@@ -10,7 +10,6 @@ change it at any time.
 import mmap
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -31,8 +30,8 @@ from baton.kv_transfer.shared_store import (
     load_backend,
     parse,
 )
-from baton.kv_transfer.spawn import spawn
-from baton.system.processes import die_with_parent
+from baton.processes.children import die_with_parent
+from baton.processes.spawn import spawn
 
 CLIENT_MODULE = "baton.kv_transfer.shared_store.client"
 RETRY = 2.0
@@ -63,7 +62,7 @@ class ClientProcess:
         self._fd, pairs = memory_file(), [Pipe() for _ in range(1 + READERS)]
         fds = self._fd, *(theirs.fileno() for _, theirs in pairs)
         start = ClientStart(url, title, os.getpid(), fds)
-        self._popen: subprocess.Popen[bytes] = spawn(CLIENT_MODULE, msgspec.json.encode(start), pass_fds=fds)
+        self._popen = spawn(CLIENT_MODULE, given=msgspec.json.encode(start), pass_fds=fds)
         for _, theirs in pairs:
             theirs.close()
         self._connections = [ours for ours, _ in pairs]

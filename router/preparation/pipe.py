@@ -21,11 +21,11 @@ from typing import NoReturn
 import msgspec
 from setproctitle import setproctitle
 
+from baton.processes.children import die_with_parent
 from baton.router.child_pool import Answer, Defect, Error
 from baton.router.errors import ApiError
 from baton.system.logs import stack_without_text
 from baton.system.memory import trim
-from baton.system.processes import die_with_parent
 
 _NICE = 5
 """A lower priority than the event loop, for machines with few cores."""

@@ -19,6 +19,7 @@ import aiohttp
 import setproctitle
 from aiohttp import web
 
+from baton.processes.children import process_end
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_adapters, http_pause, http_weight_transfer, http_weights
 from baton.router.endpoints.http_admin import AdminCalls
@@ -26,7 +27,6 @@ from baton.router.endpoints.http_connections import ADMINS, HttpServer, refusal
 from baton.router.errors import Failed
 from baton.router.processes.process import fork
 from baton.system.connections import Connections
-from baton.system.processes import process_end
 
 _MODULES = http_weights, http_pause, http_weight_transfer, http_adapters
 _FORWARDED = "Authorization", "Content-Type"

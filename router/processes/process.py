@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from baton.processes.children import die_with_parent, process_end, report
 from baton.router.config import RouterConfig
 from baton.router.processes.sockets import ControlClient
-from baton.system.processes import die_with_parent, process_end, report
 
 log = logging.getLogger(__name__)
 

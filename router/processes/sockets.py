@@ -12,8 +12,8 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
+from baton.processes.liveness import Silence, waited_for_cpu
 from baton.system.addresses import binding, cannot_listen, family
-from baton.system.processes import waited_for_cpu
 
 REPLY_SECONDS = 10.0
 """A process that takes longer counts as hung. The time in which it waits for a CPU does not count."""
@@ -63,13 +63,17 @@ class ControlClient:
             self._writer.write(command.encode() + b"\n")
             reply = asyncio.create_task(self._reply())
             try:
-                part, silent, waited = REPLY_SECONDS / _PARTS, 0.0, waited_for_cpu(self._pid)
-                while silent < REPLY_SECONDS:
+                part, silence, waited = (
+                    REPLY_SECONDS / _PARTS,
+                    Silence(REPLY_SECONDS),
+                    waited_for_cpu(self._pid),
+                )
+                while silence.seconds < REPLY_SECONDS:
                     await asyncio.wait({reply}, timeout=part)
                     if reply.done():
                         return reply.result()
                     before, waited = waited, waited_for_cpu(self._pid)
-                    silent = max(0.0, silent + part - (waited - before))
+                    silence.passed(part, part, waited - before)
             finally:
                 reply.cancel()
             raise TimeoutError

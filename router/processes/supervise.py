@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import setproctitle
 from aiohttp import web
 
+from baton.processes.children import report
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, ApiKey, follow_keys, to_json
 from baton.router.child_pool import ForkServer
@@ -39,7 +40,6 @@ from baton.router.status import Condition, all_are, health, merged_status, pause
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.system.addresses import url_host
 from baton.system.connections import Connections
-from baton.system.processes import report
 
 log = logging.getLogger(__name__)
 

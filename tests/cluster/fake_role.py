@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from baton.cluster.supervision import processes
+from baton.processes import tree as processes
 
 parser = argparse.ArgumentParser()
 parser.add_argument("role")

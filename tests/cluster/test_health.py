@@ -15,7 +15,8 @@ import pytest
 
 from baton.cluster.supervision import calls
 from baton.cluster.supervision.calls import until_silent
-from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
+from baton.cluster.supervision.role_process import RoleProcess
+from baton.processes.restarts import RestartPolicy
 from baton.rpc.channel import check_health, cluster_pems, create_server
 from baton.rpc.tls import TlsFiles, add_port
 from tests.conftest import Certificates

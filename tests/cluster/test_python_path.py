@@ -11,7 +11,7 @@ from baton.cluster.model import ResolvedModel
 from baton.cluster.options.engine import EngineOptions
 from baton.cluster.supervision.rundir import Janitor
 from baton.grammars.trials import Trials
-from baton.kv_transfer.spawn import spawn
+from baton.processes.spawn import spawn
 from baton.system.python_path import PACKAGES, python_path
 from tests.within import WITHIN
 
@@ -49,7 +49,7 @@ def test_no_process_runs_modules_of_the_working_directory(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     if start == "transfer":
-        spawn("baton.kv_transfer.process", b"", pass_fds=()).wait(60)
+        spawn("baton.kv_transfer.process", given=b"").wait(60)
     elif start == "check":
         found = ResolvedModel(name="a", location=str(tmp_path))
         assert "could not be checked" not in str(faults(found, EngineOptions(device="cpu")))

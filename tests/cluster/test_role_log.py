@@ -13,8 +13,9 @@ import pytest
 
 from baton.cluster.supervision.blueprint import RoleSpec
 from baton.cluster.supervision.role_log import end_of, keep_bounded, open_log
-from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
+from baton.cluster.supervision.role_process import RoleProcess
 from baton.cluster.supervision.runner import RoleRunner, write_atomically
+from baton.processes.restarts import RestartPolicy
 
 from .conftest import FAKE, eventually, forever, until_ready
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-import baton.system.processes
-from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
+import baton.processes.children
+from baton.cluster.supervision.role_process import RoleProcess
+from baton.processes.restarts import RestartPolicy
 from tests.loop_clock import Clock
 from tests.within import WITHIN, within
 
@@ -152,7 +153,7 @@ async def test_signals_that_the_supervisor_blocks_reach_the_role(start: Start) -
 
 SUPERVISOR = """
 import asyncio, os, pathlib, sys
-from baton.cluster.supervision.role_process import RestartPolicy
+from baton.processes.restarts import RestartPolicy
 from baton.cluster.supervision.role_process import RoleProcess
 
 async def main():
@@ -260,7 +261,7 @@ async def test_a_role_that_cannot_be_watched_is_ended_and_tried_again(
         tried.append(pid)
         if len(tried) == 1:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        await baton.system.processes.process_end(pid)
+        await baton.processes.children.process_end(pid)
 
     monkeypatch.setattr("baton.cluster.supervision.role_process.process_end", process_end)
     state = await until_ready(start())
@@ -283,36 +284,3 @@ async def test_a_defect_of_the_watch_shows_at_once(tmp_path: Path, environment: 
         await within(process.changed(lost.token))
     with pytest.raises(TypeError, match="no watch"):
         await process.stop(signal.SIGTERM, 0.0)
-
-
-# ------------------------------------------------------------ restarts
-
-
-def test_waits_double_up_to_a_bound() -> None:
-    policy = RestartPolicy(first_delay=0.1, max_delay=1.0)
-    assert [policy.crashed(t, ran_for=0.0) for t in range(6)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
-
-
-def test_a_healthy_run_starts_over() -> None:
-    policy = RestartPolicy(first_delay=0.1, healthy_after=30.0)
-    for t in range(4):
-        policy.crashed(t, ran_for=1.0)
-    assert policy.crashed(100.0, ran_for=90.0) == 0.1
-    assert policy.crashed(101.0, ran_for=1.0) == 0.2
-
-
-def test_a_crash_loop_is_many_crashes_in_the_window() -> None:
-    policy = RestartPolicy(loop_crashes=3, loop_window=60.0)
-    for t in (0.0, 10.0):
-        policy.crashed(t, ran_for=1.0)
-        assert not policy.crash_loop(t)
-    policy.crashed(20.0, ran_for=1.0)
-    assert policy.crash_loop(20.0)
-    assert not policy.crash_loop(65.0), "the first crash has left the window"
-
-
-def test_the_wait_stays_finite_after_thousands_of_crashes() -> None:
-    policy = RestartPolicy(max_delay=30.0)
-    assert {policy.crashed(float(t), ran_for=0.0) for t in range(5000)} <= {0.1 * 2**n for n in range(10)} | {
-        30.0
-    }

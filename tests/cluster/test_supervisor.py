@@ -17,9 +17,10 @@ import pytest
 import baton.cluster.supervision.runner
 import baton.cluster.supervision.supervisor
 from baton.cluster.supervision.blueprint import RoleName, RoleSpec
-from baton.cluster.supervision.role_process import Phase, RestartPolicy, RoleState
+from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.runner import RoleRunner
 from baton.cluster.supervision.supervisor import Supervisor
+from baton.processes.restarts import Phase, RestartPolicy
 from tests.within import WITHIN, within
 
 from .conftest import FAKE, AnyRole, Up, eventually, gone, until_ready, up

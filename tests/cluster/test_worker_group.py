@@ -16,8 +16,8 @@ import pytest
 import baton.cluster.supervision.worker_group
 from baton.cluster.options.engine import EngineOptions, ModelOptions
 from baton.cluster.options.roles import RoleOptions, WorkerOptions, WorkerRole
-from baton.cluster.supervision.processes import StopSignals
 from baton.cluster.supervision.worker_group import WorkerGroup, _command, run
+from baton.processes.tree import StopSignals
 from tests.within import within
 
 from .conftest import FAKE, eventually, gone

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, AnyStr
 
-from baton.system.processes import process_end
+from baton.processes.children import process_end
 
 GATEWAY = "tests.forked.gateway"
 KINDS = {

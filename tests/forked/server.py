@@ -28,7 +28,7 @@ from typing import Any
 import setproctitle
 
 from baton.kv_transfer.nixl.memory import WHEELS
-from baton.system.processes import die_with_parent
+from baton.processes.children import die_with_parent
 from tests.forked import clock, popen
 
 # Since 3.12 Python counts threads in /proc/self/stat, and reads another field if a title has a space.

@@ -14,7 +14,7 @@ import pytest
 from baton.grammars import trials as trials_module
 from baton.grammars.compiler import TOO_MUCH
 from baton.grammars.trials import ENDED, Trials
-from baton.system.processes import raise_descriptor_limit
+from baton.processes.limits import raise_descriptor_limit
 from baton.system.turns import Turns
 from tests.within import WITHIN
 

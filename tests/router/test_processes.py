@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from baton.kv_names import prompt_hints
+from baton.processes.children import report
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import listen
@@ -31,7 +32,6 @@ from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
 from baton.rpc.stubs import InferenceStub
 from baton.system.addresses import url_host
-from baton.system.processes import report
 from tests.fake_worker import SECRET
 from tests.within import WITHIN
 

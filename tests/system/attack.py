@@ -30,10 +30,10 @@ import grpc
 import grpc.aio
 import msgspec
 
+from baton.processes.limits import raise_descriptor_limit
 from baton.rpc import inference_pb2 as inference
 from baton.rpc import worker_pb2 as worker
 from baton.rpc.auth import certificate
-from baton.system.processes import raise_descriptor_limit
 from tests.kv_transfer import second_wire as wire
 from tests.kv_transfer.noise import Noise, drained, hostile_frames
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import psutil
 
-from baton.cluster.supervision.processes import alive
+from baton.processes.tree import alive
 from tests.leftovers import SHARED_MEMORY, is_of_ranks, unmapped
 from tests.within import WITHIN
 

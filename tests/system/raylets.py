@@ -18,9 +18,9 @@ from baton.system.python_path import PACKAGES
 _CONTROL = """
 import json, os, secrets, sys, threading
 from pathlib import Path
-from baton.cluster.supervision.processes import adopt_orphans
+from baton.processes.tree import adopt_orphans
 from baton.system.python_path import PACKAGES
-from baton.cluster.supervision.processes import end_descendants
+from baton.processes.tree import end_descendants
 
 directory = Path(sys.argv[1])
 adopt_orphans()

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 
 from baton.bench.lab.harness.cluster import free_port, leaks_when_idle
-from baton.cluster.supervision.processes import alive
 from baton.cluster.tools.status import name_of
+from baton.processes.tree import alive
 from baton.rpc.pools import pool_of
 from tests.forked import FreshPopen
 from tests.within import WITHIN

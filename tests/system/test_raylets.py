@@ -22,7 +22,7 @@ import pytest
 from baton.bench.lab.harness.cluster import free_port, leaks_when_idle
 from baton.bench.lab.harness.streams import Case, Load, cases, expected, judge
 from baton.cluster.on_ray.joined import OtherCluster
-from baton.cluster.supervision.processes import alive
+from baton.processes.tree import alive
 from tests.within import WITHIN
 
 from .machine import Machine, command_lines, titled, tree, until

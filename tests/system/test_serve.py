@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from baton.bench.lab.harness.streams import cases, expected
-from baton.cluster.supervision.processes import alive
+from baton.processes.tree import alive
 from tests.forked.popen import adopting
 from tests.within import WITHIN
 

@@ -201,7 +201,7 @@ def test_older_samples_of_an_average_weigh_less() -> None:
 def test_a_process_does_not_outlive_a_parent_that_ended_early(ended: bool) -> None:
     """The kernel tells it of no end before it asks."""
     parent = 1 if ended else os.getpid()
-    code = f"from baton.system.processes import die_with_parent as tie; tie({parent}); print('it lives')"
+    code = f"from baton.processes.children import die_with_parent as tie; tie({parent}); print('it lives')"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ran.stdout, ran.returncode) == ("" if ended else "it lives\n", ended)
 

@@ -22,8 +22,8 @@ from baton.bench.lab.harness.processes import spawn
 from baton.bench.lab.harness.workers import metric
 from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import set_pool
-from baton.cluster.supervision.processes import alive
 from baton.kv_names import ImageSpan, prompt_hints
+from baton.processes.tree import alive
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub

@@ -1,171 +1,38 @@
-"""Child processes: their tie to the parent, their environment, their exit and their signs of life."""
+"""The processes of a worker: what a tree of them does when one ends, hangs or cannot start."""
 
 import asyncio
 import contextlib
-import itertools
 import os
 import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import msgspec
-import psutil
 import pytest
 
 from baton.engine import EngineConfig
 from baton.kv_transfer.shared_store import StoreStart
-from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
+from baton.kv_transfer.spawn import EXIT_ENGINE_GONE
+from baton.processes.children import Child
+from baton.processes.liveness import Watchdog
 from baton.system.kept_pages import CannotShareError
-from baton.system.processes import describe_exit
 from baton.worker import WorkerConfig, messages, processes
 from baton.worker.engine_process import rank_process
 from baton.worker.engine_process.start import RankProcessConfig
 from baton.worker.messages import EngineReady, FromEngine, ToEngine
 from baton.worker.processes import (
-    ChildProcess,
     EngineError,
     StandbyError,
     StartError,
     TreeError,
-    Watchdog,
 )
 from baton.worker.service_process import store, tree
 from baton.worker.service_process import transfer as transfers
 from tests.layouts import kv_layout
 from tests.stand_in import stand_in
-from tests.within import WITHIN, within
-
-# A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.
-_PARENT = """
-import os, time
-from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
-child = spawn("tests.worker.tied_child", str(%s).encode(), pass_fds=())
-print(child.pid, flush=True)
-time.sleep(60)
-"""
-
-
-def start_parent(parent_pid: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT % parent_pid], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    return parent, psutil.Process(int(parent.stdout.readline()))
-
-
-@pytest.mark.all
-def test_a_child_dies_when_its_parent_is_killed() -> None:
-    parent, child = start_parent("os.getpid()")
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "tied\n"
-    assert child.cmdline()[0] == "baton: tied child"
-    parent.kill()
-    parent.wait()
-    child.wait(WITHIN)
-
-
-@pytest.mark.all
-def test_a_child_whose_parent_is_already_dead_does_not_start() -> None:
-    parent, child = start_parent("os.getpid() + 1")
-    assert parent.stdout is not None
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-        pass
-    parent.kill()
-    assert parent.stdout.read() == ""
-    parent.wait()
-
-
-@pytest.mark.all
-def test_a_child_ignores_sigint_and_sigterm() -> None:
-    parent, child = start_parent("os.getpid()")
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "tied\n"
-    for number in (signal.SIGINT, signal.SIGTERM):
-        assert _ignored(child.pid, number)
-    parent.kill()
-    parent.wait()
-    child.wait(WITHIN)
-
-
-def _ignored(pid: int, number: signal.Signals) -> bool:
-    with open(f"/proc/{pid}/status") as file:
-        mask = next(int(line.split()[1], 16) for line in file if line.startswith("SigIgn"))
-    return bool(mask >> (number - 1) & 1)
-
-
-def test_the_environment_of_a_child_has_no_cluster_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_CLUSTER_SECRET", "secret")
-    child = spawn("tests.worker.tied_child", str(os.getpid()).encode(), pass_fds=())
-    process = psutil.Process(child.pid)
-    assert "BATON_CLUSTER_SECRET" not in process.environ()
-    child.kill()
-    child.wait()
-
-
-def sleeper() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sleep", "60"])
-
-
-async def test_every_waiting_task_gets_the_exit_code() -> None:
-    child = ChildProcess("sleeper", sleeper())
-    waiting = [asyncio.create_task(child.wait()) for _ in range(2)]
-    await asyncio.sleep(0)
-    assert not any(task.done() for task in waiting)
-    child.kill()
-    assert await within(asyncio.gather(*waiting)) == [-9, -9]
-    child.kill()
-    assert await child.end(1) == -9
-
-
-async def test_a_child_that_does_not_end_in_time_is_killed_even_when_stopped() -> None:
-    popen = sleeper()
-    popen.send_signal(signal.SIGSTOP)
-    assert await ChildProcess("sleeper", popen).end(0.05) == -signal.SIGKILL
-
-
-@pytest.mark.parametrize(("code", "text"), [(3, "exited with 3"), (-9, "was killed by SIGKILL")])
-def test_an_exit_code_is_described_in_words(code: int, text: str) -> None:
-    assert describe_exit(code) == text
-
-
-async def test_a_counter_that_stands_still_raises() -> None:
-    with pytest.raises(TreeError, match="the engine gave no sign of life for 0"):
-        await within(Watchdog("the engine", lambda: 7, 0.2).watch())
-
-
-async def test_a_counter_that_moves_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, ticks = 0.0, itertools.count()
-
-    async def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-        if now > 100.0:
-            raise asyncio.CancelledError
-
-    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(processes, "asyncio", SimpleNamespace(sleep=sleep))
-    with pytest.raises(asyncio.CancelledError):
-        await Watchdog("the engine", lambda: next(ticks), 5.0).watch()
-
-
-async def test_silence_at_the_start_does_not_count_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that loads weights may be silent for longer than one that serves."""
-    now, ended = 0.0, 0.0
-
-    async def sleep(seconds: float) -> None:
-        nonlocal now, ended
-        now += seconds
-        if now == 10.0:
-            dog.restart(3.0)
-        ended = now
-
-    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(processes, "asyncio", SimpleNamespace(sleep=sleep))
-    dog = Watchdog("the engine", lambda: 7, 600.0)
-    with pytest.raises(TreeError, match=r"for 3\.8 s"):
-        await dog.watch()
-    assert ended == 13.75
+from tests.within import within
 
 
 async def test_a_tree_that_lacks_a_descriptor_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +87,7 @@ async def test_an_engine_process_that_ends_slowly_is_the_cause(monkeypatch: pyte
         await within(transfer.process.wait())
         worker.follow(lambda _: None)
         await within(worker._watchers[-1])
-        await within(transfer.watch(Watchdog("transfer", lambda: 0, 0.01).watch()))
+        await within(transfer.watch(Watchdog("transfer", lambda: 0, 0.01, TreeError).watch()))
         assert not worker.failure.done()
         worker._engine.kill()
         with pytest.raises(EngineError, match=r"engine \(pid \d+\) was killed by SIGKILL"):
@@ -296,8 +163,8 @@ async def test_a_rank_tells_whether_it_can_start_alone(
     await worker.close()
 
 
-def child(name: str, code: str) -> ChildProcess:
-    return ChildProcess(name, subprocess.Popen([sys.executable, "-c", code]))
+def child(name: str, code: str) -> Child:
+    return Child(name, subprocess.Popen([sys.executable, "-c", code]))
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
@@ -305,10 +172,10 @@ async def test_lanes_and_the_store_are_encrypted_if_the_worker_is_told_to(
     encrypt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers that all forget it understand each other, so tokens show nothing."""
-    given: list[bytes] = []
+    told: list[bytes] = []
 
-    def started(module: str, lines: bytes, *, pass_fds: Sequence[int]) -> None:
-        given.append(lines)
+    def started(module: str, *, given: bytes, pass_fds: Sequence[int]) -> None:
+        told.append(given)
         raise TreeError
 
     monkeypatch.setattr(store, "spawn", started)
@@ -320,7 +187,7 @@ async def test_lanes_and_the_store_are_encrypted_if_the_worker_is_told_to(
     assert worker._store is not None
     with pytest.raises(TreeError):
         await worker._store.keep()
-    assert msgspec.json.decode(given[0].splitlines()[0], type=StoreStart).encrypt is encrypt
+    assert msgspec.json.decode(told[0].splitlines()[0], type=StoreStart).encrypt is encrypt
     layout = kv_layout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
     ready = stand_in(EngineReady, model_fingerprint="model", layout=layout)
     assert worker._transfer_config(ready).encrypt is encrypt

@@ -24,10 +24,10 @@ from baton.engine import EngineConfig
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import Arenas
 from baton.kv_transfer.wait import end_waits_on_time
+from baton.processes.children import die_with_parent
 from baton.system import cpu_engines
 from baton.system.background import at_low_priority, killed_first
 from baton.system.memory import trim
-from baton.system.processes import die_with_parent
 from baton.worker.kept_files import KeptFiles
 
 RANK_MODULE = "baton.worker.engine_process.rank_process"

@@ -13,6 +13,7 @@ from itertools import pairwise
 import setproctitle
 from grpc_health.v1 import health_pb2
 
+from baton.processes.children import report
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import cluster_pems, create_server
 from baton.rpc.health import HealthServicer
@@ -21,7 +22,6 @@ from baton.rpc.stubs import WORKER, add_service
 from baton.rpc.tls import add_port
 from baton.system import cpu_engines
 from baton.system.addresses import cannot_listen, try_port, url_host
-from baton.system.processes import report
 from baton.worker.config import WorkerConfig
 from baton.worker.kept_files import KeptFiles
 from baton.worker.messages import Code, EngineReady

@@ -12,10 +12,10 @@ import msgspec
 from baton.kv_transfer import channel_pair
 from baton.kv_transfer.arena import memory_file
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart
-from baton.kv_transfer.spawn import spawn
-from baton.system.processes import describe_exit
+from baton.processes.children import Child, describe_exit
+from baton.processes.spawn import spawn
 from baton.worker.config import WorkerConfig
-from baton.worker.processes import ChildProcess, StartError
+from baton.worker.processes import StartError
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Store:
         self._incarnation = incarnation
         self._stopping = False
         self.ends = StoreEnds.create()
-        self.process: ChildProcess | None = None
+        self.process: Child | None = None
 
     async def keep(self) -> None:
         """Returns when it has ended after `stop`. It learns the KV layout from the engine. Raises StartError
@@ -81,8 +81,8 @@ class Store:
         )
         lines = msgspec.json.encode(start) + b"\n" + config.secret.hex().encode()
         while not self._stopping:
-            popen = spawn(STORE_MODULE, lines, pass_fds=(start.arena_fd, start.channel_fd))
-            self.process = ChildProcess(f"{start.name} store", popen)
+            popen = spawn(STORE_MODULE, given=lines, pass_fds=(start.arena_fd, start.channel_fd))
+            self.process = Child(f"{start.name} store", popen)
             code = await self.process.wait()
             if self._stopping:
                 return

@@ -16,8 +16,9 @@ from baton.kv_transfer.spawn import (
     decode_from_transfer,
     encode,
 )
+from baton.processes.children import Child
 from baton.worker.config import WorkerConfig
-from baton.worker.processes import ChildProcess, TreeError, dismiss
+from baton.worker.processes import TreeError, dismiss
 
 STOP_TIMEOUT = 5.0
 """Seconds that a process has to stop before it is killed."""
@@ -47,18 +48,18 @@ class Transfer:
             self.ends.close()
             raise
         self._end.setblocking(False)
-        self.process: ChildProcess | None = None
+        self.process: Child | None = None
         self.reports = 0
         self._waiting: WaitingTransfer | None = None
         self._stats_answers: deque[asyncio.Future[TransferStats]] = deque()
 
-    def spawn(self, heartbeat: Heartbeat) -> ChildProcess:
+    def spawn(self, heartbeat: Heartbeat) -> Child:
         """It waits for `start`."""
         sending, receiving = self.ends.transfer
         self._waiting = WaitingTransfer(
             sending=sending, receiving=receiving, heartbeat=heartbeat, service=self._far_end
         )
-        self.process = ChildProcess(self.name, self._waiting.process)
+        self.process = Child(self.name, self._waiting.process)
         return self.process
 
     async def start(self, start: TransferConfig, secret: bytes) -> int:

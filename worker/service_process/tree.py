@@ -24,12 +24,14 @@ import psutil
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import Arenas, Heartbeat, TransferConfig
 from baton.kv_transfer.config import MOST_PINS
-from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
+from baton.kv_transfer.spawn import EXIT_ENGINE_GONE
 from baton.kv_transfer.staging import device_bytes
+from baton.processes.children import Child, describe_exit
+from baton.processes.liveness import Watchdog
+from baton.processes.spawn import spawn
 from baton.system.addresses import url_host
 from baton.system.background import raise_priority
 from baton.system.directories import make_directory
-from baton.system.processes import describe_exit
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.engine_process.start import (
@@ -44,13 +46,11 @@ from baton.worker.kept_files import KeptFiles
 from baton.worker.messages import EngineReady, FromEngine
 from baton.worker.processes import (
     START_SILENCE,
-    ChildProcess,
     EngineError,
     EngineRestart,
     StandbyError,
     StartError,
     TreeError,
-    Watchdog,
 )
 from baton.worker.service_process.store import Store
 from baton.worker.service_process.transfer import STOP_TIMEOUT, Transfer
@@ -104,8 +104,8 @@ class WorkerTree:
         """Whether it has loaded the model. If not, it loads, compiles and measures when it is its turn."""
         self._dog: asyncio.Task[None] | None = None
         """Watches the start of the engine process."""
-        self._engine: ChildProcess | None = None
-        self._ranks: list[ChildProcess] = []  # from rank 1 on
+        self._engine: Child | None = None
+        self._ranks: list[Child] = []  # from rank 1 on
         if config.trace_dir is not None:
             make_directory("--advanced.trace-dir", Path(config.trace_dir))
         with contextlib.ExitStack() as opened:
@@ -232,11 +232,11 @@ class WorkerTree:
         )
         for rank in range(1, config.ranks):
             of_rank = RankProcessConfig(**self._rank_config(f"rank {rank}", rank, standby))
-            popen = spawn(RANK_MODULE, msgspec.json.encode(of_rank), pass_fds=of_rank.fds)
-            self._ranks.append(ChildProcess(of_rank.name, popen))
+            popen = spawn(RANK_MODULE, given=msgspec.json.encode(of_rank), pass_fds=of_rank.fds)
+            self._ranks.append(Child(of_rank.name, popen))
             self.watch(self._watch_exit(self._ranks[-1]))
-        popen = spawn(config.engine_module, msgspec.json.encode(start), pass_fds=start.fds)
-        self._engine = ChildProcess(start.name, popen)
+        popen = spawn(config.engine_module, given=msgspec.json.encode(start), pass_fds=start.fds)
+        self._engine = Child(start.name, popen)
         for transfer in self._transfers:
             transfer.ends.close_inherited()
         if self._store is not None:
@@ -286,7 +286,7 @@ class WorkerTree:
         if transfer.process is None:
             self._spawn_transfer(transfer)
             start_silence = START_SILENCE
-        dog = Watchdog(transfer.name, lambda: transfer.reports, start_silence)
+        dog = Watchdog(transfer.name, lambda: transfer.reports, start_silence, TreeError)
         self.watch(transfer.watch(dog.watch()))
         port = await transfer.start(start, self._config.secret)
         dog.restart(silence)
@@ -359,7 +359,7 @@ class WorkerTree:
         self._watchers.append(task)
         return task
 
-    async def _watch_exit(self, child: ChildProcess) -> None:
+    async def _watch_exit(self, child: Child) -> None:
         code = await child.wait()
         if self._stopping:
             return

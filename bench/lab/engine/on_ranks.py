@@ -24,7 +24,7 @@ from baton.bench.report import Row
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.execution.rank_files import RankFiles
-from baton.kv_transfer.spawn import spawn
+from baton.processes.spawn import spawn
 from baton.system import logs
 from baton.system.python_path import python_path
 from baton.worker.engine_process.start import RANK_MODULE, RankProcessConfig
@@ -133,7 +133,7 @@ def running(config: EngineConfig) -> Iterator[Engine]:
                 name=f"rank {rank}", title="baton", parent_pid=os.getpid(), rank=rank, files=files,
                 logging=log, engine=config, arenas=None,
             )  # fmt: skip
-            children.append(spawn(RANK_MODULE, msgspec.json.encode(start), pass_fds=start.fds))
+            children.append(spawn(RANK_MODULE, given=msgspec.json.encode(start), pass_fds=start.fds))
         engine = build_engine(config, files=files)
         yield engine
         engine.close()

@@ -18,7 +18,7 @@ import uvloop
 
 from baton.bench.load.target.answer import Record
 from baton.bench.load.traffic.client import Client, ClientConfig
-from baton.system.processes import waited_for_cpu
+from baton.processes.liveness import waited_for_cpu
 
 STALL_PERIOD = 0.01
 _PROGRESS_PERIOD = 0.25

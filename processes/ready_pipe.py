@@ -1,14 +1,12 @@
 """The ready pipe of a role: what it tells the process that starts it.
 
-A message is a line of JSON (`baton.system.processes.report`): a stage, the ready line with the addresses of
+A message is a line of JSON (`baton.processes.children.report`): a stage, the ready line with the addresses of
 the role once it serves, or the error that ends it.
 """
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, BinaryIO
@@ -72,10 +70,3 @@ async def follow(
     finally:
         transport.close()
     return error
-
-
-def kill_tree(popen: subprocess.Popen[bytes]) -> None:
-    """Kills all processes of a role. It must not be reaped yet: until then no other process can get the id of
-    its process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(popen.pid, signal.SIGKILL)

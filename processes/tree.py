@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from baton.system.processes import die_with_parent
+from baton.processes.children import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -1,0 +1,83 @@
+"""Whether a process lives: how long it gave no sign of life while it could have."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass
+class Silence:
+    """Pure. Seconds without a sign of life, as checks find them."""
+
+    limit: float
+    seconds: float = 0.0
+
+    @property
+    def is_too_long(self) -> bool:
+        return self.seconds > self.limit
+
+    def passed(self, seconds: float, interval: float, without_cpu: float = 0.0) -> None:
+        """`seconds`: since the last check. If much more than the `interval`, this process itself was stopped,
+        and two intervals count. `without_cpu`: in which the watched process had to wait for a CPU."""
+        self.seconds = max(0.0, self.seconds + min(seconds, 2 * interval) - without_cpu)
+
+    def broken(self) -> None:
+        self.seconds = 0.0
+
+
+class Watchdog:
+    """Raises `error` from `watch` when `ticks` gives the same value for longer than `limit` seconds."""
+
+    def __init__(self, name: str, ticks: Callable[[], int], limit: float, error: type[Exception]) -> None:
+        self._name = name
+        self._ticks = ticks
+        self._silence = Silence(limit)
+        self._error = error
+        self._checked = 0.0  # time.monotonic()
+
+    def restart(self, limit: float) -> None:
+        """A new limit. What was allowed before does not count against it."""
+        self._silence, self._checked = Silence(limit), time.monotonic()
+
+    async def watch(self) -> None:
+        last, self._checked = self._ticks(), time.monotonic()
+        while True:
+            interval = min(1.0, self._silence.limit / 4)
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            self._silence.passed(now - self._checked, interval)
+            self._checked, before, last = now, last, self._ticks()
+            if last != before:
+                self._silence.broken()
+            if self._silence.is_too_long:
+                raise self._error(f"{self._name} gave no sign of life for {self._silence.seconds:.1f} s")
+
+
+def waited_for_cpu(pid: int) -> float:
+    """Seconds in which the first thread of a process had no CPU to run on. 0: the kernel does not say."""
+    with waits_for_cpu(pid) as waited:
+        return waited()
+
+
+@contextlib.contextmanager
+def waits_for_cpu(pid: int) -> Iterator[Callable[[], float]]:
+    """Gives `waited_for_cpu` of that process, for many calls: to open its file takes longer than to read."""
+    try:
+        fd = os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)
+    except OSError:
+        yield lambda: 0.0
+        return
+
+    def waited() -> float:
+        try:
+            return int(os.pread(fd, 256, 0).split()[1]) / 1e9
+        except (OSError, IndexError):
+            return 0.0
+
+    try:
+        yield waited
+    finally:
+        os.close(fd)

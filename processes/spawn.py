@@ -1,0 +1,65 @@
+"""Starts processes by exec, and gives them what they need."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from io import BufferedRandom
+
+from baton.system.python_path import python_path
+
+_PREFIX = "BATON_"
+
+
+def environment() -> dict[str, str]:
+    """Of a child: that of this process without what may be a secret of Baton."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_PREFIX)}
+    return kept | python_path()
+
+
+def spawn(
+    module: str,
+    *arguments: str,
+    given: bytes | None = None,
+    pass_fds: Sequence[int] = (),
+    output: int | None = None,
+    session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Runs `module` with `-m` in a fresh interpreter. Raises OSError if the machine has no process left.
+
+    The child dies with the thread that spawned it if it calls `children.die_with_parent`. So call this from a
+    thread that lives as long as the process.
+
+    `given`: its stdin, of any size. None: a pipe, for `tell`. `session`: it gets one of its own, so Ctrl-C in
+    a terminal does not reach it.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    with contextlib.ExitStack() as stack:
+        stdin: int | BufferedRandom = subprocess.PIPE
+        if given is not None:  # a pipe would block this process until the child reads
+            stdin = stack.enter_context(os.fdopen(os.memfd_create("given"), "w+b"))
+            stdin.write(given)
+            stdin.seek(0)
+        return subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=output,
+            pass_fds=pass_fds,
+            env=environment(),
+            start_new_session=session,
+        )
+
+
+def tell(child: subprocess.Popen[bytes], line: bytes) -> None:
+    """Writes all that it gets on stdin. If it is already dead, its exit says so."""
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError), child.stdin:
+        child.stdin.write(line + b"\n")
+
+
+def take_given() -> bytes:
+    """In a child: returns what `spawn` has given. No other process can read it afterwards."""
+    given = sys.stdin.buffer.read()
+    os.ftruncate(0, 0)
+    return given
