@@ -123,7 +123,7 @@ def reads(run: Run, url: str) -> None:
         arena_fd=ends.memory, channel_fd=ends.store.fileno(),
     )  # fmt: skip
     lines = msgspec.json.encode(start) + b"\n" + secret.hex().encode()
-    child = spawn_child(STORE_MODULE, lines, pass_fds=(start.arena_fd, start.channel_fd))
+    child = spawn_child(STORE_MODULE, given=lines, pass_fds=(start.arena_fd, start.channel_fd))
     blocks = range(chunks)
     store = SharedStore(
         PagedKV([[kv]], BLOCK, LAYOUT, str(kv[0].device), 0, 1), ends.of_rank(0), NO_RANKS, "bench",
