@@ -14,26 +14,46 @@
 a request may wait.
 """
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from baton.router.api.jobs import SamplingDefaults
     from baton.router.config import RouterConfig
 
 
 def main(config: "RouterConfig") -> int:
     """Runs the router until SIGTERM (drains) or SIGINT. Raises ValueError for a mistake of the user."""
     # Imported here, so that neither the configuration nor a child process loads a server.
-    gc.disable()  # imports make no garbage, and collections would slow them by a sixth
-    from baton.router import server
+    with _loading():
+        from baton.router import server
 
-    run: Callable[[RouterConfig], int] = server.main
-    if config.admin_port is not None:
-        from baton.router.processes.supervise import supervise
+        if config.admin_port is None:
+            run = server.main
+        else:
+            from baton.router.processes.supervise import supervise
 
-        run = partial(supervise, load=server.load, run=server.main)
+            run = partial(supervise, load=server.load)
+    return run(config)
+
+
+def serve(config: "RouterConfig", tokenizer: bytes, defaults: "SamplingDefaults") -> int:
+    """Runs one process of a router. `tokenizer`: as `ModelTokenizer.state`. As `main`."""
+    with _loading():
+        from baton.router import server
+        from baton.router.text.tokenizer import ModelTokenizer
+
+        loaded = ModelTokenizer.restored(tokenizer), defaults
+    return server.main(config, loaded)
+
+
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    """Imports make no garbage, and collections would slow them by a sixth."""
+    gc.disable()
+    yield
     gc.freeze()
     gc.enable()
-    return run(config)

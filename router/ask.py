@@ -7,18 +7,14 @@ import asyncio
 import contextlib
 import logging
 import logging.config
-import multiprocessing
-import os
 import signal
 from collections.abc import AsyncIterator, Mapping
 from itertools import islice
-from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc.aio
 from aiohttp import web
 
-from baton.processes.children import describe_exit, die_with_parent
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import HttpServer, listen, refusal
 from baton.router.errors import NoWorker
@@ -113,39 +109,17 @@ async def _explaining(config: RouterConfig, reasons: Mapping[str, str]) -> Async
 
 
 def ask_workers(config: RouterConfig) -> pb.WorkerDescription | None:
-    """Runs `first_description` in a child process. None: SIGTERM came first. gRPC starts threads, and from a
-    process with threads no router processes can be forked. Raises ValueError for a mistake of the user."""
+    """Runs `first_description`. None: SIGTERM came first. Raises ValueError for a mistake of the user."""
     logging.config.dictConfig(config.logging())
-    context = multiprocessing.get_context("fork")
-    answer, reply = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(os.getpid(), config, reply))
-    child.start()
-    reply.close()
-    before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    try:
-        with answer:
-            description = answer.recv()
-    except EOFError:
-        child.join()
-        if child.exitcode == -signal.SIGTERM:
-            return None
-        raise ValueError(f"asking the workers: {describe_exit(child.exitcode or 0)}") from None
-    finally:
-        child.kill()
-        child.join()
-        signal.signal(signal.SIGTERM, before)
-    if isinstance(description, ValueError):
-        raise description
-    return description
 
+    async def asked() -> pb.WorkerDescription | None:
+        asking = asyncio.create_task(first_description(config))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asking.cancel)
+        await asyncio.wait({asking})
+        return None if asking.cancelled() else asking.result()
 
-def _answer(parent_pid: int, config: RouterConfig, reply: Connection) -> None:
-    """Sends the description, or the mistake of the user with which it ends."""
-    die_with_parent(parent_pid)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        reply.send(asyncio.run(first_description(config)))
-    except ValueError as error:
-        reply.send(error)
+        return asyncio.run(asked())
     except KeyboardInterrupt:
         log.info("interrupted while asking the workers")
+        raise

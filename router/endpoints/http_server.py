@@ -16,10 +16,10 @@ from baton.router.admission.keys import ANY_CLIENT, KeyRing
 from baton.router.api.anthropic.reply import error_body
 from baton.router.api.jobs import shown
 from baton.router.api.openapi import OPERATIONS, encoded
-from baton.router.endpoints import http_adapters, http_pause, http_weight_transfer, http_weights, pages
 from baton.router.endpoints import http_generation as http
+from baton.router.endpoints import pages
+from baton.router.endpoints.admin_calls import add_admin_calls
 from baton.router.endpoints.frontend import Frontend, request_name
-from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_batches import HttpBatches
 from baton.router.endpoints.http_connections import is_extra, refusal, send, serving_key
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
@@ -131,19 +131,13 @@ class HttpEndpoints:
             ]
         )
         if not config.supervised:  # otherwise the admin port serves them for all processes
-            calls = AdminCalls(config, self._found_status)
-            transfer = http_weight_transfer.HttpWeightTransfer(calls)
-            self.app.on_cleanup.append(transfer.close)
+            add_admin_calls(self.app, config, self._found_status)
             self.app.add_routes(
                 [
                     web.get("/metrics", self._metrics),
                     web.get("/metrics/targets", self._targets),
                     web.get("/status", self._status),
                     web.get("/status/requests/{id}", self._timeline),
-                    *http_weights.HttpWeights(calls).routes(),
-                    *http_pause.HttpPause(calls).routes(),
-                    *transfer.routes(),
-                    *http_adapters.HttpAdapters(calls).routes(),
                 ]
             )
 

@@ -12,27 +12,31 @@ import contextlib
 import json
 import logging
 import logging.config
+import math
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import setproctitle
 from aiohttp import web
 
 from baton.processes.children import report
+from baton.processes.keep import keep
+from baton.processes.restarts import RestartPolicy
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, ApiKey, follow_keys, to_json
+from baton.router.api.jobs import SamplingDefaults
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints import pages
+from baton.router.endpoints.admin_calls import add_admin_calls
 from baton.router.endpoints.frontend import request_name
 from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen, refusal
 from baton.router.errors import NotFound
 from baton.router.preparation.child import fork_server
-from baton.router.processes.admin_process import AdminProcess
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.process import RouterProcess
 from baton.router.processes.sockets import reserve
@@ -43,15 +47,15 @@ from baton.system.connections import Connections
 
 log = logging.getLogger(__name__)
 
-Loaded = TypeVar("Loaded", bound=tuple[ModelTokenizer, Any])
+Loaded = tuple[ModelTokenizer, SamplingDefaults]
 
 PING_SECONDS = 2.0
 ANSWER_SECONDS = 0.5
 """For a process to reply to a probe or a scrape. After that its last reply counts."""
 END_SECONDS = 15.0
 """For processes to end, after their drain."""
-FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
-"""Seconds before another start, after a start that failed."""
+FIRST_BACKOFF, LAST_BACKOFF = 0.1, 30.0
+"""Seconds before another start."""
 
 
 class _CannotServe(Exception):
@@ -61,12 +65,14 @@ class _CannotServe(Exception):
 class Supervisor:
     """Owns the processes, the reserved ports, the admin port, and the memory that the processes share."""
 
-    def __init__(self, config: RouterConfig, run: Callable[[RouterConfig], int], forks: ForkServer) -> None:
-        """`run`: what each process does. Returns the exit code. `forks`: starts their children."""
+    def __init__(
+        self, config: RouterConfig, tokenizer: bytes, defaults: SamplingDefaults, forks: ForkServer
+    ) -> None:
+        """`tokenizer`: as `ModelTokenizer.state`. `forks`: starts the children of all processes."""
         keys_fd = os.memfd_create("baton API keys")
         self._forks = forks
         self._config = replace(config, keys_fd=keys_fd, forks_fd=forks.fd)
-        self._run = run
+        self._tokenizer, self._defaults = tokenizer, defaults
         self._reported = False  # to the parent, that all listen
         self._metrics = MergedMetrics()
         self._key_counts = KeyCounts(keys_fd, config.processes)
@@ -140,26 +146,23 @@ class Supervisor:
     async def _keep(self, number: int) -> None:
         """Keeps process `number` running. Raises _CannotServe when its first start fails."""
         ready_fd = self._config.ready_fd if number == 0 else None
-        has_listened, backoff = False, FIRST_BACKOFF
-        while not self._stopping.is_set():
-            try:
-                listened, why = await self._live(RouterProcess(number, self._config, self._run), ready_fd)
-            except OSError as error:
-                listened, why = False, f"cannot be started: {error}"
-            ready_fd = None
-            if self._stopping.is_set():
-                return
-            if listened:
-                has_listened, backoff = True, FIRST_BACKOFF
-                log.error("process %d %s; restarting it", number, why)
-                continue
+        has_listened = False
+
+        async def live() -> tuple[float, str]:
+            nonlocal ready_fd, has_listened
+            config = self._config
+            process = RouterProcess(number, config, self._tokenizer, self._defaults)
+            fd, ready_fd = ready_fd, None
+            listened, why = await self._live(process, fd)
+            has_listened |= listened
+            return (math.inf if listened else 0.0), why
+
+        def ended(why: str, delay: float) -> None:
             if not has_listened:
                 raise _CannotServe(why)
-            log.error("process %d: %s; restarting it in %g s", number, why, backoff)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(backoff):
-                    await self._stopping.wait()
-            backoff = min(2 * backoff, LAST_BACKOFF)
+            log.error("process %d %s; restarting it in %g s", number, why, delay)
+
+        await keep(live, RestartPolicy(FIRST_BACKOFF, LAST_BACKOFF), self._stopping, ended)
 
     async def _live(self, process: RouterProcess, ready_fd: int | None) -> tuple[bool, str]:
         """Waits for the end of the process. Returns whether it listened, and why it ended."""
@@ -220,7 +223,7 @@ class Supervisor:
             log.info(listen, self._config.processes, addresses["url"], self._admin_url)
             report(self._config.ready_fd, {"ready": addresses}, last=True)
 
-    def _all_ready(self) -> dict[str, Any] | None:
+    def _all_ready(self) -> Mapping[str, Any] | None:
         ready = [process.ready for process in self._processes.values() if process.ready is not None]
         return ready[0] if len(ready) == self._config.processes else None
 
@@ -231,7 +234,7 @@ class Supervisor:
         """Listens on the admin port, and yields its URL."""
         config = self._config
         app = web.Application()
-        calls = AdminProcess(config)
+        add_admin_calls(app, config, self._status)
         app.add_routes(
             [
                 web.get("/metrics", self._get_metrics),
@@ -241,7 +244,6 @@ class Supervisor:
                 web.get("/health", self._get_health),
                 web.get("/ready", partial(self._get_condition, "ready")),
                 web.get("/routable", partial(self._get_condition, "routable")),
-                *calls.routes(),
                 *pages.routes(("home", "dashboard")),
             ]
         )
@@ -250,11 +252,7 @@ class Supervisor:
             server.serve_unix(config.admin_socket)
             listening = listen("--admin-port", config.admin_host, config.admin_port or 0)
             server.serve(listening, Connections("--admin-port", ADMINS))
-            calls.url = f"http://{url_host(config.admin_host)}:{listening.getsockname()[1]}"
-            try:
-                yield calls.url
-            finally:
-                await calls.close()
+            yield f"http://{url_host(config.admin_host)}:{listening.getsockname()[1]}"
 
     async def _known(self, command: str) -> dict[int, bytes]:
         """Returns the reply of each process, or its last one if it takes longer than `ANSWER_SECONDS`."""
@@ -308,14 +306,12 @@ async def _ask(process: RouterProcess, command: str) -> bytes:
         return b""
 
 
-def supervise(
-    config: RouterConfig, load: Callable[[RouterConfig], Loaded], run: Callable[[RouterConfig, Loaded], int]
-) -> int:
+def supervise(config: RouterConfig, load: Callable[[RouterConfig], Loaded]) -> int:
     """Runs the processes until SIGTERM or SIGINT. Raises ValueError for a mistake of the user.
 
-    `load`: gives what all processes share. `run`: what each does."""
+    `load`: gives what all processes have."""
     setproctitle.setproctitle(config.process_title)
     logging.config.dictConfig(config.logging())
-    loaded = load(config)
-    forks = fork_server(config.process_title, loaded[0], processes=config.processes)
-    return asyncio.run(Supervisor(config, lambda process: run(process, loaded), forks).run())
+    tokenizer, defaults = load(config)
+    forks = fork_server(config.process_title, tokenizer, processes=config.processes)
+    return asyncio.run(Supervisor(config, tokenizer.state, defaults, forks).run())

@@ -22,11 +22,11 @@ import psutil
 import pytest
 
 from baton.kv_names import prompt_hints
-from baton.processes.children import report
+from baton.router.api.jobs import SamplingDefaults
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import listen
-from baton.router.processes import sockets, supervise
+from baton.router.processes import process, sockets, supervise
 from baton.router.processes.sockets import reserve
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
@@ -179,11 +179,9 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
 
 
 async def test_a_process_that_starts_after_an_admin_call_reaches_the_workers(start: Callable[..., Any]):
-    """The call uses gRPC, which starts threads. A process with threads must not fork. If the process of such
-    calls dies, the next call starts another."""
+    """The call uses gRPC, which starts threads in the supervisor. A fork of it would reach no worker."""
     routers = await start("--router-processes", "2", "--advanced.admin-key", "trainer")
     await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 2)
-    parent = psutil.Process(routers.popen.pid)
 
     async def call(path: str) -> None:
         headers = {"Authorization": "Bearer trainer"}
@@ -194,11 +192,6 @@ async def test_a_process_that_starts_after_an_admin_call_reaches_the_workers(sta
         assert (response.status, response.headers["Allow"]) == (405, "POST")
     await call("/pause?mode=keep")
     assert routers.prefill.paused.pause == worker_pb2.PAUSE_STEPS
-    [calls] = [each for each in parent.children() if each.cmdline()[0] == "baton: router 4 calls"]
-    calls.kill()
-    async with asyncio.timeout(WITHIN):
-        while calls.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
     await call("/resume")
     assert routers.prefill.paused.pause == worker_pb2.PAUSE_NONE
     for number, pid in (await routers.processes()).items():
@@ -210,7 +203,6 @@ async def test_a_process_that_starts_after_an_admin_call_reaches_the_workers(sta
 
         await routers.until(is_back)
     await routers.prefill.until(lambda worker: len(worker._outputs) == 2)
-    assert len(parent.threads()) == 1
 
 
 async def test_each_process_has_its_own_view_of_the_workers(start: Callable[..., Any]):
@@ -336,51 +328,32 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch:
     await serving
 
 
-def small_process(broken: Path) -> Callable[[RouterConfig], int]:
-    """What a process does in place of serving. It ends at once while `broken` exists."""
-    replies = {
-        "ping\n": b'{"ready": true, "state": "serving", "pause": "none"}',
-        "metrics\n": b"# TYPE a counter\na_total 1\n",
-    }
-
-    def run(config: RouterConfig) -> int:
-        if broken.exists():
-            return 3
-        assert config.control_fd is not None
-        report(config.ready_fd, {"ready": {"url": "http://nowhere"}}, last=True)
-        control = socket.socket(fileno=config.control_fd)
-        for question in control.makefile():
-            if question == "status\n":
-                signal.pause()  # as with a worker that is silent
-            reply = replies.get(question, b"")
-            control.sendall(len(reply).to_bytes(4) + reply)
-            if question == "stop\n":
-                break
-        return 0
-
-    return run
-
-
 IDLE = [sys.executable, "-c", "import signal; signal.pause()"]
 
 
-@pytest.mark.parametrize("failure", ["ends", "no fork"])
+def of_small_processes(monkeypatch: pytest.MonkeyPatch, broken: Path) -> supervise.Supervisor:
+    """Its processes do little, and end at once while `broken` exists."""
+    monkeypatch.setattr(process, "MODULE", "tests.router.small_process")
+    config = RouterConfig(model=str(broken), secret=SECRET, port=0, processes=2, admin_port=0)
+    return supervise.Supervisor(config, b"", SamplingDefaults(), ForkServer(IDLE))
+
+
+@pytest.mark.parametrize("failure", ["ends", "no process"])
 async def test_a_failed_restart_leaves_the_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
 ):
     broken = tmp_path / "broken"
-    config = RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0)
-    supervisor = supervise.Supervisor(config, small_process(broken), ForkServer(IDLE))
+    supervisor = of_small_processes(monkeypatch, broken)
     running = asyncio.create_task(supervisor.run())
     monkeypatch.setattr(supervise, "FIRST_BACKOFF", 0.01)
-    fork, forks = os.fork, failure == "ends"
+    spawn, starts = process.spawn, failure == "ends"
 
-    def start() -> int:
-        if not forks and broken.exists():
+    def start(*arguments: Any, **options: Any) -> Any:
+        if not starts and broken.exists():
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return fork()
+        return spawn(*arguments, **options)
 
-    monkeypatch.setattr(os, "fork", start)
+    monkeypatch.setattr(process, "spawn", start)
 
     async def until(condition: Callable[[], object]) -> None:
         async with asyncio.timeout(WITHIN):
@@ -404,10 +377,11 @@ async def test_a_failed_restart_leaves_the_other_processes(
 
 
 @pytest.mark.parametrize("silent", ["process", "worker"])
-async def test_the_admin_port_answers_from_what_is_known(tmp_path: Path, silent: str):
+async def test_the_admin_port_answers_from_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str
+):
     """While a process is stopped, or waits for the status of a worker."""
-    config = RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0)
-    supervisor = supervise.Supervisor(config, small_process(tmp_path / "never"), ForkServer(IDLE))
+    supervisor = of_small_processes(monkeypatch, tmp_path / "never")
     async with supervisor._admin() as admin, aiohttp.ClientSession() as http:
         serving = asyncio.create_task(supervisor._serve())
 
