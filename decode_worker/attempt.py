@@ -9,11 +9,12 @@ from baton.engine import EngineRequest, Output
 from baton.engine.core.live_request import LiveRequest
 from baton.kv_transfer import Began, Closed, FetchFailed, Injected
 from baton.kv_transfer.protocol.messages import Reason
+from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process.attempt import Lease, logprobs_of
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Writing
 from baton.worker.engine_process.states import State
-from baton.worker.messages import Code, PrefillSource
+from baton.worker.messages import Code
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +37,7 @@ class DecodeAttempt(EngineAttempt):
     """One request, from its reservation to its end."""
 
     prompt_tokens: int
-    source: PrefillSource | None  # None: the prompt is prefilled on this worker
+    source: pb.PrefillSource | None  # None: the prompt is prefilled on this worker
     deadline: float  # time.monotonic(), before which the KV must arrive
     writing: Writing | None = None  # of the fetch that is under way
     taking: Taking | None = None
@@ -85,7 +86,7 @@ class DecodeAttempt(EngineAttempt):
             owner=self.writing,
         )
 
-    def retarget(self, source: PrefillSource, output_ids: Sequence[int]) -> None:
+    def retarget(self, source: pb.PrefillSource, output_ids: Sequence[int]) -> None:
         """Fetches the KV from another prefill. A request that already has its KV ignores the message."""
         if self.state not in (State.FETCHING, State.WITHOUT_KV):
             return

@@ -4,12 +4,13 @@ import time
 from functools import partial
 
 from baton.decode_worker.attempt import DecodeAttempt
-from baton.worker import messages
+from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.engine_attempt import Resources
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.roles import Role
 from baton.worker.engine_process.states import State
-from baton.worker.messages import ToEngine
+from baton.worker.messages import FromRouter
+from baton.worker.requests import content_source, engine_request, prefill_source
 
 _WAITING = (State.FETCHING, State.TAKING, State.WITHOUT_KV)
 
@@ -21,7 +22,7 @@ class DecodeRole(Role):
     may write into reserved blocks while their attempt has a lease `Writing`.
     """
 
-    handles = (messages.Decode, messages.Retarget)
+    handles = ("decode", "retarget")
 
     def __init__(self, shared: Resources, prefix_fetches: PrefixFetches) -> None:
         self._shared = shared
@@ -29,27 +30,26 @@ class DecodeRole(Role):
         self._receiver = shared.receiver
         self._prefix_fetches = prefix_fetches
 
-    def handle(self, message: ToEngine) -> None:
-        match message:
-            case messages.Decode():
-                self._submit(message)
-            case messages.Retarget(stream, decode_id, source, output_ids):
-                attempt = self._attempts.find(decode_id)
-                if isinstance(attempt, DecodeAttempt) and attempt.stream == stream:
-                    attempt.retarget(source, output_ids)
-            case _:
-                raise AssertionError(f"not of this role: {message}")
+    def handle(self, message: FromRouter, content: pb.SubmitDecode | pb.Retarget) -> None:
+        if isinstance(content, pb.SubmitDecode):
+            self._submit(message, content)
+            return
+        attempt = self._attempts.find(content.decode_id)
+        if isinstance(attempt, DecodeAttempt) and attempt.stream == message.stream:
+            attempt.retarget(content.source, content.output_ids[:])
 
-    def _submit(self, message: messages.Decode) -> None:
-        request, source = message.work.request, message.source
+    def _submit(self, message: FromRouter, submit: pb.SubmitDecode) -> None:
+        origin, source = message.origin, prefill_source(submit)
+        assert origin is not None, "it submits an attempt"
+        request = engine_request(origin, submit.request, message.pixels)
         attempt = DecodeAttempt(
             shared=self._shared,
             stream=message.stream,
-            origin=message.work.origin,
+            origin=origin,
             tokens=len(request.prompt_ids) + len(request.output_ids),
             prompt_tokens=len(request.prompt_ids),
             source=source,
-            deadline=time.monotonic() + message.work.timeout,
+            deadline=time.monotonic() + submit.request.timeout_ms / 1000,
         )
         if not self._attempts.open(attempt):
             return
@@ -58,7 +58,9 @@ class DecodeRole(Role):
             attempt.take_prefill(source.prefill_id)
         elif source is not None:
             attempt.reserve(request)
-        elif self._prefix_fetches.get(attempt, request, message.content, partial(attempt.compute, request)):
+        elif self._prefix_fetches.get(
+            attempt, request, content_source(submit), partial(attempt.compute, request)
+        ):
             attempt.to(State.IMPORTING)
         else:
             attempt.compute(request, 0)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import wait
+from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process.start import (
     EXIT_START_FAILED,
@@ -29,7 +30,7 @@ from baton.worker.engine_process.start import (
     start,
 )
 from baton.worker.ipc import ServiceLink
-from baton.worker.messages import Code
+from baton.worker.messages import Code, Origin
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -48,7 +49,10 @@ NO_WEIGHTS = "the weights of an encoder cannot be replaced; start all workers ag
 class _Image:
     """One that a router wants to have encoded."""
 
-    request: messages.Encode
+    stream: int
+    origin: Origin
+    name: bytes
+    tokens: int
     future: Future[np.ndarray]
     ended_at: float = 0.0
 
@@ -76,10 +80,14 @@ class EncoderLoop:
                     self._fail_all(Code.DRAINING, "the worker shuts down")
                     self._link.send(messages.Stopped())
                     return False
-                case messages.Encode():
-                    self._encode(message)
-                case messages.Cancel(stream, attempt_id):
-                    self._cancel(stream, attempt_id)
+                case messages.FromRouter(stream, data, origin, pixels):
+                    said = pb.RouterMessage.FromString(data)
+                    if origin is None:  # the service takes nothing else
+                        self._cancel(stream, said.cancel.attempt_id)
+                    else:
+                        self._encode(stream, origin, said.encode, pixels[0])
+                case messages.Detached(stream):
+                    self._cancel(stream, None)
                 case messages.AskStatus(question):
                     self._link.send(self._status(question))
                 case messages.HandBack(reason):
@@ -115,14 +123,13 @@ class EncoderLoop:
             case _:
                 raise AssertionError(f"not for an encoder: {message}")
 
-    def _encode(self, request: messages.Encode) -> None:
-        future = self._encoder.embeddings(
-            request.name, request.pixels, request.rows, request.columns, request.tenant
-        )
-        request.pixels = b""  # the future has them
-        if request.origin.attempt_id in self._open:
+    def _encode(self, stream: int, origin: Origin, submit: pb.SubmitEncode, pixels: bytes) -> None:
+        asked = submit.image
+        future = self._encoder.embeddings(asked.name, pixels, asked.rows, asked.columns, submit.tenant)
+        if origin.attempt_id in self._open:
             return
-        image = self._open[request.origin.attempt_id] = _Image(request, future)
+        tokens = asked.rows * asked.columns
+        image = self._open[origin.attempt_id] = _Image(stream, origin, asked.name, tokens, future)
 
         def ended(_: object) -> None:  # in the thread of the encoder
             image.ended_at = time.monotonic()
@@ -132,7 +139,7 @@ class EncoderLoop:
         future.add_done_callback(ended)
 
     def _tell(self, image: _Image) -> None:
-        request, origin = image.request, image.request.origin
+        origin = image.origin
         if self._open.pop(origin.attempt_id, None) is not image:
             return
         try:
@@ -142,16 +149,15 @@ class EncoderLoop:
         except (Exception, CancelledError) as error:  # noqa: BLE001  of a device that has no memory, for one
             self._fail(image, Code.ENGINE, f"{type(error).__name__}: {error}")
         else:
-            tokens = request.rows * request.columns
-            self._served.encoded(request.name, tokens)
+            self._served.encoded(image.name, image.tokens)
             self._link.send(
-                messages.Encoded(request.stream, origin, origin.accepted_at, image.ended_at, tokens)
+                messages.Encoded(image.stream, origin, origin.accepted_at, image.ended_at, image.tokens)
             )
 
     def _cancel(self, stream: int, attempt_id: bytes | None) -> None:
         """An image that is not begun, and that no other attempt wants, is not encoded."""
         if attempt_id is None:
-            ended = [key for key, image in self._open.items() if image.request.stream == stream]
+            ended = [key for key, image in self._open.items() if image.stream == stream]
         else:
             ended = [attempt_id] if attempt_id in self._open else []
         for key in ended:
@@ -160,9 +166,7 @@ class EncoderLoop:
                 image.future.cancel()
 
     def _fail(self, image: _Image, code: Code, message: str) -> None:
-        self._link.send(
-            messages.AttemptFailed(image.request.stream, image.request.origin, code, message, b"")
-        )
+        self._link.send(messages.AttemptFailed(image.stream, image.origin, code, message, b""))
 
     def _fail_all(self, code: Code, message: str) -> None:
         for image in self._open.values():

@@ -49,9 +49,10 @@ import baton.kv_transfer as kv
 from baton.engine import EngineRequest, Output
 from baton.kv_transfer.endpoint.pump import NO_TOKEN
 from baton.prefill_worker.attempt import PrefillAttempt
+from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.engine_attempt import Reading, Writing
 from baton.worker.engine_process.states import State
-from baton.worker.messages import Code, PlanRange
+from baton.worker.messages import Code
 
 STEP_WAIT = 2.0
 """Seconds that a step waits at most for KV from other workers, all its layers together."""
@@ -62,7 +63,7 @@ def pair_id(sender: bytes, receiver: bytes) -> bytes:
     return hashlib.blake2b(sender + receiver, digest_size=16).digest()
 
 
-def pair_ids(part: bytes, plan: Sequence[PlanRange]) -> set[bytes]:
+def pair_ids(part: bytes, plan: Sequence[pb.PlanRange]) -> set[bytes]:
     """The ids under which a part may move KV, from and to the other parts of its plan."""
     others = {of.prefill_id for of in plan} - {part}
     return {pair_id(*pair) for other in others for pair in ((part, other), (other, part))}
@@ -129,7 +130,7 @@ class PartAttempt(PrefillAttempt):
         """A part that is not the last one has no token, and is held only while other workers read it."""
         return self.is_final
 
-    def start(self, request: EngineRequest, plan: Sequence[PlanRange]) -> None:
+    def start(self, request: EngineRequest, plan: Sequence[pb.PlanRange]) -> None:
         """Reserves the blocks of the part, fetches what it lacks, and opens what it offers. These transfers
         have leases on the attempt."""
         engine, sender = self.shared.engine, self.shared.sender
@@ -176,7 +177,7 @@ class PartAttempt(PrefillAttempt):
         for unopened_id in self.unopened:
             self.shared.sender.close(unopened_id, "gone")
 
-    def _fetch(self, worker: PlanRange, ranges: Sequence[range], starts: set[int]) -> None:
+    def _fetch(self, worker: pb.PlanRange, ranges: Sequence[range], starts: set[int]) -> None:
         """Fetches ranges of another worker. `starts`: of the ranges of this one."""
         live, cached = self.live_request, self.live_request.num_cached
         # What is cached here is not fetched. If this is all, the ACK still lets the other worker go on.

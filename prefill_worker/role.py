@@ -9,12 +9,13 @@ from baton.engine.core.live_request import LiveRequest
 from baton.prefill_worker.attempt import PrefillAttempt
 from baton.prefill_worker.parts import LayerWaits, PartAttempt, pair_ids
 from baton.prefill_worker.serving import ServedPrefixes
-from baton.worker import messages
+from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.engine_attempt import Reading, Resources
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.roles import Role
 from baton.worker.engine_process.states import State
-from baton.worker.messages import ToEngine
+from baton.worker.messages import FromRouter
+from baton.worker.requests import content_source, engine_request
 
 
 class SenderSink:
@@ -79,7 +80,7 @@ class PrefillRole(Role):
     The sender may read the blocks of a prefill while this has a lease `Reading`.
     """
 
-    handles = (messages.Prefill,)
+    handles = ("prefill",)
 
     def __init__(self, shared: Resources, sink: SenderSink, prefix_fetches: PrefixFetches) -> None:
         """`sink` is the engine's. It gets its sender here."""
@@ -94,31 +95,32 @@ class PrefillRole(Role):
     def idle(self) -> bool:
         return self._served.idle
 
-    def handle(self, message: ToEngine) -> None:
-        assert isinstance(message, messages.Prefill)
-        request = message.work.request
+    def handle(self, message: FromRouter, content: pb.SubmitPrefill) -> None:
+        assert message.origin is not None, "it submits an attempt"
+        request = engine_request(message.origin, content.request, message.pixels)
         fields: dict[str, Any] = {
             "shared": self._shared,
             "stream": message.stream,
-            "origin": message.work.origin,
+            "origin": message.origin,
             "tokens": len(request.prompt_ids) + len(request.output_ids),
-            "handover": message.handover,
-            "awaited": message.handover and message.report_start,
+            "handover": content.handover,
+            "awaited": content.handover and content.report_start,
         }
         prefill = PrefillAttempt(**fields)
-        if message.plan:
-            ids = pair_ids(request.id, message.plan)
+        if content.plan:
+            ids = pair_ids(request.id, content.plan)
             prefill = PartAttempt(waits=self._waits, other_ids=ids, **fields)
         if not self._attempts.open(prefill):
             return
         self._shared.trace.instant("taken", attempt=request.id.hex())
         if isinstance(prefill, PartAttempt):
-            prefill.start(request, message.plan)
+            prefill.start(request, content.plan)
             return
-        if message.handover:
+        if content.handover:
             prefill.reading = Reading(prefill, request.id)
             self._sender.expect(request.id)
-        if self._prefix_fetches.get(prefill, request, message.content, partial(prefill.add, request)):
+        place = content_source(content)
+        if self._prefix_fetches.get(prefill, request, place, partial(prefill.add, request)):
             prefill.to(State.IMPORTING)
         else:
             prefill.add(request, 0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from baton.engine import EngineRequest, SamplingParams
+from baton.engine import Image
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
-from baton.worker.messages import Origin, PlanRange, PrefillSource, ToEngine, Work
+from baton.worker.messages import FromRouter, Origin, ToEngine
 
 STREAM, OTHER_STREAM = 7, 8
 HERE, PEER = 1, 2
@@ -25,52 +27,128 @@ def new_id() -> bytes:
     return next(_IDS).to_bytes(16)
 
 
-def work(attempt_id: bytes, tokens: int = 20, max_tokens: int = 8, output_ids: Sequence[int] = ()) -> Work:
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    request = EngineRequest(attempt_id, list(range(3, 3 + tokens)), list(output_ids), sampling)
-    return Work(request, 60.0, Origin(attempt_id, "r", "", 0.0))
+class Asked(NamedTuple):
+    """A request of a router, and what the service process adds to it."""
+
+    origin: Origin
+    request: pb.Request
+    pixels: list[bytes]
+
+    def show(self, images: Sequence[Image]) -> Asked:
+        """It has these images."""
+        for image in images:
+            self.request.images.add(
+                name=image.name, start=image.start, rows=image.rows, columns=image.columns
+            )
+        self.pixels.extend(image.pixels for image in images)
+        return self
 
 
-def source(prefill_id: bytes, incarnation: int = PEER) -> PrefillSource:
-    return PrefillSource(prefill_id, "127.0.0.1:1", incarnation, 1)
+def work(
+    attempt_id: bytes,
+    tokens: int = 20,
+    max_tokens: int = 8,
+    output_ids: Sequence[int] = (),
+    prompt_ids: Sequence[int] = (),
+    **params: Any,
+) -> Asked:
+    """`tokens`: of the prompt, without `prompt_ids`. `params`: fields of SamplingParams."""
+    wanted: dict[str, Any] = {"top_p": 1, "repetition_penalty": 1, "ignore_eos": True} | params
+    sampling = pb.SamplingParams(**wanted, max_tokens=max_tokens)
+    asked = pb.Request(
+        prompt_ids=prompt_ids or range(3, 3 + tokens), output_ids=output_ids, sampling=sampling,
+        timeout_ms=60_000,
+    )  # fmt: skip
+    return Asked(Origin(attempt_id, "r", "", time.monotonic()), asked, [])
 
 
-def part(part_id: bytes) -> messages.Prefill:
-    peer = PlanRange(PART_OF_PEER, "127.0.0.1:1", PEER, 0, 16)
-    here = PlanRange(part_id, "127.0.0.1:1", HERE, 16, PLANNED)
-    return messages.Prefill(STREAM, work(part_id, PLANNED), handover=True, plan=(peer, here))
+def source(prefill_id: bytes, incarnation: int = PEER, attempt: int = 1) -> pb.PrefillSource:
+    return pb.PrefillSource(
+        prefill_id=prefill_id, kv_address="127.0.0.1:1", incarnation=incarnation, attempt=attempt
+    )
+
+
+def content_at(
+    kv_address: str = "127.0.0.1:1", incarnation: int = PEER, tier: pb.Tier = pb.TIER_DEVICE
+) -> pb.ContentSource:
+    return pb.ContentSource(kv_address=kv_address, incarnation=incarnation, tier=tier)
+
+
+def planned(*ranges: tuple[bytes, int, int, int]) -> tuple[pb.PlanRange, ...]:
+    """Of (prefill id, incarnation, start, stop)."""
+    return tuple(
+        pb.PlanRange(prefill_id=of, kv_address="127.0.0.1:1", incarnation=incarnation, start=start, stop=stop)
+        for of, incarnation, start, stop in ranges
+    )
+
+
+def said(stream: int, message: pb.RouterMessage, asked: Asked | None = None) -> FromRouter:
+    origin, pixels = (None, []) if asked is None else (asked.origin, asked.pixels)
+    return FromRouter(stream, message.SerializeToString(), origin, pixels)
+
+
+def submit_prefill(stream: int, asked: Asked, handover: bool = True, **fields: Any) -> FromRouter:
+    submit = pb.SubmitPrefill(
+        prefill_id=asked.origin.attempt_id, request=asked.request, handover=handover, **fields
+    )
+    return said(stream, pb.RouterMessage(prefill=submit), asked)
+
+
+def submit_decode(
+    stream: int, asked: Asked, source: pb.PrefillSource | None, content: pb.ContentSource | None = None
+) -> FromRouter:
+    submit = pb.SubmitDecode(
+        decode_id=asked.origin.attempt_id, request=asked.request, source=source, content=content
+    )
+    return said(stream, pb.RouterMessage(decode=submit), asked)
+
+
+def retarget(
+    stream: int, decode_id: bytes, source: pb.PrefillSource, output_ids: Sequence[int]
+) -> FromRouter:
+    told = pb.Retarget(decode_id=decode_id, source=source, output_ids=output_ids)
+    return said(stream, pb.RouterMessage(retarget=told))
+
+
+def cancel(stream: int, attempt_id: bytes) -> FromRouter:
+    return said(stream, pb.RouterMessage(cancel=pb.Cancel(attempt_id=attempt_id)))
+
+
+def only_copies(*chunks: int, all: bool = False) -> FromRouter:
+    return said(STREAM, pb.RouterMessage(only_copies=pb.OnlyCopies(chunks=chunks, all=all)))
+
+
+def part(part_id: bytes) -> FromRouter:
+    plan = planned((PART_OF_PEER, PEER, 0, 16), (part_id, HERE, 16, PLANNED))
+    return submit_prefill(STREAM, work(part_id, PLANNED), plan=plan)
 
 
 MESSAGES: dict[str, Callable[[bytes], ToEngine]] = {
-    "a prefill": lambda of: messages.Prefill(STREAM, work(of), handover=True, report_start=True),
-    "a prefill of another router": lambda of: messages.Prefill(OTHER_STREAM, work(of), handover=True),
-    "a prefill without a handover": lambda of: messages.Prefill(STREAM, work(of, max_tokens=1), False),
+    "a prefill": lambda of: submit_prefill(STREAM, work(of), handover=True, report_start=True),
+    "a prefill of another router": lambda of: submit_prefill(OTHER_STREAM, work(of), handover=True),
+    "a prefill without a handover": lambda of: submit_prefill(STREAM, work(of, max_tokens=1), False),
     "a part": part,
-    "a part with it as that of the peer": lambda of: messages.Prefill(
+    "a part with it as that of the peer": lambda of: submit_prefill(
         STREAM,
         work(mine := new_id(), PLANNED),
-        handover=True,
-        plan=(
-            PlanRange(of, "127.0.0.1:1", PEER, 0, 16),
-            PlanRange(mine, "127.0.0.1:1", HERE, 16, PLANNED),
-        ),
+        plan=planned((of, PEER, 0, 16), (mine, HERE, 16, PLANNED)),
     ),
-    "a decode": lambda of: messages.Decode(STREAM, work(of), None),
-    "a decode that fetches": lambda of: messages.Decode(STREAM, work(of), source(new_id())),
-    "a decode of it": lambda of: messages.Decode(STREAM, work(new_id()), source(of, HERE)),
-    "a decode of more tokens of it": lambda of: messages.Decode(STREAM, work(new_id(), 30), source(of, HERE)),
-    "a decode of itself": lambda of: messages.Decode(STREAM, work(of), source(of, HERE)),
-    "a decode of it on a peer": lambda of: messages.Decode(STREAM, work(new_id()), source(of)),
-    "a retarget": lambda of: messages.Retarget(STREAM, of, source(new_id()), []),
-    "a retarget to here": lambda of: messages.Retarget(STREAM, of, source(of, HERE), []),
-    "a retarget with outputs": lambda of: messages.Retarget(STREAM, of, source(new_id()), [5, 6]),
-    "a retarget with too many": lambda of: messages.Retarget(STREAM, of, source(new_id()), [5] * 4000),
-    "a retarget of another router": lambda of: messages.Retarget(OTHER_STREAM, of, source(new_id()), []),
-    "a cancel": lambda of: messages.Cancel(STREAM, of),
-    "a cancel of another router": lambda of: messages.Cancel(OTHER_STREAM, of),
-    "a cancel of all": lambda _: messages.Cancel(STREAM),
-    "only copies": lambda of: messages.OnlyCopies([int.from_bytes(of[-8:])]),
-    "only copies of all": lambda _: messages.OnlyCopies(None),
+    "a decode": lambda of: submit_decode(STREAM, work(of), None),
+    "a decode that fetches": lambda of: submit_decode(STREAM, work(of), source(new_id())),
+    "a decode of it": lambda of: submit_decode(STREAM, work(new_id()), source(of, HERE)),
+    "a decode of more tokens of it": lambda of: submit_decode(STREAM, work(new_id(), 30), source(of, HERE)),
+    "a decode of itself": lambda of: submit_decode(STREAM, work(of), source(of, HERE)),
+    "a decode of it on a peer": lambda of: submit_decode(STREAM, work(new_id()), source(of)),
+    "a retarget": lambda of: retarget(STREAM, of, source(new_id()), []),
+    "a retarget to here": lambda of: retarget(STREAM, of, source(of, HERE), []),
+    "a retarget with outputs": lambda of: retarget(STREAM, of, source(new_id()), [5, 6]),
+    "a retarget with too many": lambda of: retarget(STREAM, of, source(new_id()), [5] * 4000),
+    "a retarget of another router": lambda of: retarget(OTHER_STREAM, of, source(new_id()), []),
+    "a cancel": lambda of: cancel(STREAM, of),
+    "a cancel of another router": lambda of: cancel(OTHER_STREAM, of),
+    "a cancel of all": lambda _: messages.Detached(STREAM),
+    "only copies": lambda of: only_copies(int.from_bytes(of[-8:])),
+    "only copies of all": lambda _: only_copies(all=True),
 }
 """By what it is, of an attempt with this id, or of its id."""
 

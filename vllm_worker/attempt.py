@@ -9,9 +9,9 @@ from itertools import takewhile
 from baton.engine import EngineRequest
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
+from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.attachment import Close, Pool
 from baton.worker.engine_process.attempt import Attempt, Lease
-from baton.worker.messages import PrefillSource
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class VLLMAttempt(Attempt):
     handover: bool = False
     """A prefill with KV for another worker."""
     decode: bool
-    source: PrefillSource | None = None
+    source: pb.PrefillSource | None = None
     """Of a decode: the prefill that has sampled its first token."""
     taken: "VLLMAttempt | None" = None
     """That prefill, if it is on this worker."""

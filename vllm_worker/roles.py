@@ -32,6 +32,7 @@ from baton.kv_names import CHUNK_TOKENS, extend_names, salted
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.protocol.shared import Tombstones
+from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.attachment import (
     Blind,
     Commit,
@@ -51,7 +52,8 @@ from baton.worker.engine_process.attempt import UNREAD, AttemptTable, handed_ove
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.engine_process.states import State
-from baton.worker.messages import Code, ToEngine, Work
+from baton.worker.messages import Code, FromRouter, ToEngine
+from baton.worker.requests import engine_request, prefill_source
 
 Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncGenerator[Any, None]]
 """(request, fields of SamplingParams, priority): yields vLLM's RequestOutputs. Raises ValueError if the
@@ -138,42 +140,53 @@ class Roles:
 
     def handle(self, message: ToEngine) -> None:
         match message:
-            case messages.Prefill():
-                self._prefill(message)
-            case messages.Decode():
-                self._decode(message)
-            case messages.Retarget(stream, decode_id):
-                attempt = self._attempts.find(decode_id)
-                if attempt is not None and attempt.stream == stream and attempt.awaits_kv:
-                    attempt.lost(Code.HANDED_BACK, "a vLLM worker cannot change the source of a request")
-            case messages.Cancel(stream, attempt_id):
-                self._attempts.cancel(stream, attempt_id)
-            case messages.OnlyCopies():
-                pass  # vLLM chooses what it evicts
+            case messages.FromRouter():
+                self._said(message)
+            case messages.Detached(stream):
+                self._attempts.cancel(stream, None)
             case _:
                 raise AssertionError(f"not of a role: {message}")
 
-    def _prefill(self, message: messages.Prefill) -> None:
-        attempt = self._attempt(message.stream, message.work, decode=False, handover=message.handover)
-        if message.plan:
+    def _said(self, message: FromRouter) -> None:
+        said = pb.RouterMessage.FromString(message.data)
+        match said.WhichOneof("kind"):
+            case "prefill":
+                self._prefill(message, said.prefill)
+            case "decode":
+                self._decode(message, said.decode)
+            case "retarget":
+                attempt = self._attempts.find(said.retarget.decode_id)
+                if attempt is not None and attempt.stream == message.stream and attempt.awaits_kv:
+                    attempt.lost(Code.HANDED_BACK, "a vLLM worker cannot change the source of a request")
+            case "cancel":
+                self._attempts.cancel(message.stream, said.cancel.attempt_id)
+            case "only_copies":
+                pass  # vLLM chooses what it evicts
+            case kind:
+                raise AssertionError(f"the service refuses {kind}")
+
+    def _prefill(self, message: FromRouter, submit: pb.SubmitPrefill) -> None:
+        attempt = self._attempt(message, submit.request, decode=False, handover=submit.handover)
+        if submit.plan:
             self._attempts.fail(attempt, Code.INVALID, "vLLM computes no part of a prompt")
             return
         if not self._open(attempt):
             return
         params: dict[str, Any] = {}
-        if message.handover:
+        if submit.handover:
             params = {"do_remote_decode": True, "prefill_id": attempt.id.hex()}
-            params["report_start"] = message.report_start
+            params["report_start"] = submit.report_start
             params["logprobs"] = attempt.request.sampling.logprobs is not None
-        if self._start(attempt, params) and message.handover:
+        if self._start(attempt, params) and submit.handover:
             attempt.sending = Sending(attempt, self._tell)
 
-    def _decode(self, message: messages.Decode) -> None:
-        attempt = self._attempt(message.stream, message.work, decode=True, source=message.source)
+    def _decode(self, message: FromRouter, submit: pb.SubmitDecode) -> None:
+        source = prefill_source(submit)
+        attempt = self._attempt(message, submit.request, decode=True, source=source)
         if not self._open(attempt):
             return
         params: dict[str, Any] = {}
-        if (source := message.source) is not None:
+        if source is not None:
             if source.incarnation != self._config.incarnation:
                 held = Source(source.kv_address, source.incarnation, source.prefill_id)
                 params = {**held.params, "decode_id": attempt.id.hex(), "attempt": source.attempt}
@@ -203,8 +216,9 @@ class Roles:
         elif self._start(attempt, params):
             self._attempts.reserved(attempt)
 
-    def _attempt(self, stream: int, work: Work, **more: Any) -> VLLMAttempt:
-        request, chunks = work.request, list[bytes]()
+    def _attempt(self, message: FromRouter, asked: pb.Request, **more: Any) -> VLLMAttempt:
+        assert message.origin is not None, "it submits an attempt"
+        request, chunks = engine_request(message.origin, asked, message.pixels), list[bytes]()
         tokens = len(request.prompt_ids) + len(request.output_ids)
         if self._config.engine.enable_prefix_caching:
             named_tokens = len(request.prompt_ids) // self._ready.block_size * self._ready.block_size
@@ -213,7 +227,7 @@ class Roles:
             extend_names(chunks, request.prompt_ids, named_tokens, root, spans)
         uncached = tokens - CHUNK_TOKENS * self._cached.leading(chunks)
         return VLLMAttempt(
-            stream=stream, origin=work.origin, tokens=tokens, request=request, chunks=chunks,
+            stream=message.stream, origin=message.origin, tokens=tokens, request=request, chunks=chunks,
             uncached=uncached, ended=self._ended, **more,
         )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """The typed messages between a service process and its engine process (msgpack over the local socket).
 
-They embed types of `engine` and `kv_transfer`, which msgspec encodes directly. A *stream* is the number that
-the service process gives to one attached router. Numbers are never used again, so a late message for a
+What routers say, and what they are told, goes as the bytes of proto/worker.proto (`FromRouter`, `ToRouter`).
+The others embed types of `engine` and `kv_transfer`, which msgspec encodes directly. A *stream* is the number
+that the service process gives to one attached router. Numbers are never used again, so a late message for a
 detached router reaches no other router. An attempt id is a prefill id or a decode id.
 """
 
@@ -11,7 +12,7 @@ from enum import IntEnum
 import msgspec
 from msgspec import Struct
 
-from baton.engine import EngineRequest, EngineStats
+from baton.engine import EngineStats
 from baton.kv_names import Tier
 from baton.kv_transfer import InjectStats, KVLayout
 from baton.vision.images import ImageSettings
@@ -48,41 +49,6 @@ class Origin(_Message, tag=False):
     prompt was cached, since that may be its own."""
 
 
-class Work(_Message, tag=False):
-    """A request as a router sent it. The service process has checked it."""
-
-    request: EngineRequest  # its id is the attempt id
-    timeout: float  # seconds until the request's deadline
-    origin: Origin
-
-
-class PrefillSource(_Message, tag=False):
-    """The prefill that sends the KV of a request."""
-
-    prefill_id: bytes
-    kv_address: str
-    incarnation: int
-    attempt: int  # among the decode attempts of the request
-
-
-class ContentSource(_Message, tag=False):
-    """A worker with more of a prompt in its prefix cache."""
-
-    kv_address: str
-    incarnation: int
-    tier: Tier = Tier.DEVICE
-
-
-class PlanRange(_Message, tag=False):
-    """A range of a prompt that several workers compute (`prefill_worker.parts`), and its worker."""
-
-    prefill_id: bytes  # of the worker's part
-    kv_address: str
-    incarnation: int
-    start: int
-    stop: int
-
-
 class PrefixLink(_Message, tag=False):
     """How fast prefixes came from a tier of another worker."""
 
@@ -95,60 +61,19 @@ class PrefixLink(_Message, tag=False):
 # ---------------------------------------------------------------- service to engine
 
 
-class Prefill(_Message):
-    stream: int
-    work: Work
-    handover: bool
-    report_start: bool = False  # only with a handover: the router waits for PrefillStarted
-    content: ContentSource | None = None
-    plan: tuple[PlanRange, ...] = ()  # of a split prompt: the request is the prompt up to its last range
-
-
-class Decode(_Message):
-    stream: int
-    work: Work
-    source: PrefillSource | None  # None: the decode worker prefills the prompt
-    content: ContentSource | None = None  # only without a source
-
-
-class Retarget(_Message):
-    stream: int
-    decode_id: bytes
-    source: PrefillSource
-    output_ids: list[int]
-
-
-class Cancel(_Message):
-    stream: int
-    attempt_id: bytes | None = None  # None: the stream has ended, and with it each attempt submitted on it
-
-
-class OnlyCopies(_Message):
-    """No other worker has these chunks any more."""
-
-    chunks: list[int] | None
-    """None: no chunk of the cache counts as one that others have."""
-
-
-class ImageReady(_Message):
-    """An encoder has the embeddings of an image."""
-
-    name: bytes
-    source: ContentSource
-
-
-class Encode(_Message):
-    """Make the embeddings of an image, and keep them until workers have fetched them. Encoded answers. To an
-    engine with an encoder of its own: the pixels that it has asked for. Nothing answers. Again, for an
-    attempt that is not answered: another tenant waits for the image, too."""
+class FromRouter(_Message):
+    """A message of a router. The service process has checked it."""
 
     stream: int
-    origin: Origin
-    name: bytes  # of the image
-    rows: int  # of tokens, as the next
-    columns: int
-    pixels: bytes  # empty: the embeddings should be kept
-    tenant: bytes
+    data: bytes  # of a `RouterMessage` of proto/worker.proto
+    origin: Origin | None = None  # of what it submits. None: it submits nothing
+    pixels: list[bytes] = []  # of each image of that; empty bytes: they did not come
+
+
+class Detached(_Message):
+    """The stream of a router has ended, and with it all that was submitted on it."""
+
+    stream: int
 
 
 class AskStatus(_Message):
@@ -224,13 +149,8 @@ class Exit(_Message):
 
 
 ToEngine = (
-    Prefill
-    | Decode
-    | Retarget
-    | Cancel
-    | OnlyCopies
-    | ImageReady
-    | Encode
+    FromRouter
+    | Detached
     | AskStatus
     | StageWeights
     | LoadAdapter

@@ -6,6 +6,7 @@ import numpy as np
 
 from baton.encode_worker.process import EncoderLoop
 from baton.encode_worker.serving import ServedEmbeddings
+from baton.rpc import worker_pb2 as pb
 from baton.vision.encoder import Encoder
 from baton.vision.turns import Turns
 from baton.worker import messages
@@ -15,9 +16,12 @@ from tests.stand_in import stand_in
 from tests.within import WITHIN
 
 
-def encode(number: int, tenant: bytes, image: int, pixels: bytes) -> messages.Encode:
+def encode(number: int, tenant: bytes, image: int, pixels: bytes) -> messages.FromRouter:
     origin = Origin(bytes([number]) * 16, "r", "", 0.0)
-    return messages.Encode(1, origin, bytes([image]) * 32, 1, 1, pixels, tenant)
+    asked = pb.Image(name=bytes([image]) * 32, rows=1, columns=1)
+    submit = pb.SubmitEncode(encode_id=origin.attempt_id, image=asked, tenant=tenant)
+    message = pb.RouterMessage(encode=submit)
+    return messages.FromRouter(1, message.SerializeToString(), origin, [pixels])
 
 
 def test_an_image_is_asked_for_again_by_another_key_and_answered_once() -> None:

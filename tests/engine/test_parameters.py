@@ -11,8 +11,8 @@ import pytest
 from baton.engine import Engine, EngineRequest
 from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.sampling import sampling as fields_of_vllm
-from baton.worker import messages
-from baton.worker.service_process.validation import Limits, work
+from baton.worker.requests import engine_request
+from baton.worker.service_process.validation import Limits, submission
 from tests.cluster_helpers import request, sampling
 from tests.engine.conftest import MakeEngine
 
@@ -53,10 +53,9 @@ def test_the_table_has_each_parameter() -> None:
 
 def received(parameters: dict[str, Any]) -> EngineRequest:
     """The request as the engine process of a worker gets it."""
-    asked = work(b"a" * 16, request([7, 8, 9], sampling(**parameters)), Limits(199, 256))
-    message = messages.decode_to_engine(messages.encode(messages.Decode(1, asked, None)))
-    assert isinstance(message, messages.Decode)
-    return message.work.request
+    asked = request([7, 8, 9], sampling(**parameters))
+    checked = submission(b"a" * 16, asked, Limits(199, 256))
+    return engine_request(checked.origin, asked, checked.pixels)
 
 
 @pytest.fixture(scope="module")

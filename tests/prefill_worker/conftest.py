@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from baton.engine import EngineConfig, EngineRequest, SamplingParams, StepResult
+from baton.engine import EngineConfig, StepResult
 from baton.engine.core.live_request import LiveRequest
 from baton.kv_transfer import Arena, ArenaEnd, Heartbeat, TraceWriter, channel_pair
 from baton.kv_transfer.channel import Channel
@@ -31,9 +31,9 @@ from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.ipc import ServiceLink
-from baton.worker.messages import Code, Origin, PlanRange, Work
+from baton.worker.messages import Code, Origin
 from tests.cluster_helpers import tiny_model
-from tests.router_messages import tokens_told
+from tests.router_messages import cancel, submit_prefill, tokens_told, work
 from tests.stand_in import stand_in
 from tests.within import WITHIN
 
@@ -112,10 +112,8 @@ class Worker:
         handover: bool = True,
         **how: Any,
     ) -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        request = EngineRequest(prefill_id, list(range(3, 3 + tokens)), sampling=sampling)
-        work = Work(request, 60.0, Origin(prefill_id, "r", "", 0.0))
-        self.roles.handle(messages.Prefill(stream, work, handover, **how))
+        asked = work(prefill_id, tokens, max_tokens)
+        self.roles.handle(submit_prefill(stream, asked, handover, **how))
 
     def has(self, prefill_id: bytes) -> bool:
         return self.context.attempts.find(prefill_id) is not None
@@ -136,7 +134,7 @@ class Worker:
         prefill.let_go(decode, resumed=resumed)
 
     def cancel(self, prefill_id: bytes) -> None:
-        self.roles.handle(messages.Cancel(STREAM, prefill_id))
+        self.roles.handle(cancel(STREAM, prefill_id))
 
     @property
     def sent(self) -> list[messages.FromEngine]:
@@ -299,11 +297,6 @@ class Worker:
 
 def decode_here(name: bytes) -> Attempt:
     return Attempt(stream=STREAM, origin=Origin(name, "r", "", 0.0), tokens=1)
-
-
-def plan(*ranges: tuple[bytes, int, int, int]) -> tuple[PlanRange, ...]:
-    """Of (prefill id, incarnation, start, stop)."""
-    return tuple(PlanRange(of, "127.0.0.1:1", incarnation, *span) for of, incarnation, *span in ranges)
 
 
 @contextmanager

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from baton.kv_names import Tier
 from baton.kv_transfer.protocol import local_messages as local
 from baton.prefill_worker.parts import pair_id
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process.states import State
-from baton.worker.messages import Code, ContentSource
+from baton.worker.messages import Code
 from tests.cluster_helpers import tiny_model
 from tests.router_messages import (
     HERE,
@@ -23,9 +22,12 @@ from tests.router_messages import (
     OTHER_STREAM,
     PART_OF_PEER,
     STREAM,
+    content_at,
     new_id,
     part,
     source,
+    submit_decode,
+    submit_prefill,
     work,
 )
 
@@ -56,7 +58,7 @@ def until(worker: Both, attempt_id: bytes, *states: State) -> None:
 
 
 def prefill(worker: Both, of: bytes) -> None:
-    worker.roles.handle(messages.Prefill(STREAM, work(of), handover=True))
+    worker.roles.handle(submit_prefill(STREAM, work(of), handover=True))
 
 
 def held(worker: Both, of: bytes) -> None:
@@ -65,14 +67,12 @@ def held(worker: Both, of: bytes) -> None:
 
 
 def importing(worker: Both, of: bytes) -> None:
-    asked = work(of, 200)
-    asked.request.prompt_ids.reverse()  # so that the cache has nothing of it
-    content = ContentSource("127.0.0.1:1", 2, Tier.DEVICE)
-    worker.roles.handle(messages.Prefill(STREAM, asked, handover=True, content=content))
+    asked = work(of, prompt_ids=range(202, 2, -1))  # so that the cache has nothing of it
+    worker.roles.handle(submit_prefill(STREAM, asked, content=content_at()))
 
 
 def fetching(worker: Both, of: bytes) -> None:
-    worker.roles.handle(messages.Decode(STREAM, work(of), source(new_id())))
+    worker.roles.handle(submit_decode(STREAM, work(of), source(new_id())))
 
 
 def without_kv(worker: Both, of: bytes) -> None:
@@ -86,16 +86,16 @@ def without_kv(worker: Both, of: bytes) -> None:
 
 def taking(worker: Both, of: bytes) -> None:
     prefill(worker, prefill_id := new_id())
-    worker.roles.handle(messages.Decode(STREAM, work(of), source(prefill_id, HERE)))
+    worker.roles.handle(submit_decode(STREAM, work(of), source(prefill_id, HERE)))
 
 
 def taken(worker: Both, of: bytes) -> None:
     prefill(worker, of)
-    worker.roles.handle(messages.Decode(STREAM, work(new_id()), source(of, HERE)))
+    worker.roles.handle(submit_decode(STREAM, work(new_id()), source(of, HERE)))
 
 
 def decoding(worker: Both, of: bytes) -> None:
-    worker.roles.handle(messages.Decode(STREAM, work(of, max_tokens=500), None))
+    worker.roles.handle(submit_decode(STREAM, work(of, max_tokens=500), None))
     until(worker, of, State.DECODING)
 
 
@@ -119,13 +119,13 @@ STATES: dict[str, Callable[[Both, bytes], object]] = {
     "a prefill that is closing": closing,
     "a prefill that has ended": ended,
     "a prefill without a handover": lambda worker, of: worker.roles.handle(
-        messages.Prefill(STREAM, work(of, max_tokens=1), handover=False)
+        submit_prefill(STREAM, work(of, max_tokens=1), handover=False)
     ),
     "a part": lambda worker, of: worker.roles.handle(part(of)),
     "a decode that fetches": fetching,
     "a decode without KV": without_kv,
     "a decode that takes a prefill": taking,
-    "a decode that computes": lambda worker, of: worker.roles.handle(messages.Decode(STREAM, work(of), None)),
+    "a decode that computes": lambda worker, of: worker.roles.handle(submit_decode(STREAM, work(of), None)),
     "a decode that decodes": decoding,
 }
 
@@ -133,9 +133,9 @@ STATES: dict[str, Callable[[Both, bytes], object]] = {
 def test_each_kind_is_sent() -> None:
     kinds = {field.name for field in pb.RouterMessage.DESCRIPTOR.oneofs_by_name["kind"].fields}
     assert kinds - {"hello", "pixels", "encode", "image_ready"} == KINDS
-    assert {kind.title().replace("_", "") for kind in KINDS} == {
-        type(message(b"x" * 16)).__name__ for message in MESSAGES.values()
-    }
+    sent = [message(b"x" * 16) for message in MESSAGES.values()]
+    said = [pb.RouterMessage.FromString(each.data) for each in sent if isinstance(each, messages.FromRouter)]
+    assert {message.WhichOneof("kind") for message in said} == KINDS
 
 
 @pytest.mark.cases(1)
@@ -148,7 +148,7 @@ def test_no_message_ends_a_worker(worker: Both, state: str) -> None:
             worker.roles.handle(message(attempt_id))
             turn(worker)
         for stream in (STREAM, OTHER_STREAM):
-            worker.roles.handle(messages.Cancel(stream))
+            worker.roles.handle(messages.Detached(stream))
         worker.settle()
         worker.forget()
         worker.fetches_open.clear()
@@ -169,10 +169,10 @@ def test_no_attempt_gets_the_id_under_which_a_part_moves_kv(
         worker.roles.handle(message)
         turn(worker)
     assert worker.failures == [Code.INVALID]
-    worker.roles.handle(messages.Cancel(STREAM))
+    worker.roles.handle(messages.Detached(STREAM))
     worker.settle()
     worker.roles.handle(both[1])
     assert worker.failures == [Code.INVALID], "it is free again"
-    worker.roles.handle(messages.Cancel(STREAM))
+    worker.roles.handle(messages.Detached(STREAM))
     worker.settle()
     worker.forget()

@@ -17,30 +17,32 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from baton.decode_worker.role import DecodeRole
-from baton.engine import EngineRequest, SamplingParams
 from baton.engine.api.config import SpeculativeConfig
 from baton.engine.execution import elastic_cache, memory_sizing
-from baton.kv_names import Tier, extend_names, salted
+from baton.kv_names import extend_names, salted
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.layout import Range, cut, slice_bytes
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.prefill_worker.parts import PartAttempt, pair_id
+from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.paged_kv import kv_layout
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.engine_process.states import TRANSITIONS, State
-from baton.worker.messages import Code, ContentSource, Origin, PrefillSource, Work
+from baton.worker.messages import Code
 from tests.cluster_helpers import tiny_model
 from tests.engine.checkpoints import edit_json
+from tests.router_messages import Asked, content_at, planned, retarget, submit_decode, submit_prefill, work
+from tests.router_messages import source as source_of
 from tests.stand_in import stand_in
 from tests.within import WITHIN
 from tests.worker.test_states import HYBRID
 
-from .conftest import SLOT_BYTES, STREAM, Worker, decode_here, plan
+from .conftest import SLOT_BYTES, STREAM, Worker, decode_here
 
 PEER = 2
 """Incarnation of the other worker."""
@@ -137,11 +139,8 @@ class Lives(RuleBasedStateMachine):
     worker: ClassVar[Both]
     walked: ClassVar[set[tuple[State, State]]]
 
-    def _work(self, length: int, max_tokens: int) -> Work:
-        attempt_id = next(_IDS).to_bytes(16)
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        request = EngineRequest(attempt_id, list(range(3, 3 + length)), sampling=sampling)
-        return Work(request, 60.0, Origin(attempt_id, "r", "", 0.0))
+    def _work(self, length: int, max_tokens: int) -> Asked:
+        return work(next(_IDS).to_bytes(16), length, max_tokens)
 
     def _pick(self, pick: int, *states: State) -> bytes:
         """The id of an attempt, in one of these states if there is one."""
@@ -156,20 +155,20 @@ class Lives(RuleBasedStateMachine):
         has_source=st.booleans(),
     )
     def prefill(self, length: int, max_tokens: int, handover: bool, has_source: bool) -> None:
-        work = self._work(length, max_tokens if handover else 1)
-        content = ContentSource("127.0.0.1:1", PEER, Tier.DEVICE) if has_source else None
+        asked = self._work(length, max_tokens if handover else 1)
+        content = content_at() if has_source else None
         self.worker.roles.handle(
-            messages.Prefill(STREAM, work, handover, report_start=handover, content=content)
+            submit_prefill(STREAM, asked, handover, report_start=handover, content=content)
         )
 
     @rule(ranges=st.sampled_from(["ap", "pa", "apa", "pap"]))
     def part(self, ranges: str) -> None:
         """`a`: a range of this worker; `p`: one of the other."""
         length = 16 * (ranges.rindex("a") + 1)
-        work = self._work(length, 8)
-        ids = {"a": (work.request.id, 1), "p": (b"p" * 16, PEER)}
+        asked = self._work(length, 8)
+        ids = {"a": (asked.origin.attempt_id, 1), "p": (b"p" * 16, PEER)}
         spans = [(*ids[of], 16 * i, 16 * i + 16) for i, of in enumerate(ranges)]
-        self.worker.roles.handle(messages.Prefill(STREAM, work, True, plan=plan(*spans), report_start=True))
+        self.worker.roles.handle(submit_prefill(STREAM, asked, True, plan=planned(*spans), report_start=True))
 
     @rule(
         length=st.sampled_from(LENGTHS),
@@ -177,27 +176,27 @@ class Lives(RuleBasedStateMachine):
         pick=st.integers(0, 5),
     )
     def decode(self, length: int, source: str, pick: int) -> None:
-        found = None
+        found: pb.PrefillSource | None = None
         if source == "peer":
-            found = PrefillSource(b"q" * 16, "127.0.0.1:1", PEER, 1)
+            found = source_of(b"q" * 16, PEER)
         elif source == "here":
             prefill_id = self._pick(pick, State.HELD, State.COMPUTING)
-            found = PrefillSource(prefill_id, "127.0.0.1:1", 1, 1)
-        content = ContentSource("127.0.0.1:1", PEER, Tier.DEVICE) if source == "content" else None
-        work = self._work(length, 60)
-        self.worker.roles.handle(messages.Decode(STREAM, work, found, content))
+            found = source_of(prefill_id, 1)
+        content = content_at() if source == "content" else None
+        asked = self._work(length, 60)
+        self.worker.roles.handle(submit_decode(STREAM, asked, found, content))
 
     @rule(pick=st.integers(0, 5))
     def retarget(self, pick: int) -> None:
-        source = PrefillSource(b"s" * 16, "127.0.0.1:1", PEER, 2)
+        source = source_of(b"s" * 16, PEER, 2)
         decode_id = self._pick(pick, State.WITHOUT_KV)
-        self.worker.roles.handle(messages.Retarget(STREAM, decode_id, source, []))
+        self.worker.roles.handle(retarget(STREAM, decode_id, source, []))
 
     @rule(pick=st.integers(0, 5), state=st.sampled_from(State), how=st.integers(0, 20))
     def cancel(self, pick: int, state: State, how: int) -> None:
         """Rarely a router leaves. Or the worker drains, and its time is over."""
         if how == 20:
-            self.worker.roles.handle(messages.Cancel(STREAM))
+            self.worker.roles.handle(messages.Detached(STREAM))
         elif how == 19:
             self.worker.context.attempts.fail_all(Code.DRAINING, "the worker shuts down")
         else:
@@ -273,7 +272,7 @@ class Lives(RuleBasedStateMachine):
             assert attempt.leases or not (attempt.closed or is_held)
 
     def teardown(self) -> None:
-        self.worker.roles.handle(messages.Cancel(STREAM))
+        self.worker.roles.handle(messages.Detached(STREAM))
         for attempt in list(self.worker.context.attempts):
             attempt.close("cancelled")
         self.worker.settle()

@@ -20,17 +20,17 @@ from baton.worker.messages import Code
 from tests.cluster_helpers import tiny_model
 from tests.engine.checkpoints import edit_json
 from tests.engine.conftest import save_tiny
-from tests.router_messages import tokens_told, told
+from tests.router_messages import planned, tokens_told, told
 from tests.worker.test_states import HYBRID
 
-from .conftest import SLOTS, Worker, decode_here, plan, workers
+from .conftest import SLOTS, Worker, decode_here, workers
 
 A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
 PAIR = pair_id(A, B)
 KINDS = {"attention": {}, "states": HYBRID}
 """Changes of the tiny model."""
 WINDOWS: dict[str, dict[str, Any]] = {"Gemma3Text": {}, "Mistral": {"sliding_window": 40}}
-PLAN = plan((A, 1, 0, 16), (B, 2, 16, 30))
+PLAN = planned((A, 1, 0, 16), (B, 2, 16, 30))
 
 
 class Pair(NamedTuple):
@@ -237,9 +237,9 @@ def test_a_decode_here_may_take_the_final_part_alone(pair: Pair) -> None:
 
 
 def test_a_part_is_refused_if_its_plan_is_wrong_or_its_blocks_do_not_fit(worker: Worker) -> None:
-    worker.prefill(A, 16, plan=plan((A, 1, 0, 16), (B, 1, 16, 30)))
+    worker.prefill(A, 16, plan=planned((A, 1, 0, 16), (B, 1, 16, 30)))
     assert worker.failures == [Code.INVALID], "a worker computes one part of a prompt"
-    worker.prefill(B, 300, plan=plan((A, 2, 0, 150), (B, 1, 150, 300)))
+    worker.prefill(B, 300, plan=planned((A, 2, 0, 150), (B, 1, 150, 300)))
     assert worker.failures == [Code.INVALID, Code.NO_ROOM]
     assert worker.told(local.CloseOut) == local.CloseOut(pair_id(B, A), "gone")
     assert not list(worker.roles.spare())
@@ -247,7 +247,7 @@ def test_a_part_is_refused_if_its_plan_is_wrong_or_its_blocks_do_not_fit(worker:
 
 def test_a_part_with_several_ranges_computes_each_after_the_range_before(path: Path) -> None:
     """A has positions 0 to 8 and 16 to 24, and B the others. Each range begins with the KV before it."""
-    spans = plan((A, 1, 0, 8), (B, 2, 8, 16), (A, 1, 16, 24), (B, 2, 24, 30))
+    spans = planned((A, 1, 0, 8), (B, 2, 8, 16), (A, 1, 16, 24), (B, 2, 24, 30))
     with workers(path, 2, max_num_batched_tokens=64) as [first, last]:
         first.prefill(A, 24, plan=spans)
         last.prefill(B, 30, plan=spans)
@@ -320,7 +320,7 @@ def share(
 
     for name, worker in of.items():
         worker.forget()
-        worker.prefill(name, max(stop for each, _, _, stop in ranges if each == name), plan=plan(*ranges))
+        worker.prefill(name, max(stop for each, _, _, stop in ranges if each == name), plan=planned(*ranges))
         attempt = worker.context.attempts.find(name)
         assert attempt is not None
         assert attempt.live_request.num_cached == cached[name]

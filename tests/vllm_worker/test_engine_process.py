@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine import EngineConfig, EngineRequest, SamplingParams
+from baton.engine import EngineConfig
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker.adapters import FILES, Adapters
@@ -22,8 +22,9 @@ from baton.vllm_worker.roles import EngineGone
 from baton.worker import messages
 from baton.worker.engine_process.start import EXIT_START_FAILED, EngineProcessConfig
 from baton.worker.ipc import EngineLink
-from baton.worker.messages import EngineReady, Origin, Work
+from baton.worker.messages import EngineReady
 from tests.layouts import kv_layout
+from tests.router_messages import submit_decode, work
 from tests.stand_in import stand_in
 from tests.vllm_worker.played import played
 from tests.within import within
@@ -80,8 +81,7 @@ def test_the_service_reads_what_vllm_computed(which: str, error: Exception, code
     async def main() -> int:
         with closing(Process(config_of(service, heartbeat))) as process:
             running = asyncio.create_task(process.run())
-            request = EngineRequest(D, [1] * 20, sampling=SamplingParams(max_tokens=8))
-            await service.send(messages.Decode(7, Work(request, 60.0, Origin(D, "r", "", 0.0)), None))
+            await service.send(submit_decode(7, work(D), None))
             computes = asyncio.create_task(process.computes.wait())
             await asyncio.wait({computes, running}, return_when=asyncio.FIRST_COMPLETED)
             assert not running.done(), running

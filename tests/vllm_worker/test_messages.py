@@ -14,14 +14,25 @@ from baton.kv_transfer import Injected, Released
 from baton.vllm_worker.attachment import Close
 from baton.worker import messages
 from baton.worker.messages import Code
-from tests.router_messages import HERE, MESSAGES, OTHER_STREAM, STREAM, new_id, source, work
+from tests.router_messages import (
+    HERE,
+    MESSAGES,
+    OTHER_STREAM,
+    STREAM,
+    cancel,
+    new_id,
+    source,
+    submit_decode,
+    submit_prefill,
+    work,
+)
 from tests.vllm_worker.test_roles import FIRST, STATS, Worker, output
 
 pytestmark = pytest.mark.all
 
 
 async def prefill(worker: Worker, of: bytes) -> None:
-    worker.roles.handle(messages.Prefill(STREAM, work(of), handover=True))
+    worker.roles.handle(submit_prefill(STREAM, work(of), handover=True))
 
 
 async def held(worker: Worker, of: bytes) -> None:
@@ -31,12 +42,12 @@ async def held(worker: Worker, of: bytes) -> None:
 
 async def answered(worker: Worker, of: bytes) -> None:
     """It has no token for a decode."""
-    worker.roles.handle(messages.Prefill(STREAM, work(of, max_tokens=1), handover=False))
+    worker.roles.handle(submit_prefill(STREAM, work(of, max_tokens=1), handover=False))
     await worker.says(of, output([5]))
 
 
 async def fetching(worker: Worker, of: bytes) -> None:
-    worker.roles.handle(messages.Decode(STREAM, work(of), source(new_id())))
+    worker.roles.handle(submit_decode(STREAM, work(of), source(new_id())))
     await worker.settle()
 
 
@@ -52,18 +63,18 @@ async def joined(worker: Worker, of: bytes) -> None:
 
 async def taken(worker: Worker, of: bytes) -> None:
     await held(worker, of)
-    worker.roles.handle(messages.Decode(STREAM, work(new_id()), source(of, HERE)))
+    worker.roles.handle(submit_decode(STREAM, work(new_id()), source(of, HERE)))
     await worker.settle()
 
 
 async def decoding(worker: Worker, of: bytes) -> None:
-    worker.roles.handle(messages.Decode(STREAM, work(of), None))
+    worker.roles.handle(submit_decode(STREAM, work(of), None))
     await worker.says(of, output([6]))
 
 
 async def closing(worker: Worker, of: bytes) -> None:
     await held(worker, of)
-    worker.roles.handle(messages.Cancel(STREAM, of))
+    worker.roles.handle(cancel(STREAM, of))
 
 
 async def ended(worker: Worker, of: bytes) -> None:
@@ -87,7 +98,7 @@ STATES: list[Callable[[Worker, bytes], Awaitable[None]]] = [
 async def goes_away(worker: Worker) -> None:
     """Both routers leave, and the connector gives back what it has."""
     for stream in (STREAM, OTHER_STREAM):
-        worker.roles.handle(messages.Cancel(stream))
+        worker.roles.handle(messages.Detached(stream))
     await worker.settle()
     for attempt in [*worker.attempts]:
         assert Close(attempt.id) in worker.told, "it waits for the connector alone"
@@ -117,37 +128,35 @@ async def test_an_answered_attempt_of_another_kind_is_no_prefill_to_go_on_with()
     worker = Worker()
     for state in (answered, joined, decoding):
         await state(worker, attempt_id := new_id())
-        worker.roles.handle(messages.Decode(STREAM, work(new_id()), source(attempt_id, HERE)))
+        worker.roles.handle(submit_decode(STREAM, work(new_id()), source(attempt_id, HERE)))
         assert worker.failures().pop() is Code.HANDED_BACK
-        worker.roles.handle(messages.Cancel(STREAM, attempt_id))
+        worker.roles.handle(cancel(STREAM, attempt_id))
         await worker.settle()
 
 
 async def test_a_prefill_of_another_prompt_is_none_to_go_on_with() -> None:
     """vLLM would look for the images of that prompt in this one."""
     worker, prefill_id, other = Worker(), new_id(), new_id()
-    shown = messages.Prefill(STREAM, work(prefill_id), handover=True)
-    shown.work.request.images = (Image(b"i" * 32, 3, 2, 4, b"pixels"),)
+    shown_images = (Image(b"i" * 32, 3, 2, 4, b"pixels"),)
+    shown = submit_prefill(STREAM, work(prefill_id).show(shown_images))
     worker.roles.handle(shown)
     await worker.says(prefill_id, output([5], "length"))
     for tokens, images in ((20, ()), (30, (Image(b"i" * 32, 3, 2, 4),)), (20, (Image(b"j" * 32, 3, 2, 4),))):
-        decode = messages.Decode(STREAM, work(new_id(), tokens), source(prefill_id, HERE))
-        decode.work.request.images = images
+        decode = submit_decode(STREAM, work(new_id(), tokens).show(images), source(prefill_id, HERE))
         worker.roles.handle(decode)
     assert worker.failures() == [Code.HANDED_BACK] * 3
-    decode = messages.Decode(STREAM, work(other), source(prefill_id, HERE))
-    decode.work.request.images = (Image(b"i" * 32, 3, 2, 4),)
+    decode = submit_decode(STREAM, work(other).show([Image(b"i" * 32, 3, 2, 4)]), source(prefill_id, HERE))
     worker.roles.handle(decode)
     await worker.settle()
-    assert worker.images[other] == shown.work.request.images
+    assert worker.images[other] == shown_images
 
 
 async def test_a_decode_of_another_worker_ends_no_attempt_here() -> None:
     """The id of its prefill may be that of any attempt here."""
     worker, running, decode_id = Worker(), new_id(), new_id()
-    worker.roles.handle(messages.Decode(OTHER_STREAM, work(running), None))
+    worker.roles.handle(submit_decode(OTHER_STREAM, work(running), None))
     await worker.says(running, output([6]))
-    worker.roles.handle(messages.Decode(STREAM, work(decode_id), source(running)))
+    worker.roles.handle(submit_decode(STREAM, work(decode_id), source(running)))
     worker.roles.heard(Injected(decode_id, FIRST, STATS))
     await worker.says(decode_id, output([6]))
     assert running in worker.computing
@@ -160,8 +169,8 @@ async def test_an_id_that_vllm_has_had_is_not_used_again(
     """vLLM may still end its first request, and the connector the fetch of it."""
     worker, attempt_id = Worker(), new_id()
     await state(worker, attempt_id)
-    worker.roles.handle(messages.Cancel(STREAM, attempt_id))
+    worker.roles.handle(cancel(STREAM, attempt_id))
     await worker.settle()
-    worker.roles.handle(messages.Decode(STREAM, work(attempt_id), source(new_id())))
+    worker.roles.handle(submit_decode(STREAM, work(attempt_id), source(new_id())))
     assert worker.failures() == [Code.INVALID]
     assert worker.idle

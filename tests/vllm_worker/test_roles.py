@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from baton.engine import EngineConfig, EngineRequest, Image, SamplingParams
+from baton.engine import EngineConfig, EngineRequest, Image
 from baton.kv_names import extend_names, salted
 from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
+from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Pool, Started
 from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
 from baton.vllm_worker.metadata import REJECTED
@@ -22,8 +23,9 @@ from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.start import EngineProcessConfig
-from baton.worker.messages import Code, FromEngine, Origin, PrefillSource, Work
-from tests.router_messages import tokens_told, told
+from baton.worker.messages import Code, FromEngine
+from tests.router_messages import Asked, cancel, retarget, submit_decode, submit_prefill, tokens_told, told
+from tests.router_messages import work as asked_work
 from tests.stand_in import stand_in
 from tests.vllm_worker.played import played
 
@@ -123,11 +125,9 @@ class Worker:
         return self.roles.status(0).idle
 
 
-def work(attempt_id: bytes, tokens: int = 20, output_ids: Sequence[int] = (), **params: Any) -> Work:
-    wanted: dict[str, Any] = {"max_tokens": 8} | params
-    sampling = SamplingParams(**wanted)
-    request = EngineRequest(attempt_id, [1] * tokens, list(output_ids), sampling)
-    return Work(request, 60.0, Origin(attempt_id, "r", "", 0.0))
+def work(attempt_id: bytes, tokens: int = 20, output_ids: Sequence[int] = (), **params: Any) -> Asked:
+    wanted: dict[str, Any] = {"temperature": 1.0, "ignore_eos": False} | params
+    return asked_work(attempt_id, output_ids=output_ids, prompt_ids=[1] * tokens, **wanted)
 
 
 def name(letter: str) -> bytes:
@@ -137,8 +137,8 @@ def name(letter: str) -> bytes:
 P, D, E = name("p"), name("d"), name("e")
 
 
-def source(incarnation: int = THEIRS) -> PrefillSource:
-    return PrefillSource(P, "10.0.0.5:7002", incarnation, 3)
+def source(incarnation: int = THEIRS) -> pb.PrefillSource:
+    return pb.PrefillSource(prefill_id=P, kv_address="10.0.0.5:7002", incarnation=incarnation, attempt=3)
 
 
 @pytest.fixture
@@ -150,10 +150,10 @@ async def test_what_vllm_has_cached_does_not_wait(worker: Worker) -> None:
     names: list[bytes] = []
     extend_names(names, [1] * 130, 130, salted(b"root", b""))
     worker.cached.add(b"second", names[1:])
-    worker.roles.handle(messages.Decode(7, work(P, 130), None))
+    worker.roles.handle(submit_decode(7, work(P, 130), None))
     assert worker.roles.status(0).stats.tokens_waiting == 130, "its beginning is gone"
     worker.cached.add(b"first", names[:1])
-    worker.roles.handle(messages.Decode(8, work(D, 130), None))
+    worker.roles.handle(submit_decode(8, work(D, 130), None))
     assert worker.roles.status(0).stats.tokens_waiting == 130 + 2
     assert worker.roles.status(0).waiting_of_streams == {7: 130, 8: 2}
     for attempt_id in (P, D):
@@ -162,7 +162,7 @@ async def test_what_vllm_has_cached_does_not_wait(worker: Worker) -> None:
 
 
 async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None:
-    worker.roles.handle(messages.Prefill(7, work(P), handover=True, report_start=True))
+    worker.roles.handle(submit_prefill(7, work(P), handover=True, report_start=True))
     await worker.settle()
     assert not told(worker.sent), "it may wait in vLLM's queue"
     worker.roles.heard(Started(P))
@@ -190,7 +190,7 @@ async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None
 
 async def test_the_decode_worker_gets_log_probabilities_too(worker: Worker) -> None:
     """Its router may hear of the first token only from there, if this worker ends."""
-    worker.roles.handle(messages.Prefill(7, work(P, logprobs=1), handover=True))
+    worker.roles.handle(submit_prefill(7, work(P, logprobs=1), handover=True))
     await worker.settle()
     assert worker.fields[P]["extra_args"]["kv_transfer_params"]["logprobs"]
     flat = played(
@@ -207,7 +207,7 @@ async def test_the_decode_worker_gets_log_probabilities_too(worker: Worker) -> N
 @pytest.mark.parametrize("first", [("stop", "stop"), ("length", "length")])
 async def test_a_prefill_whose_token_is_the_last_is_closed(worker: Worker, first: tuple[str, str]) -> None:
     last = 1 if first[0] == "length" else 8
-    worker.roles.handle(messages.Prefill(7, work(P, max_tokens=last), handover=True))
+    worker.roles.handle(submit_prefill(7, work(P, max_tokens=last), handover=True))
     await worker.says(P, output([5], first[0]))
     assert worker.tokens() == [(0, 5, first[1])]
     assert worker.told == [Close(P, "finished")]
@@ -219,7 +219,7 @@ async def test_a_prefill_whose_token_is_the_last_is_closed(worker: Worker, first
 @pytest.mark.parametrize("reason", ["acked", "finished"])
 async def test_freed_before_vllms_answer(worker: Worker, reason: str) -> None:
     """The connector's socket may be faster than vLLM's."""
-    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    worker.roles.handle(submit_prefill(7, work(P), handover=True))
     await worker.settle()
     worker.roles.heard(Released(P, reason))
     assert not worker.idle
@@ -233,7 +233,7 @@ async def test_freed_before_vllms_answer(worker: Worker, reason: str) -> None:
 )
 async def test_a_prefill_that_lost_its_blocks_is_dropped(worker: Worker, reason: str, code: Code) -> None:
     """As when vLLM preempts it before its token."""
-    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    worker.roles.handle(submit_prefill(7, work(P), handover=True))
     await worker.settle()
     worker.roles.heard(Released(P, reason))
     await worker.settle()
@@ -244,9 +244,9 @@ async def test_a_prefill_that_lost_its_blocks_is_dropped(worker: Worker, reason:
 
 async def test_a_prompt_counts_though_its_router_needs_no_answer(worker: Worker) -> None:
     """The decode worker may have a token before this process has vLLM's answer."""
-    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    worker.roles.handle(submit_prefill(7, work(P), handover=True))
     await worker.settle()
-    worker.roles.handle(messages.Cancel(7, P))
+    worker.roles.handle(cancel(7, P))
     await worker.settle()
     worker.roles.heard(Computed(20, 16))
     counts = worker.attempts.counts
@@ -254,7 +254,7 @@ async def test_a_prompt_counts_though_its_router_needs_no_answer(worker: Worker)
 
 
 async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> None:
-    worker.roles.handle(messages.Decode(7, work(D, prompt_logprobs=1), source()))
+    worker.roles.handle(submit_decode(7, work(D, prompt_logprobs=1), source()))
     assert [message.reserved.decode_id for message in told(worker.sent)] == [D]
     assert worker.roles.status(0).stats.reservations == 1
     await worker.settle()
@@ -278,7 +278,7 @@ async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> N
 
 
 async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> None:
-    worker.roles.handle(messages.Decode(7, work(D, output_ids=[4, 4]), None))
+    worker.roles.handle(submit_decode(7, work(D, output_ids=[4, 4]), None))
     await worker.says(D, output([5]), output([6], "length"))
     assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {
         "first_token_within": -math.inf,  # its stream has begun
@@ -300,7 +300,7 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
 async def test_kv_that_does_not_come(worker: Worker, reason: str, codes: list[Code]) -> None:
     """The router drops a prefill that cannot be fetched, and gets its request back. A prefill that its worker
     has ended, as vLLM does for room, is no failure. vLLM is told to end the request: it may not know."""
-    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.roles.handle(submit_decode(7, work(D), source()))
     await worker.settle()
     worker.roles.heard(FetchFailed(D, reason))
     failures = worker.of(messages.AttemptFailed)
@@ -312,10 +312,10 @@ async def test_kv_that_does_not_come(worker: Worker, reason: str, codes: list[Co
 
 async def test_a_decode_whose_kv_failed_is_handed_back_once(worker: Worker) -> None:
     """Its router may name another prefill meanwhile."""
-    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.roles.handle(submit_decode(7, work(D), source()))
     await worker.settle()
     worker.roles.heard(FetchFailed(D, "gone"))
-    worker.roles.handle(messages.Retarget(7, D, source(), []))
+    worker.roles.handle(retarget(7, D, source(), []))
     await worker.settle()
     assert worker.failures() == [Code.KV_FAILED, Code.HANDED_BACK]
     assert worker.idle
@@ -323,7 +323,7 @@ async def test_a_decode_whose_kv_failed_is_handed_back_once(worker: Worker) -> N
 
 async def test_a_grammar_that_rejects_the_first_token(worker: Worker) -> None:
     """That of another engine, or of a peer that is wrong. vLLM can only end the output."""
-    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.roles.handle(submit_decode(7, work(D), source()))
     worker.roles.heard(Injected(D, FIRST, STATS))
     ended = output([0], "stop")
     ended.outputs[0].stop_reason = REJECTED
@@ -335,47 +335,47 @@ async def test_a_grammar_that_rejects_the_first_token(worker: Worker) -> None:
 
 async def test_decodes_are_refused_if_their_blocks_do_not_fit(worker: Worker) -> None:
     """A held prefill has blocks, too. 20 and 100 tokens, and one more each, are 2 and 7 of 10 blocks."""
-    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    worker.roles.handle(submit_prefill(7, work(P), handover=True))
     await worker.says(P, output([5], "length"))
-    worker.roles.handle(messages.Decode(7, work(D, 100), source()))
-    worker.roles.handle(messages.Decode(7, work(E), source()))
+    worker.roles.handle(submit_decode(7, work(D, 100), source()))
+    worker.roles.handle(submit_decode(7, work(E), source()))
     assert worker.failures() == [Code.NO_ROOM]
     assert worker.attempts.counts.no_room == 1
     worker.roles.heard(Released(P, "acked"))
-    worker.roles.handle(messages.Decode(7, work(E), source()))
+    worker.roles.handle(submit_decode(7, work(E), source()))
     assert worker.failures() == [Code.NO_ROOM]
 
 
 async def test_decodes_are_refused_if_vllm_runs_as_many(worker: Worker) -> None:
     """Its blocks would fit, but vLLM would not start it. Prompts for other workers end soon."""
-    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    worker.roles.handle(submit_prefill(7, work(P), handover=True))
     for letter in "abc":
-        worker.roles.handle(messages.Decode(7, work(name(letter)), source()))
+        worker.roles.handle(submit_decode(7, work(name(letter)), source()))
     assert not worker.failures()
-    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.roles.handle(submit_decode(7, work(D), source()))
     assert worker.failures() == [Code.NO_ROOM]
     assert worker.attempts.counts.no_room == 1
-    worker.roles.handle(messages.Cancel(7, name("a")))
+    worker.roles.handle(cancel(7, name("a")))
     await worker.settle()
-    worker.roles.handle(messages.Decode(7, work(E), source()))
+    worker.roles.handle(submit_decode(7, work(E), source()))
     assert len(worker.failures()) == 1
 
 
 async def test_blocks_of_a_common_prefix_count_once(worker: Worker) -> None:
     """130 tokens and one more are 9 blocks of 10. Of these 8 are shared."""
-    worker.roles.handle(messages.Decode(7, work(D, 130), source()))
+    worker.roles.handle(submit_decode(7, work(D, 130), source()))
     other = work(P, 130)
     other.request.cache_salt = b"of another tenant"
-    worker.roles.handle(messages.Decode(7, other, source()))
+    worker.roles.handle(submit_decode(7, other, source()))
     assert worker.failures() == [Code.NO_ROOM]
-    worker.roles.handle(messages.Decode(7, work(E, 130), source()))
+    worker.roles.handle(submit_decode(7, work(E, 130), source()))
     assert worker.failures() == [Code.NO_ROOM]
     assert len(told(worker.sent)) == 2
 
 
 async def test_a_decode_does_not_walk_the_prefixes_of_others(worker: Worker) -> None:
     """There may be hundreds of thousands of chunks, and tokens wait for the event loop."""
-    worker.roles.handle(messages.Decode(7, work(D, 130), source()))
+    worker.roles.handle(submit_decode(7, work(D, 130), source()))
     decode = worker.roles._attempts.by_id[D]
 
     class Chunks(list[bytes]):
@@ -386,31 +386,31 @@ async def test_a_decode_does_not_walk_the_prefixes_of_others(worker: Worker) -> 
             return super().__iter__()
 
     decode.chunks = chunks = Chunks(decode.chunks)
-    worker.roles.handle(messages.Decode(7, work(E, 130), source()))
+    worker.roles.handle(submit_decode(7, work(E, 130), source()))
     assert (worker.failures(), chunks.walks) == ([], 0)
-    worker.roles.handle(messages.Cancel(7))
+    worker.roles.handle(messages.Detached(7))
     await worker.settle()
     assert worker.idle
     assert not worker.roles._needed._chunks, "what has left does not count"
 
 
 async def test_decodes_go_first_in_vllms_queue(worker: Worker) -> None:
-    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
-    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.roles.handle(submit_prefill(7, work(P), handover=True))
+    worker.roles.handle(submit_decode(7, work(D), source()))
     retried = work(E)
     retried.request.retried = True
-    worker.roles.handle(messages.Decode(7, retried, None))
+    worker.roles.handle(submit_decode(7, retried, None))
     await worker.settle()
     assert worker.priorities[D] < worker.priorities[E] < worker.priorities[P]
 
 
 async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     """Its prefix is in vLLM's cache, and its blocks come back."""
-    worker.roles.handle(messages.Decode(7, work(D), source(OURS)))
+    worker.roles.handle(submit_decode(7, work(D), source(OURS)))
     assert worker.failures() == [Code.HANDED_BACK]
-    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    worker.roles.handle(submit_prefill(7, work(P), handover=True))
     await worker.says(P, output([5], "length"))
-    worker.roles.handle(messages.Decode(7, work(D), source(OURS)))
+    worker.roles.handle(submit_decode(7, work(D), source(OURS)))
     await worker.says(D, output([6], "stop"))
     assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {
         "first_token": 5,
@@ -427,15 +427,15 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("ends", "code"),
     [
-        (lambda: messages.Cancel(7, D), None),
-        (lambda: messages.Cancel(7), None),
-        (lambda: messages.Retarget(7, D, source(), []), Code.HANDED_BACK),
+        (lambda: cancel(7, D), None),
+        (lambda: messages.Detached(7), None),
+        (lambda: retarget(7, D, source(), []), Code.HANDED_BACK),
     ],
 )
 async def test_ends_that_a_router_wants(worker: Worker, ends: Callable[[], Any], code: Code | None) -> None:
-    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.roles.handle(submit_decode(7, work(D), source()))
     await worker.says(D, output([6]))
-    worker.roles.handle(messages.Cancel(8, D))  # of another router
+    worker.roles.handle(cancel(8, D))  # of another router
     assert not worker.of(messages.Cancelled)
     worker.roles.handle(ends())
     await worker.settle()
@@ -446,8 +446,8 @@ async def test_ends_that_a_router_wants(worker: Worker, ends: Callable[[], Any],
 
 
 async def test_an_attempt_that_ends_before_vllm_has_it(worker: Worker) -> None:
-    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
-    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.roles.handle(submit_prefill(7, work(P), handover=True))
+    worker.roles.handle(submit_decode(7, work(D), source()))
     worker.attempts.fail_all(Code.DRAINING, "the worker shuts down")
     worker.roles.stop()
     await worker.settle()
@@ -457,10 +457,10 @@ async def test_an_attempt_that_ends_before_vllm_has_it(worker: Worker) -> None:
 
 
 async def test_a_cancelled_handover_is_closed_once(worker: Worker) -> None:
-    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    worker.roles.handle(submit_prefill(7, work(P), handover=True))
     await worker.says(P, output([5], "length"))
-    worker.roles.handle(messages.Cancel(7, P))
-    worker.roles.handle(messages.Cancel(7))
+    worker.roles.handle(cancel(7, P))
+    worker.roles.handle(messages.Detached(7))
     assert worker.told == [Close(P)]
     assert not worker.idle
     worker.roles.heard(Released(P, "cancelled"))
@@ -474,7 +474,7 @@ async def test_a_cancelled_handover_is_closed_once(worker: Worker) -> None:
 )
 async def test_errors_of_vllm(worker: Worker, error: Exception, codes: list[Code]) -> None:
     """If its process has ended, the service tells the routers."""
-    worker.roles.handle(messages.Decode(7, work(D), None))
+    worker.roles.handle(submit_decode(7, work(D), None))
     await worker.says(D, error)
     assert worker.failures() == codes
     assert worker.gone == isinstance(error, EngineGone)
@@ -482,17 +482,17 @@ async def test_errors_of_vllm(worker: Worker, error: Exception, codes: list[Code
 
 
 async def test_a_prompt_that_may_have_crashed_engines_is_computed_alone(worker: Worker) -> None:
-    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.roles.handle(submit_decode(7, work(D), source()))
     worker.roles.heard(Injected(D, FIRST, STATS))
     await worker.says(D, output([6]))
     suspect, later = work(P), work(E)
     suspect.request.alone = True
-    worker.roles.handle(messages.Prefill(7, suspect, handover=True))
+    worker.roles.handle(submit_prefill(7, suspect, handover=True))
     await worker.settle()
     assert worker.computing == [D], "no other request is blamed for a crash"
     await worker.says(D, output([7], "stop"))
     assert worker.computing == [P]
-    worker.roles.handle(messages.Prefill(7, later, handover=True))
+    worker.roles.handle(submit_prefill(7, later, handover=True))
     await worker.settle()
     assert worker.computing == [P]
     await worker.says(P, output([5], "length"))
@@ -504,28 +504,28 @@ async def test_a_prompt_that_must_run_alone_has_its_turn_on_a_busy_worker(worker
     """Decodes come and end all the time, and so do prompts: it waits for those that were there before it.
     Later prompts do not wait for these decodes."""
     first, last, suspect = name("1"), name("2"), work(P)
-    worker.roles.handle(messages.Decode(7, work(first), source()))  # its KV has not come
-    worker.roles.handle(messages.Decode(7, work(last), None))
+    worker.roles.handle(submit_decode(7, work(first), source()))  # its KV has not come
+    worker.roles.handle(submit_decode(7, work(last), None))
     await worker.says(last, output([6]))
     suspect.request.alone = True
-    worker.roles.handle(messages.Prefill(7, suspect, handover=True))
+    worker.roles.handle(submit_prefill(7, suspect, handover=True))
     for decode in (D, E):
-        worker.roles.handle(messages.Decode(7, work(decode), source() if decode is D else None))
+        worker.roles.handle(submit_decode(7, work(decode), source() if decode is D else None))
     assert worker.failures() == [Code.NO_ROOM] * 2
     stats = worker.roles.status(0).stats
     assert (stats.blocks_free, stats.blocks_spare) == (0, 0), "routers send decodes elsewhere"
     for letter in "ab":
-        worker.roles.handle(messages.Prefill(7, work(name(letter)), handover=True))
+        worker.roles.handle(submit_prefill(7, work(name(letter)), handover=True))
     await worker.settle()
     assert worker.computing == [first, last, name("a"), name("b")]
     worker.roles.heard(Injected(first, FIRST, STATS))
     await worker.says(last, output([7], "stop"))
     await worker.says(name("a"), output([5], "length"))
-    worker.roles.handle(messages.Prefill(7, work(name("c")), handover=True))
+    worker.roles.handle(submit_prefill(7, work(name("c")), handover=True))
     await worker.settle()
     assert worker.computing == [first, name("b"), name("c")]
     await worker.says(first, output([6], "stop"))
-    worker.roles.handle(messages.Prefill(7, work(name("d")), handover=True))
+    worker.roles.handle(submit_prefill(7, work(name("d")), handover=True))
     await worker.says(name("b"), output([5], "length"))
     assert worker.computing == [name("c")], "no other prompt starts from now on"
     await worker.says(name("c"), output([5], "length"))
@@ -533,7 +533,7 @@ async def test_a_prompt_that_must_run_alone_has_its_turn_on_a_busy_worker(worker
     await worker.says(P, output([5], "length"))
     assert worker.computing == [name("d")]
     worker.roles.heard(Released(P, "acked"))
-    worker.roles.handle(messages.Decode(7, work(E), source()))
+    worker.roles.handle(submit_decode(7, work(E), source()))
     assert worker.failures() == [Code.NO_ROOM] * 2
     assert worker.roles.status(0).stats.blocks_free
 
@@ -542,8 +542,8 @@ async def test_two_prompts_that_must_run_alone_take_turns(worker: Worker) -> Non
     for letter in "ab":
         suspect = work(name(letter))
         suspect.request.alone = True
-        worker.roles.handle(messages.Prefill(7, suspect, handover=True))
-    worker.roles.handle(messages.Prefill(7, work(E), handover=True))
+        worker.roles.handle(submit_prefill(7, suspect, handover=True))
+    worker.roles.handle(submit_prefill(7, work(E), handover=True))
     await worker.settle()
     for letter, after in (("a", name("b")), ("b", E)):
         assert worker.computing == [name(letter)]
@@ -552,7 +552,7 @@ async def test_two_prompts_that_must_run_alone_take_turns(worker: Worker) -> Non
 
 
 async def test_a_request_that_vllm_cannot_have_is_refused(worker: Worker) -> None:
-    worker.roles.handle(messages.Prefill(7, work(P, output_ids=[4], presence_penalty=1.0), handover=True))
+    worker.roles.handle(submit_prefill(7, work(P, output_ids=[4], presence_penalty=1.0), handover=True))
     assert worker.failures() == [Code.INVALID]
     assert not worker.told, "vLLM never had it"
     assert worker.idle
@@ -562,15 +562,13 @@ SEEN = Image(b"i" * 32, 3, 2, 4, b"pixels")
 UNSEEN = Image(SEEN.name, SEEN.start, SEEN.rows, SEEN.columns)
 
 
-def seeing(attempt_id: bytes, *images: Image) -> Work:
-    asked = work(attempt_id, 80)
-    asked.request.images = images
-    return asked
+def seeing(attempt_id: bytes, *images: Image) -> Asked:
+    return work(attempt_id, 80).show(images)
 
 
 async def test_images_are_in_the_names_of_chunks(worker: Worker) -> None:
-    worker.roles.handle(messages.Prefill(7, seeing(P, SEEN), handover=True))
-    worker.roles.handle(messages.Prefill(7, work(E, 80), handover=True))
+    worker.roles.handle(submit_prefill(7, seeing(P, SEEN), handover=True))
+    worker.roles.handle(submit_prefill(7, work(E, 80), handover=True))
     [seen, text] = [attempt.chunks for attempt in worker.attempts]
     expected: list[bytes] = []
     extend_names(expected, [1] * 80, 80, salted(b"root", b""), [SEEN.span])
@@ -578,7 +576,7 @@ async def test_images_are_in_the_names_of_chunks(worker: Worker) -> None:
 
 
 async def test_a_decode_that_fetches_needs_no_pixels_until_it_is_preempted(worker: Worker) -> None:
-    worker.roles.handle(messages.Decode(7, seeing(D, UNSEEN), source()))
+    worker.roles.handle(submit_decode(7, seeing(D, UNSEEN), source()))
     await worker.settle()
     assert worker.fields[D]["extra_args"]["kv_transfer_params"]["unseen_until"] == SEEN.stop
     worker.roles.heard(Blind(D))
@@ -589,9 +587,9 @@ async def test_a_decode_that_fetches_needs_no_pixels_until_it_is_preempted(worke
 
 
 async def test_a_decode_of_this_worker_has_the_pixels_of_its_prefill(worker: Worker) -> None:
-    worker.roles.handle(messages.Prefill(7, seeing(P, SEEN), handover=True))
+    worker.roles.handle(submit_prefill(7, seeing(P, SEEN), handover=True))
     await worker.says(P, output([5], "length"))
-    worker.roles.handle(messages.Decode(7, seeing(D, UNSEEN), source(OURS)))
+    worker.roles.handle(submit_decode(7, seeing(D, UNSEEN), source(OURS)))
     await worker.settle()
     assert worker.images[D] == (SEEN,)
 
@@ -599,7 +597,7 @@ async def test_a_decode_of_this_worker_has_the_pixels_of_its_prefill(worker: Wor
 @pytest.mark.parametrize("decodes", [False, True])
 async def test_a_prompt_without_its_pixels_is_refused(worker: Worker, decodes: bool) -> None:
     asked = seeing(P, SEEN, UNSEEN)
-    worker.roles.handle(messages.Decode(7, asked, None) if decodes else messages.Prefill(7, asked, True))
+    worker.roles.handle(submit_decode(7, asked, None) if decodes else submit_prefill(7, asked, True))
     await worker.settle()
     assert worker.failures() == [Code.INVALID]
     assert not worker.fields

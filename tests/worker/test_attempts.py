@@ -3,14 +3,15 @@
 import pytest
 
 from baton.decode_worker.role import DecodeRole
-from baton.engine import EngineRequest, Logprobs, Output
+from baton.engine import Logprobs, Output
 from baton.kv_transfer import TraceWriter
+from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.engine_attempt import Resources
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.messages import Code, FromEngine, Origin
-from tests.router_messages import tokens_told
+from tests.router_messages import submit_decode, tokens_told, work
 from tests.stand_in import stand_in
 
 
@@ -97,8 +98,8 @@ def test_an_id_in_use_is_refused(of: Table) -> None:
     shared = stand_in(Resources, receiver=None, attempts=of.table, trace=TraceWriter(None, ""), incarnation=1)
     role = DecodeRole(shared, stand_in(PrefixFetches))
     again = attempt(b"a", 2).origin
-    work = messages.Work(EngineRequest(again.attempt_id, [1]), timeout=1.0, origin=again)
-    role.handle(messages.Decode(2, work, None))
+    message = submit_decode(2, work(again.attempt_id)._replace(origin=again), None)
+    role.handle(message, pb.RouterMessage.FromString(message.data).decode)
     assert of.sent == [messages.AttemptFailed(2, again, Code.INVALID, "this id is in use", b"")]
     assert of.a.stream == 1
     assert of.table.find(again.attempt_id) is of.a

@@ -8,6 +8,7 @@ import select
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from baton.vision.encoder import Encoder
 from baton.vision.turns import Turns
 from baton.worker.engine_process.embeddings import FetchedEmbeddings, embedding_layout
 from baton.worker.ipc import ServiceLink
-from baton.worker.messages import ContentSource, decode_from_engine
+from baton.worker.messages import decode_from_engine
 from tests.kv_transfer.transfer_process import TransferProcess
 from tests.router_messages import told
 from tests.within import WITHIN
@@ -51,7 +52,8 @@ class Pair:
         self.told.bind(f"ipc://{directory}/engine")
         self.link = ServiceLink(f"ipc://{directory}/engine")
         self.fetched = FetchedEmbeddings(ends[1], MADE, self.link)
-        self.source = ContentSource(self.processes[0].address, self.processes[0].incarnation)
+        encoder = self.processes[0]
+        self.source: dict[str, Any] = {"kv_address": encoder.address, "incarnation": encoder.incarnation}
         assert self.processes[1].port
 
     def encode(self, name: bytes, rows: int, columns: int) -> np.ndarray:
@@ -117,7 +119,7 @@ def test_a_worker_gets_the_bytes_of_an_encoder_once(pair: Pair) -> None:
     expected = pair.encode(name, 10, 17)  # 170 tokens: the last chunk is not full
     future = pair.fetched.embeddings(name, b"", 10, 17)
     assert pair.wanted() == pb.ImageWanted(name=name, lost=False)
-    pair.fetched.ready(name, pair.source)
+    pair.fetched.ready(pb.ImageReady(name=name, **pair.source))
     assert np.array_equal(pair.until(future), expected)
     assert pair.fetched.embeddings(name, b"", 10, 17).result(0) is future.result()
     assert pair.served.fetched == 1
@@ -129,7 +131,7 @@ def test_an_encoder_that_serves_as_many_as_it_can_is_asked_again(pair: Pair) -> 
     images = [next(names) for _ in range(8)]
     expected = [pair.encode(name, 1, 70) for name in images]
     for name in images:
-        pair.fetched.ready(name, pair.source)
+        pair.fetched.ready(pb.ImageReady(name=name, **pair.source))
     futures = [pair.fetched.embeddings(name, b"", 1, 70) for name in images]
     for future, embeddings in zip(futures, expected, strict=True):
         assert np.array_equal(pair.until(future), embeddings)
@@ -143,7 +145,7 @@ def test_tenants_take_turns_when_memory_is_short(pair: Pair) -> None:
     tenants = [b"many"] * 6 + [b"one"]
     for name in images:
         pair.encode(name, 1, 1000)
-        pair.fetched.ready(name, pair.source)
+        pair.fetched.ready(pb.ImageReady(name=name, **pair.source))
     futures = [
         pair.fetched.embeddings(name, b"", 1, 1000, tenant)
         for name, tenant in zip(images, tenants, strict=True)
@@ -160,7 +162,7 @@ def test_an_image_comes_in_the_first_turn_of_those_that_want_it(pair: Pair) -> N
     images, came = [next(names) for _ in range(6)], list[int]()
     for name in images:
         pair.encode(name, 1, 1000)
-        pair.fetched.ready(name, pair.source)
+        pair.fetched.ready(pb.ImageReady(name=name, **pair.source))
     futures = [pair.fetched.embeddings(name, b"", 1, 1000, b"many") for name in images]
     assert pair.fetched.embeddings(images[5], b"", 1, 1000, b"one") is futures[5]
     for number, future in enumerate(futures):
@@ -173,11 +175,11 @@ def test_an_image_comes_in_the_first_turn_of_those_that_want_it(pair: Pair) -> N
 
 def test_what_an_encoder_lacks_is_asked_for_again(pair: Pair) -> None:
     name = next(names)
-    pair.fetched.ready(name, pair.source)
+    pair.fetched.ready(pb.ImageReady(name=name, **pair.source))
     future = pair.fetched.embeddings(name, b"", 1, 5)
     assert pair.wanted() == pb.ImageWanted(name=name, lost=True)
     expected = pair.encode(name, 1, 5)
-    pair.fetched.ready(name, pair.source)
+    pair.fetched.ready(pb.ImageReady(name=name, **pair.source))
     assert np.array_equal(pair.until(future), expected)
 
 

@@ -76,7 +76,7 @@ def test_kv_is_moved_while_it_may_have_something_to_do() -> None:
     assert moves(), "its deadline may pass"
     attempt.to(State.DECODING)
     assert not may_move(table, roles)
-    roles.handle(messages.Cancel(2))
+    roles.handle(messages.Detached(2))
     within.append(0.1)
     assert moves(), "a copy is under way"
     within.clear()

@@ -27,7 +27,7 @@ async def test_messages_travel_both_ways_and_the_socket_file_is_removed(tmp_path
         assert await service.receive() == messages.Progress("loading", 0.5)
         service.remove_directory()
         assert list(tmp_path.iterdir()) == []
-        work = [messages.Cancel(1, bytes([i]) * 16) for i in range(100)]
+        work = [messages.FromRouter(1, bytes([i]) * 16) for i in range(100)]
         for message in work:
             await service.send(message)
         arrived: list[messages.ToEngine] = []
@@ -85,7 +85,7 @@ async def test_a_process_without_a_free_descriptor_gets_a_start_error(tmp_path: 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xc1", messages.encode(messages.Progress("stage", 0.5)), msgspec.msgpack.encode(["Cancel"])],
+    [b"", b"\xc1", messages.encode(messages.Progress("stage", 0.5)), msgspec.msgpack.encode(["Detached"])],
 )
 def test_the_engine_decodes_only_messages_to_the_engine(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):

@@ -44,9 +44,10 @@ class Worker:
     def submit(self) -> messages.Origin:
         asked = request([1] * 10, sampling(), [2])
         asked.name, asked.traceparent = "mine", f"00-{self.trace_id}-{self.parent}-01"
-        work = validation.work(self.attempt, asked, validation.Limits(100, 100))
-        self.journal.accepted(work)
-        return work.origin
+        origin = validation.submission(self.attempt, asked, validation.Limits(100, 100)).origin
+        assert origin is not None
+        self.journal.accepted(origin)
+        return origin
 
     def spans(self, count: int) -> dict[str, Span]:
         self.journal.close()

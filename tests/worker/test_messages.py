@@ -6,15 +6,12 @@ from typing import Any
 import pytest
 
 from baton.engine import (
-    EngineRequest,
     EngineStats,
     ExpertStats,
     MemoryStats,
     MixedStep,
     OffloadStats,
-    SamplingParams,
     SpeculationStats,
-    StructuredOutput,
 )
 from baton.kv_names import Tier
 from baton.steps.step_model import StepModel
@@ -23,13 +20,7 @@ from baton.worker.messages import FromEngine, RequestCounts, ToEngine
 from tests.layouts import kv_layout
 
 ID = bytes(range(16))
-SAMPLING = SamplingParams(
-    temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=2**64 - 1, max_tokens=9,
-    min_tokens=2, stop_token_ids=(7, 8), logit_bias={5: -1.0, 6: 2.5}, logprobs=0,
-    prompt_logprobs=3, structured_output=StructuredOutput("regex", "[a-z]+"),
-)  # fmt: skip
-REQUEST = EngineRequest(ID, [1, 2, 3], [4], SAMPLING, -5, True, True, b"tenant")
-WORK = messages.Work(REQUEST, 1.5, messages.Origin(ID, "name", "", 2.5))
+ORIGIN = messages.Origin(ID, "name", "", 2.5)
 
 
 FIELDS = [field.name for field in dataclasses.fields(EngineStats) if field.type is int]
@@ -39,10 +30,9 @@ COUNTS: dict[str, Any] = {name: number for number, name in enumerate(FIELDS, 1) 
 @pytest.mark.parametrize(
     "message",
     [
-        messages.Prefill(1, WORK, handover=True, report_start=True),
-        messages.Decode(2, WORK, None),
-        messages.Decode(2, WORK, messages.PrefillSource(ID, "[::1]:80", 2**64 - 1, 3)),
-        messages.Retarget(1, ID, messages.PrefillSource(ID, "host:1", 0, 1), [1, 2]),
+        messages.FromRouter(1, b"bytes", ORIGIN, [b"", b"pixels"]),
+        messages.FromRouter(1, b"bytes"),
+        messages.Detached(1),
         messages.Exit(),
     ],
 )
@@ -54,7 +44,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
     "message",
     [
         messages.ToRouter(3, b"bytes"),
-        messages.AttemptFailed(3, WORK.origin, messages.Code.KV_FAILED, "why", ID),
+        messages.AttemptFailed(3, ORIGIN, messages.Code.KV_FAILED, "why", ID),
         messages.ToRouter(None, b"bytes"),
         messages.EngineStatus(
             1,

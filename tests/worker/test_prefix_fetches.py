@@ -12,17 +12,19 @@ from baton.engine.core.prefix_names import PrefixNames
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, Receiver, TraceWriter
 from baton.kv_transfer.endpoint.shared_store import SharedStore
+from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process import prefix_fetches
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, PrefixLinks, Workers
 from baton.worker.engine_process.shared_store import PLACE, SLACK, StoreSource
-from baton.worker.messages import ContentSource, Origin, RequestCounts
+from baton.worker.messages import Origin, RequestCounts
+from tests.router_messages import content_at
 from tests.stand_in import stand_in
 
 TOKEN_BYTES = 100
-SOURCE = ContentSource("127.0.0.1:7000", 8)
+SOURCE = content_at("127.0.0.1:7000", 8)
 S = TypeVar("S")
-OTHER = ContentSource("127.0.0.1:7001", 9)
+OTHER = content_at("127.0.0.1:7001", 9)
 CHUNKS = [bytes([i]) * 16 for i in range(4)]
 
 
@@ -97,7 +99,7 @@ class World:
     def cancel(self, name: bytes) -> None:
         self._attempts[name].cancel()
 
-    def get(self, name: bytes, source: ContentSource | None) -> bool:
+    def get(self, name: bytes, source: pb.ContentSource | None) -> bool:
         def then(fetched: int) -> None:
             self.added.append(name)
             self.fetched.append(fetched)
@@ -120,7 +122,7 @@ class World:
 
         return stand_in(Import, missing=missing, table=range(99), state_slot=None, end=end)
 
-    def start(self, name: bytes = b"r", source: ContentSource = SOURCE) -> bool:
+    def start(self, name: bytes = b"r", source: pb.ContentSource = SOURCE) -> bool:
         return self.get(name, source)
 
     def inject(self, chunks: int, seconds: float, waited: float = 0.0, connecting: float = 0.0) -> None:
@@ -155,7 +157,7 @@ def test_what_came_enters_the_cache_before_the_prompt_is_added(world: World) -> 
 
 
 def test_nothing_is_fetched_from_itself_or_without_need_or_room(world: World) -> None:
-    assert not world.start(source=ContentSource("127.0.0.1:7000", 7))
+    assert not world.start(source=content_at("127.0.0.1:7000", 7))
     world.missing[b"r"] = []
     assert not world.start()
     world.missing.clear()
@@ -370,7 +372,7 @@ def test_each_worker_has_a_bandwidth_of_its_own(world: World, monkeypatch: pytes
     assert world.start(source=OTHER)
     world.inject(4, 0.01)
     assert not world.start()
-    assert world.start(source=ContentSource("127.0.0.1:7002", 10))
+    assert world.start(source=content_at("127.0.0.1:7002", 10))
     world.inject(4, 0.01)
     assert world.start(), "of many workers the oldest is forgotten"
     world.inject(4, 0.01)

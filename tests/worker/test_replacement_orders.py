@@ -14,7 +14,7 @@ from baton.kv_transfer import TransferStats
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
-from baton.worker.messages import Decode, EngineReady, FromEngine, ToEngine
+from baton.worker.messages import EngineReady, FromEngine, FromRouter, ToEngine
 from baton.worker.processes import EngineError, EngineRestart, StandbyError, StartError, TreeError
 from baton.worker.service_process import backend, service
 from baton.worker.service_process.backend import SHUTTING_DOWN, Refused
@@ -106,6 +106,12 @@ class Tree:
             task.cancel()
 
 
+def decodes(tree: "Tree") -> list[pb.SubmitDecode]:
+    """That were sent to its engine."""
+    said = [pb.RouterMessage.FromString(x.data) for x in tree._sent if isinstance(x, FromRouter)]
+    return [each.decode for each in said if each.HasField("decode")]
+
+
 class Worker:
     """A service process that serves."""
 
@@ -137,7 +143,7 @@ class Worker:
         return TREES[number]
 
     def decodes_of(self, number: int) -> list[bytes]:
-        return [x.work.request.id for x in TREES[number]._sent if isinstance(x, Decode)]
+        return [each.decode_id for each in decodes(TREES[number])]
 
 
 TREES: list[Tree] = []
@@ -167,13 +173,13 @@ async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
 
 async def test_an_attempt_that_comes_in_a_pause_is_sent_once(worker: Worker) -> None:
     """The next engine is asked to pause before it gets the attempts that wait."""
-    await worker.backend.send(decode(A))
+    await worker.backend.forward(*decode(A))
     worker.backend.tell_pause(pb.PAUSE_STEPS)
     second = await worker.dies(0)
     second._answers = False
     second._may_start.set()
     await within(second._asked.wait())
-    await worker.backend.send(decode(B))
+    await worker.backend.forward(*decode(B))
     [asked] = [each for each in second._sent if isinstance(each, messages.Pause)]
     second._answers = True
     second._answer(asked)
@@ -184,7 +190,7 @@ async def test_an_attempt_that_comes_in_a_pause_is_sent_once(worker: Worker) -> 
 @pytest.mark.parametrize("computes", [True, False])
 async def test_an_engine_that_dies_as_soon_as_it_serves(worker: Worker, computes: bool) -> None:
     """It has not told its status yet. If it has computed a token, another one goes on."""
-    await worker.backend.send(decode(A))
+    await worker.backend.forward(*decode(A))
     second = await worker.dies(0)
     second._answers = False
     second._may_start.set()
@@ -194,8 +200,8 @@ async def test_an_engine_that_dies_as_soon_as_it_serves(worker: Worker, computes
         third = await worker.dies(1)
         third._may_start.set()
         await within(worker.backend._settled.wait())
-        [again] = [x for x in third._sent if isinstance(x, Decode)]
-        assert again.work.request.output_ids == [5]
+        [again] = decodes(third)
+        assert again.request.output_ids == [5]
     else:
         second.failure.set_exception(EngineError("engine 1 was killed"))
         with pytest.raises(TreeError, match="engine 1 was killed"):
@@ -203,13 +209,13 @@ async def test_an_engine_that_dies_as_soon_as_it_serves(worker: Worker, computes
 
 
 async def test_late_tokens_of_the_dead_engine_do_not_count_for_the_next_one(worker: Worker) -> None:
-    await worker.backend.send(decode(A))
+    await worker.backend.forward(*decode(A))
     second = await worker.dies(0)
     worker.first._deliver(tokens(A, 5))  # it was in the socket
     second._may_start.set()
     await within(worker.backend._settled.wait())
-    [again] = [x for x in second._sent if isinstance(x, Decode)]
-    assert again.work.request.output_ids == [5]
+    [again] = decodes(second)
+    assert again.request.output_ids == [5]
     second.failure.set_exception(EngineError("engine 1 was killed"))
     with pytest.raises(TreeError, match="engine 1 was killed"):
         await within(worker.serving)
@@ -282,7 +288,7 @@ async def test_an_engine_that_does_not_pause_is_replaced_too(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, cancelled: bool
 ) -> None:
     """Also if the call ends meanwhile: the engine would stay frozen."""
-    await worker.backend.send(decode(A))
+    await worker.backend.forward(*decode(A))
     worker.first._answers = False
     if not cancelled:
         monkeypatch.setattr(worker.backend, "_engine_timeout", 0.0)
@@ -330,7 +336,7 @@ async def test_a_restart_does_not_end_an_engine_that_none_can_follow(
 
 
 async def test_a_drain_meanwhile_waits_for_the_attempts(worker: Worker) -> None:
-    await worker.backend.send(decode(A))
+    await worker.backend.forward(*decode(A))
     second = await worker.dies(0)
     draining = asyncio.create_task(worker.service._drain())
     await asyncio.sleep(0)

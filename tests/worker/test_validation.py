@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from baton.engine import Image, Reasoning
+from baton.engine import EngineRequest, Image, Reasoning
 from baton.kv_names import with_adapter
 from baton.rpc import worker_pb2 as pb
 from baton.vision.images import ImageSettings
 from baton.worker.messages import Code
+from baton.worker.requests import content_source, engine_request
 from baton.worker.service_process.validation import (
     Limits,
     RefusedAttempt,
@@ -18,15 +19,22 @@ from baton.worker.service_process.validation import (
     add_pixels,
     attempt_id,
     encode,
-    output_tokens,
     plan,
+    retarget,
     source,
-    work,
+    submission,
 )
 from tests.cluster_helpers import request, sampling
 
 LIMITS = Limits(vocab_size=100, max_model_len=32)
 ID = b"a" * 16
+
+
+def taken(asked: pb.Request, limits: Limits = LIMITS, pixels: bytes = b"") -> EngineRequest:
+    """What the engine gets of it."""
+    checked = submission(ID, asked, limits, pixels)
+    assert checked.origin is not None
+    return engine_request(checked.origin, asked, checked.pixels)
 
 
 def test_images_are_taken_whole_or_refused() -> None:
@@ -35,12 +43,12 @@ def test_images_are_taken_whole_or_refused() -> None:
     asked = request([1, 7, 7, 2], sampling())
     asked.images.add(name=bytes(32), start=1, rows=1, columns=2)
     pixels = bytes(range(192)) * 2
-    assert work(ID, asked, limits).request.images == (Image(bytes(32), 1, 1, 2),)
+    assert taken(asked, limits).images == (Image(bytes(32), 1, 1, 2),)
     asked.images[0].with_pixels = True
-    [image] = work(ID, asked, limits, pixels).request.images
+    [image] = taken(asked, limits, pixels).images
     assert image == Image(bytes(32), 1, 1, 2, pixels)
     with pytest.raises(RefusedAttempt, match="this worker takes none"):
-        work(ID, asked, LIMITS)
+        submission(ID, asked, LIMITS)
     for field, value in (
         ("start", 2**32 - 1),
         ("rows", 2**31),
@@ -52,25 +60,25 @@ def test_images_are_taken_whole_or_refused() -> None:
         wrong.images[0].with_pixels = False
         setattr(wrong.images[0], field, value)
         with pytest.raises(RefusedAttempt, match=r"images\[0\]"):
-            work(ID, wrong, limits)
+            submission(ID, wrong, limits)
     both = request([7, 7, 7, 2], sampling())
     both.images.add(name=bytes(32), start=0, rows=1, columns=1, with_pixels=True)
     both.images.add(name=bytes(32), start=1, rows=1, columns=2, with_pixels=True)
-    images = work(ID, both, limits, pixels + pixels[:192]).request.images
+    images = taken(both, limits, pixels + pixels[:192]).images
     assert [image.pixels for image in images] == [pixels[:192], pixels[192:] + pixels[:192]]
     image_alone = pb.SubmitEncode(image=asked.images[0], tenant=b"key")
-    assert encode(1, ID, image_alone, limits, pixels).tenant == b"key"
+    assert encode(ID, image_alone, limits, pixels).pixels == [pixels]
     image_alone.tenant = bytes(65)
     with pytest.raises(RefusedAttempt, match="tenant has 65 bytes"):
-        encode(1, ID, image_alone, limits, pixels)
+        encode(ID, image_alone, limits, pixels)
     for other in (pixels, pixels * 2):
         with pytest.raises(RefusedAttempt, match=r"images: \d+ bytes of pixels came, not 576"):
-            work(ID, both, limits, other)
+            submission(ID, both, limits, other)
     both.images[0].with_pixels = False
-    images = work(ID, both, limits, pixels).request.images
+    images = taken(both, limits, pixels).images
     assert [image.pixels for image in images] == [b"", pixels]
     with pytest.raises(RefusedAttempt, match="bytes of pixels came, not 0"):
-        work(ID, request([1], sampling()), limits, pixels)
+        submission(ID, request([1], sampling()), limits, pixels)
 
 
 def test_pixels_of_an_attempt_are_bounded() -> None:
@@ -101,10 +109,10 @@ def test_a_request_keeps_every_field() -> None:
     asked.sampling.reasoning.CopyFrom(pb.Reasoning(end_id=9, budget=0))
     asked.first_token_within = 0.25
     asked.waited = 0.75
-    taken = work(ID, asked, LIMITS)
-    got, params = taken.request, taken.request.sampling
+    got = taken(asked)
+    params = got.sampling
     assert (got.id, got.cache_salt, got.first_token_within) == (ID, b"tenant", -0.5)
-    assert (got.prompt_ids, got.output_ids, taken.timeout) == ([1, 2], [3], 1.5)
+    assert (got.prompt_ids, got.output_ids) == ([1, 2], [3])
     assert params.temperature == 0.5
     assert params.seed == 2**64 - 1
     assert params.stop_token_ids == (7,)
@@ -113,7 +121,7 @@ def test_a_request_keeps_every_field() -> None:
     assert (params.prompt_logprobs, params.logprob_token_ids) == (2, (8, 6))
     assert (params.allowed_token_ids, params.bad_words) == ((4, 5), ((4, 4),))
     assert params.reasoning == Reasoning(9, None, 0)
-    other = work(ID, request([1], sampling()), LIMITS).request
+    other = taken(request([1], sampling()))
     assert (other.sampling.logprobs, other.sampling.prompt_logprobs) == (None, None)
     assert other.first_token_within == math.inf
 
@@ -148,24 +156,24 @@ def test_a_request_keeps_every_field() -> None:
 )
 def test_an_invalid_request_is_refused_with_its_reason(field: str, value: Any, reason: str) -> None:
     good = request([1, 2], sampling())
-    work(ID, good, LIMITS)
+    submission(ID, good, LIMITS)
     message, _, name = field.rpartition(".")
     part = getattr(good, message) if message else good
     part.ClearField(name)
     part.MergeFrom(type(part)(**{name: value}))
     with pytest.raises(RefusedAttempt, match=reason) as refusal:
-        work(ID, good, LIMITS)
+        submission(ID, good, LIMITS)
     assert refusal.value.code is Code.INVALID
 
 
 def test_without_handover_the_next_token_must_be_the_last() -> None:
-    assert work(ID, request([1], sampling(max_tokens=3), [4, 5]), LIMITS, handover=False)
+    assert submission(ID, request([1], sampling(max_tokens=3), [4, 5]), LIMITS, handover=False)
     with pytest.raises(RefusedAttempt, match=r"max_tokens is 3, .* computes only token 2: set handover"):
-        work(ID, request([1], sampling(max_tokens=3), [4]), LIMITS, handover=False)
+        submission(ID, request([1], sampling(max_tokens=3), [4]), LIMITS, handover=False)
 
 
 def test_the_last_position_of_the_context_can_be_used() -> None:
-    assert work(ID, request([1, 2], sampling(max_tokens=30)), LIMITS)
+    assert submission(ID, request([1, 2], sampling(max_tokens=30)), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -177,11 +185,6 @@ def test_a_kv_address_must_be_host_and_port(address: str) -> None:
         source(pb.PrefillSource(prefill_id=b"x" * 16, kv_address=address, incarnation=1))
 
 
-def test_a_source_keeps_every_field() -> None:
-    given = source(pb.PrefillSource(prefill_id=b"x" * 16, kv_address="[::1]:80", incarnation=2**64 - 1))
-    assert (given.prefill_id, given.kv_address, given.incarnation) == (b"x" * 16, "[::1]:80", 2**64 - 1)
-
-
 def test_an_id_without_16_bytes_breaks_the_protocol() -> None:
     with pytest.raises(StreamError, match="decode_id must have 16 bytes, not 15"):
         attempt_id(b"x" * 15, "decode_id")
@@ -190,11 +193,15 @@ def test_an_id_without_16_bytes_breaks_the_protocol() -> None:
 
 
 def test_output_ids_of_a_retarget_are_checked() -> None:
-    assert output_tokens([1, 99], LIMITS) == [1, 99]
+    def told(output_ids: list[int]) -> pb.Retarget:
+        source = pb.PrefillSource(prefill_id=ID, kv_address="host:1")
+        return pb.Retarget(source=source, output_ids=output_ids)
+
+    retarget(told([1, 99]), LIMITS)
     with pytest.raises(RefusedAttempt, match="output_ids has token 100"):
-        output_tokens([100], LIMITS)
+        retarget(told([100]), LIMITS)
     with pytest.raises(RefusedAttempt, match="fill the context"):
-        output_tokens([1] * 32, LIMITS)
+        retarget(told([1] * 32), LIMITS)
 
 
 def shared(*ranges: tuple[bytes, int, int], **changes: Any) -> pb.SubmitPrefill:
@@ -212,13 +219,17 @@ def shared(*ranges: tuple[bytes, int, int], **changes: Any) -> pb.SubmitPrefill:
 OTHER = b"b" * 16
 
 
-def test_a_plan_keeps_every_field() -> None:
-    found = plan(shared((OTHER, 0, 64), (ID, 64, 128), (OTHER, 128, 130)))
-    assert [(of.prefill_id, of.start, of.stop) for of in found] == [
-        (OTHER, 0, 64), (ID, 64, 128), (OTHER, 128, 130)
-    ]  # fmt: skip
-    assert {(of.kv_address, of.incarnation) for of in found} == {("10.0.0.1:97", 97), ("10.0.0.1:98", 98)}
-    assert plan(pb.SubmitPrefill(prefill_id=ID)) == ()
+def test_a_right_plan_is_taken() -> None:
+    plan(shared((OTHER, 0, 64), (ID, 64, 128), (OTHER, 128, 130)))
+    plan(pb.SubmitPrefill(prefill_id=ID))
+
+
+def test_a_tier_of_a_newer_version_counts_as_the_slowest_of_a_worker() -> None:
+    content = pb.ContentSource(kv_address="host:1", incarnation=7, tier=pb.TIER_STORE)
+    found = content_source(pb.SubmitPrefill(content=content))
+    assert found is not None
+    assert (found.kv_address, found.incarnation, found.tier) == ("host:1", 7, pb.TIER_DISK)
+    assert content_source(pb.SubmitDecode()) is None
 
 
 @pytest.mark.parametrize(
@@ -249,10 +260,10 @@ def test_a_plan_with_a_malformed_id_breaks_the_protocol() -> None:
 def test_an_adapter_is_part_of_the_salt() -> None:
     asked = request([1, 2], sampling())
     asked.cache_salt = b"salt"
-    assert work(ID, asked, LIMITS).request.cache_salt == b"salt"
+    assert taken(asked).cache_salt == b"salt"
     asked.adapter = b"f" * 16
-    found = work(ID, asked, LIMITS).request
+    found = taken(asked)
     assert (found.adapter, found.cache_salt) == (asked.adapter, with_adapter(b"salt", asked.adapter))
     asked.adapter = b"f"
     with pytest.raises(RefusedAttempt, match="adapter must have 16 bytes, not 1"):
-        work(ID, asked, LIMITS)
+        submission(ID, asked, LIMITS)

@@ -29,10 +29,11 @@ from baton.kv_names.cache_kinds import EMBEDDING, ITEM_BYTES, CacheArray
 from baton.kv_transfer import FetchFailed, Injected, KVLayout, PagedKV, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import wait
+from baton.rpc import worker_pb2 as pb
 from baton.vision.embeddings import EmbeddingFormat, Embeddings
 from baton.worker.engine_process.to_routers import image_wanted
 from baton.worker.ipc import ServiceLink
-from baton.worker.messages import ContentSource, ToRouter
+from baton.worker.messages import ToRouter
 
 log = logging.getLogger(__name__)
 
@@ -101,13 +102,6 @@ class _Asked(NamedTuple):
     future: "Future[np.ndarray]"
 
 
-class _Ready(NamedTuple):
-    """An encoder has them."""
-
-    name: bytes
-    source: ContentSource
-
-
 @dataclass(slots=True, eq=False)
 class _Waiting:
     """An image that was asked for and is not there. It waits in the turn of each tenant that wants it, and
@@ -124,7 +118,7 @@ class _Fetch:
     name: bytes
     tokens: int
     future: "Future[np.ndarray]"
-    source: ContentSource
+    source: pb.ImageReady
     blocks: list[int]
     asked_at: float
     """time.monotonic()"""
@@ -158,11 +152,11 @@ class FetchedEmbeddings(Embeddings):
         self._transport = transport  # the other end, which sends nothing, must stay open
         self._receiver = transport.receiver(self._memory.paged)
         self._link = link
-        self._commands = deque[_Asked | _Ready]()
+        self._commands = deque[_Asked | pb.ImageReady]()
         self._wanted = deque[ToRouter]()
         self._wake, self._changed = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
         self._stopping = False
-        self._sources = OrderedDict[bytes, ContentSource]()
+        self._sources = OrderedDict[bytes, pb.ImageReady]()
         self._asked: dict[bytes, _Waiting] = {}
         self._shares = FairShares()
         self._fetches: dict[bytes, _Fetch] = {}  # by image
@@ -190,9 +184,9 @@ class FetchedEmbeddings(Embeddings):
             self._command(_Asked(name, rows * columns, tenant, future))
         return future
 
-    def ready(self, name: bytes, source: ContentSource) -> None:
+    def ready(self, told: pb.ImageReady) -> None:
         """An encoder has the embeddings of an image."""
-        self._command(_Ready(name, source))
+        self._command(told)
 
     def report(self) -> None:
         """Tells the service which images it needs encoders for."""
@@ -222,7 +216,7 @@ class FetchedEmbeddings(Embeddings):
     ) -> "Future[np.ndarray]":
         return Future()
 
-    def _command(self, command: _Asked | _Ready) -> None:
+    def _command(self, command: _Asked | pb.ImageReady) -> None:
         self._commands.append(command)
         os.eventfd_write(self._wake, 1)
 
@@ -248,9 +242,9 @@ class FetchedEmbeddings(Embeddings):
                     self._wait_for(name, tokens, tenant, future)
                     if name not in self._fetches and name not in self._sources:
                         self._want(name, lost=False)
-                case _Ready(name, source):
-                    self._sources[name] = source
-                    self._sources.move_to_end(name)
+                case ready:
+                    self._sources[ready.name] = ready
+                    self._sources.move_to_end(ready.name)
                     if len(self._sources) > MOST_SOURCES:
                         self._sources.popitem(last=False)
         for event in self._receiver.poll():

@@ -26,8 +26,9 @@ from baton.engine.core.prefix_exchange import Import, MissingPrefix
 from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter, TransferDeadlines
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
+from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import Attempt, Lease
-from baton.worker.messages import ContentSource, PrefixLink, RequestCounts
+from baton.worker.messages import PrefixLink, RequestCounts
 
 LONGEST = 5.0
 """Seconds that a fetch may take if the speed of prefills is not known."""
@@ -51,7 +52,7 @@ class Waiting(Lease[Attempt]):
 
     fetch: "PrefixFetch"
     request: EngineRequest
-    place: ContentSource | None
+    place: pb.ContentSource | None
     then: Callable[[int], None]
 
     def revoke(self, reason: Reason) -> None:
@@ -69,7 +70,7 @@ class PrefixFetch:
     fetches: "PrefixFetches"
     id: bytes
     source: "PrefixSource"
-    place: ContentSource
+    place: pb.ContentSource
     into: Import
     key: bytes  # the name of the first missing chunk
     tokens: int  # that are asked for
@@ -114,10 +115,10 @@ class PrefixSource(Protocol):
     @property
     def transfers(self) -> Transfers: ...
 
-    def find(self, hint: ContentSource | None) -> ContentSource | None:
+    def find(self, hint: pb.ContentSource | None) -> pb.ContentSource | None:
         """The place to fetch from. `hint`: the worker that the router named. None: there is none."""
 
-    def link(self, place: ContentSource) -> Link:
+    def link(self, place: pb.ContentSource) -> Link:
         """What fetches from there took."""
 
     def missing(self, request: EngineRequest) -> MissingPrefix | None:
@@ -140,8 +141,8 @@ class PrefixLinks:
     def __init__(self) -> None:
         self._links: dict[tuple[str, int, Tier], Link] = {}  # by address, incarnation and tier
 
-    def to(self, source: ContentSource) -> Link:
-        key = source.kv_address, source.incarnation, source.tier
+    def to(self, source: pb.ContentSource) -> Link:
+        key = source.kv_address, source.incarnation, Tier(source.tier)
         if key not in self._links and len(self._links) >= MOST_LINKS:
             del self._links[next(iter(self._links))]
         return self._links.setdefault(key, Link(IDLE_CLOSE))
@@ -167,10 +168,10 @@ class Workers:
         self._incarnation = incarnation
         self._links = links
 
-    def find(self, hint: ContentSource | None) -> ContentSource | None:
+    def find(self, hint: pb.ContentSource | None) -> pb.ContentSource | None:
         return None if hint is None or hint.incarnation == self._incarnation else hint
 
-    def link(self, place: ContentSource) -> Link:
+    def link(self, place: pb.ContentSource) -> Link:
         return self._links.to(place)
 
     def missing(self, request: EngineRequest) -> MissingPrefix | None:
@@ -214,7 +215,7 @@ class PrefixFetches:
         self,
         attempt: Attempt,
         request: EngineRequest,
-        hint: ContentSource | None,
+        hint: pb.ContentSource | None,
         then: Callable[[int], None],
         *,
         first: int = 0,
@@ -241,7 +242,7 @@ class PrefixFetches:
         attempt: Attempt,
         request: EngineRequest,
         source: PrefixSource,
-        place: ContentSource,
+        place: pb.ContentSource,
         then: Callable[[int], None],
         fetched: bytes = b"",
     ) -> bool:

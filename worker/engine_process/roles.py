@@ -5,31 +5,32 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from baton.engine.api.config import MEMORY_TAGS
 from baton.engine.core.making_room import to_drop
+from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.states import State
 from baton.worker.engine_process.weights import WeightsChange
-from baton.worker.messages import Code, ToEngine
+from baton.worker.messages import Code, FromRouter, ToEngine
 
 
 class Role(Protocol):
     """One kind of work over the engine: prefill for a handover, or decode. The loop's thread calls it."""
 
-    handles: ClassVar[tuple[type, ...]]
-    """Types of the messages that `handle` takes."""
+    handles: ClassVar[tuple[str, ...]]
+    """Kinds of `RouterMessage` that `handle` takes."""
 
     @property
     def idle(self) -> bool:
         """Whether it has nothing that is neither an attempt nor a transfer."""
         return True
 
-    def handle(self, message: ToEngine) -> None:
-        """Handles a message of one of the types `handles`."""
+    def handle(self, message: FromRouter, content: Any) -> None:
+        """Handles a message of one of these kinds. `content`: what it says."""
 
     def move_kv(self, spare: float) -> None:
         """Handles the reports of the transfer process. Never waits.
@@ -109,17 +110,10 @@ class Roles:
                     waiting_of_streams=self._waiting_of_streams(parts),
                 )
                 self._context.link.send(status)
-            case messages.Cancel(stream, attempt_id):
-                self._attempts.cancel(stream, attempt_id)
-            case messages.OnlyCopies(chunks):
-                names = None if chunks is None else self._context.cached_chunks.names(chunks)
-                self.engine.only_here(names)
-            case messages.ImageReady(name, source):
-                assert self._images is not None, "the service refuses them where the engine encodes"
-                self._images.ready(name, source)
-            case messages.Encode(name=name, pixels=pixels, rows=rows, columns=columns, tenant=tenant):
-                assert self.engine.encoder is not None, "the service refuses them elsewhere"
-                self.engine.encoder.embeddings(name, pixels, rows, columns, tenant)
+            case FromRouter():
+                self._said(message)
+            case messages.Detached(stream):
+                self._attempts.cancel(stream, None)
             case messages.StageWeights() | messages.ReplaceWeights() | messages.DropWeights():
                 self._weights.handle(message)
             case messages.HandBack(reason, but_decodes):
@@ -133,7 +127,29 @@ class Roles:
             case messages.SetMemory():
                 self._context.link.send(self._set_memory(message))
             case _:
-                next(role for role in self._roles if isinstance(message, role.handles)).handle(message)
+                raise AssertionError(f"not for this engine: {message}")
+
+    def _said(self, message: FromRouter) -> None:
+        """Handles what a router says."""
+        said = pb.RouterMessage.FromString(message.data)
+        match kind := said.WhichOneof("kind"):
+            case "cancel":
+                self._attempts.cancel(message.stream, said.cancel.attempt_id)
+            case "only_copies":
+                told = said.only_copies
+                self.engine.only_here(None if told.all else self._context.cached_chunks.names(told.chunks))
+            case "image_ready":
+                assert self._images is not None, "the service refuses them where the engine encodes"
+                self._images.ready(said.image_ready)
+            case "encode":
+                assert self.engine.encoder is not None, "the service refuses them elsewhere"
+                image, [pixels] = said.encode.image, message.pixels
+                self.engine.encoder.embeddings(
+                    image.name, pixels, image.rows, image.columns, said.encode.tenant
+                )
+            case _:
+                role = next(role for role in self._roles if kind in role.handles)
+                role.handle(message, getattr(said, str(kind)))
 
     def _set_memory(self, message: messages.SetMemory) -> messages.MemorySet:
         memory, error, busy = self.engine.memory, "", False

@@ -8,19 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from baton.engine import CachedBlock, Engine, EngineRequest
 from baton.engine.core.link import Link
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
-from baton.kv_names import CHUNK_TOKENS, Tier
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.endpoint.store_offers import LATER, PAUSE, Lent
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
+from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import LONGEST, RECENT, PrefixFetch
-from baton.worker.messages import ContentSource, StoreStats
+from baton.worker.messages import StoreStats
 
 SLACK = 0.05
 """Seconds that a prompt may wait for the store if computing takes longer: this process may be busy."""
-PLACE = ContentSource("", 0, Tier.STORE)
+PLACE = pb.ContentSource(tier=pb.TIER_STORE)
 
 
 class StoreSource:
@@ -71,10 +72,10 @@ class StoreSource:
 
     # As a source
 
-    def find(self, hint: ContentSource | None) -> ContentSource | None:
+    def find(self, hint: pb.ContentSource | None) -> pb.ContentSource | None:
         return PLACE
 
-    def link(self, place: ContentSource) -> Link:
+    def link(self, place: pb.ContentSource) -> Link:
         return self._link
 
     def missing(self, request: EngineRequest) -> MissingPrefix | None:

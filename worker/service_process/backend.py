@@ -21,7 +21,15 @@ from baton.rpc.pools import POOL_NAMES, POOLS
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.engine_process.kv_events import all_blocks_cleared
-from baton.worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
+from baton.worker.messages import (
+    Code,
+    Detached,
+    EngineReady,
+    EngineStatus,
+    FromEngine,
+    FromRouter,
+    ToEngine,
+)
 from baton.worker.processes import START_SILENCE, EngineError, EngineRestart, TreeError, dismiss
 from baton.worker.service_process import streams
 from baton.worker.service_process.cache_feed import CacheFeed
@@ -122,16 +130,22 @@ class Backend:
         self._questions = count()
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by question
 
-    async def send(self, message: ToEngine) -> None:
-        """Sends to the engine, in order. Waits while the engine reads too slowly. Between two engine
-        processes the attempt alone is remembered, for the next one. Raises RefusedAttempt for an id of an
-        attempt that is remembered."""
-        if isinstance(message, messages.Prefill | messages.Decode):
-            if self._open is not None and message.work.request.id in self._open:
-                raise RefusedAttempt(Code.INVALID, "this id is in use")
-            self._journal.accepted(message.work)
+    async def forward(self, message: FromRouter, said: pb.RouterMessage) -> None:
+        """Sends what a router says. Between two engine processes an attempt alone is remembered, for the next
+        one. Raises RefusedAttempt for an id of an attempt that is remembered. `said`: the same message."""
+        origin = message.origin
         if self._open is not None:
-            self._open.sent(message)
+            if origin is not None and origin.attempt_id in self._open:
+                raise RefusedAttempt(Code.INVALID, "this id is in use")
+            self._open.said(message, said)
+        if origin is not None:
+            self._journal.accepted(origin)
+        await self.send(message)
+
+    async def send(self, message: ToEngine) -> None:
+        """Sends to the engine, in order. Waits while the engine reads too slowly."""
+        if self._open is not None and isinstance(message, Detached):
+            self._open.detached(message.stream)
         if self.replacing:
             return
         try:

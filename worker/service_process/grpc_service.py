@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from baton.rpc import worker_pb2 as pb
-from baton.worker import messages
-from baton.worker.messages import Code, ToEngine
+from baton.worker.messages import Code, Detached, FromRouter
 from baton.worker.processes import TreeError
 from baton.worker.service_process import streams, validation
 from baton.worker.service_process.adapters import WorkerAdapters
@@ -28,7 +27,7 @@ from baton.worker.service_process.backend import Backend, Refused
 from baton.worker.service_process.memory import WorkerMemory
 from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.streams import Routers, RouterStream
-from baton.worker.service_process.validation import Limits, RefusedAttempt, StreamError
+from baton.worker.service_process.validation import Checked, Limits, RefusedAttempt, StreamError
 from baton.worker.service_process.weights import WeightsReplacement
 
 log = logging.getLogger(__name__)
@@ -61,11 +60,8 @@ class AttachService:
         self._adapters = WorkerAdapters(backend, routers, description)
         self._cancels: set[asyncio.Task[None]] = set()
         self._encodes = encodes
-        self._kinds: dict[str, tuple[str, Callable[[RouterStream, bytes, Any], ToEngine]]] = {
-            "cancel": (
-                "attempt_id",
-                lambda stream, attempt_id, _: messages.Cancel(stream.number, attempt_id),
-            ),
+        self._kinds: dict[str, tuple[str, Callable[[RouterStream, bytes, Any], Checked | None]]] = {
+            "cancel": ("attempt_id", lambda _stream, _id, _: None),
         }
         if encodes:
             self._kinds["encode"] = "encode_id", self._encode
@@ -73,17 +69,14 @@ class AttachService:
             self._kinds |= {
                 "prefill": ("prefill_id", self._prefill),
                 "decode": ("decode_id", self._decode),
-                "retarget": ("decode_id", self._retarget),
-                "only_copies": ("", lambda _stream, _id, told: messages.OnlyCopies(validation.chunks(told))),
+                "retarget": ("decode_id", lambda _stream, _id, told: validation.retarget(told, limits)),
+                "only_copies": ("", lambda _stream, _id, told: validation.only_copies(told)),
             }
         if description.kept_image_tokens:
             self._kinds["encode"] = "encode_id", self._encode
         if description.image_fingerprint:
-            self._kinds["image_ready"] = (
-                "",
-                lambda _stream, _id, told: validation.image_ready(told, self._limits),
-            )
-        """By kind of a message, its field with the id of an attempt, and what converts it."""
+            self._kinds["image_ready"] = "", lambda _stream, _id, told: validation.image_ready(told, limits)
+        """By kind of a message, its field with the id of an attempt, and what checks it."""
 
     # ------------------------------------------------------------ the calls
 
@@ -196,39 +189,42 @@ class AttachService:
                 continue
             if kind not in self._kinds:
                 raise StreamError(f"a message of kind {kind} is not allowed here")
-            (field, convert), content = self._kinds[kind], getattr(message, kind)
+            (field, check), content = self._kinds[kind], getattr(message, kind)
             attempt_id = validation.attempt_id(getattr(content, field), field) if field else b""
             try:
-                await self._backend.send(convert(stream, attempt_id, content))
+                checked = check(stream, attempt_id, content)
+                origin, pixels = (None, []) if checked is None else checked
+                await self._backend.forward(FromRouter(stream.number, data, origin, pixels), message)
             except RefusedAttempt as refusal:
                 if kind == "retarget":
-                    await self._backend.send(messages.Cancel(stream.number, attempt_id))
+                    cancel = pb.RouterMessage(cancel=pb.Cancel(attempt_id=attempt_id))
+                    await self._backend.forward(FromRouter(stream.number, cancel.SerializeToString()), cancel)
                 stream.put(streams.failed(attempt_id, refusal.code, str(refusal)))
 
-    def _prefill(self, stream: RouterStream, prefill_id: bytes, submit: pb.SubmitPrefill) -> messages.Prefill:
+    def _prefill(self, stream: RouterStream, prefill_id: bytes, submit: pb.SubmitPrefill) -> Checked:
         pixels = stream.take_pixels()
         self._require_accepting(submit.request)
-        work = validation.work(prefill_id, submit.request, self._limits, pixels, handover=submit.handover)
-        content, plan = validation.content_source(submit), validation.plan(submit)
-        return messages.Prefill(stream.number, work, submit.handover, submit.report_start, content, plan)
+        checked = validation.submission(
+            prefill_id, submit.request, self._limits, pixels, handover=submit.handover
+        )
+        validation.content_source(submit)
+        validation.plan(submit)
+        return checked
 
-    def _decode(self, stream: RouterStream, decode_id: bytes, submit: pb.SubmitDecode) -> messages.Decode:
+    def _decode(self, stream: RouterStream, decode_id: bytes, submit: pb.SubmitDecode) -> Checked:
         pixels = stream.take_pixels()
         self._require_accepting(submit.request)
-        work = validation.work(decode_id, submit.request, self._limits, pixels)
-        source = validation.source(submit.source) if submit.HasField("source") else None
-        return messages.Decode(stream.number, work, source, validation.content_source(submit))
+        checked = validation.submission(decode_id, submit.request, self._limits, pixels)
+        if submit.HasField("source"):
+            validation.source(submit.source)
+        validation.content_source(submit)
+        return checked
 
-    def _encode(self, stream: RouterStream, encode_id: bytes, submit: pb.SubmitEncode) -> messages.Encode:
+    def _encode(self, stream: RouterStream, encode_id: bytes, submit: pb.SubmitEncode) -> Checked:
         pixels = stream.take_pixels()
         if self._encodes and self._backend.draining:
             raise RefusedAttempt(Code.DRAINING, self._backend.draining)
-        return validation.encode(stream.number, encode_id, submit, self._limits, pixels)
-
-    def _retarget(self, stream: RouterStream, decode_id: bytes, retarget: pb.Retarget) -> messages.Retarget:
-        source = validation.source(retarget.source)
-        output_ids = validation.output_tokens(retarget.output_ids, self._limits)
-        return messages.Retarget(stream.number, decode_id, source, output_ids)
+        return validation.encode(encode_id, submit, self._limits, pixels)
 
     def _require_accepting(self, asked: pb.Request) -> None:
         if self._backend.draining:
@@ -243,7 +239,7 @@ class AttachService:
         if not self._routers.remove(stream):
             return
         # A separate task, because gRPC may cancel the ending call while the engine reads too slowly.
-        task = asyncio.create_task(self._backend.send(messages.Cancel(stream.number)))
+        task = asyncio.create_task(self._backend.send(Detached(stream.number)))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
 

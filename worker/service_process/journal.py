@@ -49,9 +49,8 @@ class Journal:
     def close(self) -> None:
         self._tracer.close()
 
-    def accepted(self, work: messages.Work) -> None:
-        tokens = len(work.request.prompt_ids) + len(work.request.output_ids)
-        _log_attempt(work.origin, "accepted, %d tokens", tokens)
+    def accepted(self, origin: Origin) -> None:
+        _log_attempt(origin, "accepted")
 
     def cancelled(self, origin: Origin) -> None:
         _log_attempt(origin, "cancelled")

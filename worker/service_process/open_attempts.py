@@ -1,6 +1,6 @@
 """The attempts of a worker whose engine process may be replaced: what the next one must be told.
 
-    message of a router ─▶ sent ──────▶ open ─▶ failed, finished, cancelled
+    message of a router ─▶ said ──────▶ open ─▶ failed, finished, cancelled
     token of the engine ─▶ heard ──────▶ │
     the engine has ended ─▶ lost ─▶ told to routers, or submitted again: prompt + output so far
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
-from baton.worker.messages import Code, Decode, FromEngine, Prefill, ToEngine
+from baton.worker.messages import Code, FromEngine, FromRouter, Origin
 
 MOST_CRASHES = 2
 """An attempt that was in so many crashed steps, without a token between them, shares no step with others.
@@ -34,7 +34,10 @@ class Lost(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    message: Prefill | Decode
+    stream: int
+    origin: Origin
+    pixels: list[bytes]
+    said: pb.RouterMessage  # that submitted it. It gets the output so far
     deadline: float  # time.monotonic()
     alone: bool  # as its router wants it
     crashes: int = 0
@@ -43,14 +46,22 @@ class _Open:
     """The router has a part of the log probabilities of its prompt. It takes no position twice."""
 
     @property
+    def is_prefill(self) -> bool:
+        return self.said.HasField("prefill")
+
+    @property
+    def request(self) -> pb.Request:
+        return (self.said.prefill if self.is_prefill else self.said.decode).request
+
+    @property
     def returns(self) -> str:
         """Why the attempt goes back to its router. Empty: it goes on here."""
-        request = self.message.work.request
+        request = self.request
         if self.was_scored and not request.output_ids:
             return "its prompt was being scored"
-        if isinstance(self.message, Prefill) and (self.has_output or self.message.plan):
+        if self.is_prefill and (self.has_output or self.said.prefill.plan):
             return "its KV was on the way to another worker"
-        if self.has_output and any(not image.pixels for image in request.images):
+        if self.has_output and any(not pixels for pixels in self.pixels):
             return "its images were on another worker"
         return "" if self.deadline > time.monotonic() else "its deadline has come"
 
@@ -71,28 +82,39 @@ class OpenAttempts:
     def __contains__(self, attempt_id: bytes) -> bool:
         return attempt_id in self._open
 
-    def sent(self, message: ToEngine) -> None:
-        """A router sent this. Messages of an attempt come in order, and no other has its id."""
-        match message:
-            case Prefill(work=work) | Decode(work=work):
-                deadline = time.monotonic() + work.timeout
-                self._open[work.request.id] = _Open(message, deadline, work.request.alone)
-                if isinstance(message, Prefill) and message.plan:
-                    self._forget_later(work.request.id, deadline)
-            case messages.Retarget(stream, decode_id, source, output_ids):
-                attempt = self._open.get(decode_id)
-                if attempt is None or attempt.message.stream != stream or attempt.has_output:
+    def said(self, message: FromRouter, said: pb.RouterMessage) -> None:
+        """A router said this: the same message, read. Messages of an attempt come in order, and no other has
+        its id."""
+        stream = message.stream
+        match said.WhichOneof("kind"):
+            case "prefill" | "decode":
+                assert message.origin is not None, "it submits an attempt"
+                self._submitted(stream, message.origin, message.pixels, said)
+            case "retarget":
+                told = said.retarget
+                attempt = self._open.get(told.decode_id)
+                if attempt is None or attempt.stream != stream or attempt.has_output or attempt.is_prefill:
                     return
-                if isinstance(attempt.message, Decode):
-                    attempt.message.source = source
-                    attempt.message.work.request.output_ids = list(output_ids)
-            case messages.Cancel(stream, cancelled):
-                for attempt_id in [*self._open] if cancelled is None else [cancelled]:
-                    attempt = self._open.get(attempt_id)
-                    if attempt is not None and attempt.message.stream == stream:
-                        self._end(attempt_id)
-            case _:
-                pass
+                attempt.said.decode.source.CopyFrom(told.source)
+                attempt.request.output_ids[:] = told.output_ids
+            case "cancel":
+                attempt = self._open.get(said.cancel.attempt_id)
+                if attempt is not None and attempt.stream == stream:
+                    self._end(said.cancel.attempt_id)
+
+    def _submitted(self, stream: int, origin: Origin, pixels: list[bytes], said: pb.RouterMessage) -> None:
+        attempt = _Open(stream, origin, pixels, said, 0.0, alone=False)
+        request = attempt.request
+        attempt.deadline, attempt.alone = time.monotonic() + request.timeout_ms / 1000, request.alone
+        self._open[origin.attempt_id] = attempt
+        if said.prefill.plan:
+            self._forget_later(origin.attempt_id, attempt.deadline)
+
+    def detached(self, stream: int) -> None:
+        """The stream of a router has ended, and with it its attempts."""
+        for attempt_id, attempt in [*self._open.items()]:
+            if attempt.stream == stream:
+                self._end(attempt_id)
 
     def heard(self, message: FromEngine) -> bool:
         """The engine says this, and routers are told. Returns whether it has computed a token."""
@@ -108,24 +130,25 @@ class OpenAttempts:
                 return said.HasField("step")
             case messages.AttemptFailed(stream, origin, code) if code is not Code.KV_FAILED:
                 attempt = self._open.get(origin.attempt_id)
-                if attempt is not None and attempt.message.stream == stream:
+                if attempt is not None and attempt.stream == stream:
                     self._end(origin.attempt_id)
             case _:
                 pass
         return False
 
     def _has_token(self, attempt: _Open, index: int, token: int, is_last: bool) -> None:
-        request = attempt.message.work.request
-        if is_last or (isinstance(attempt.message, Prefill) and not attempt.message.handover):
-            self._end(request.id)
+        request, attempt_id = attempt.request, attempt.origin.attempt_id
+        if is_last or (attempt.is_prefill and not attempt.said.prefill.handover):
+            self._end(attempt_id)
             return
         attempt.has_output = True
-        if isinstance(attempt.message, Prefill):
-            self._forget_later(request.id, time.monotonic() + self._hold)
+        if attempt.is_prefill:
+            self._forget_later(attempt_id, time.monotonic() + self._hold)
         elif index == len(request.output_ids):
             request.output_ids.append(token)
             attempt.crashes = 0
-            attempt.message.source = attempt.message.content = None  # the KV of all tokens is, or was, here
+            for field in ("source", "content"):  # the KV of all tokens is, or was, here
+                attempt.said.decode.ClearField(field)
 
     def _forget_later(self, attempt_id: bytes, at: float) -> None:
         self._held[attempt_id] = at
@@ -143,28 +166,29 @@ class OpenAttempts:
         told: list[Lost] = []
         for attempt_id, attempt in [*self._open.items()]:
             attempt.crashes += attempt_id in step
-            attempt.message.work.origin.resumed = not attempt.has_output
+            attempt.origin.resumed = not attempt.has_output
             if reason := attempt.returns:
-                told.append(Lost(attempt.message.stream, attempt_id, Code.HANDED_BACK, f"{error}: {reason}"))
+                told.append(Lost(attempt.stream, attempt_id, Code.HANDED_BACK, f"{error}: {reason}"))
             elif attempt.crashes > MOST_CRASHES:
                 text = f"it was being computed when {error}"
-                told.append(Lost(attempt.message.stream, attempt_id, Code.ENGINE, text))
+                told.append(Lost(attempt.stream, attempt_id, Code.ENGINE, text))
             else:
                 continue
             self._end(attempt_id)
         return told
 
-    def again(self) -> Iterator[Prefill | Decode]:
+    def again(self) -> Iterator[FromRouter]:
         """Returns what the next engine gets, in the order of arrival. From this call on attempts may end, and
         others may come, which are not among them."""
         return self._again([*self._open])
 
-    def _again(self, attempt_ids: Sequence[bytes]) -> Iterator[Prefill | Decode]:
+    def _again(self, attempt_ids: Sequence[bytes]) -> Iterator[FromRouter]:
         for attempt_id in attempt_ids:
             if (attempt := self._open.get(attempt_id)) is None:
                 continue
-            work = attempt.message.work
-            work.timeout = max(0.0, attempt.deadline - time.monotonic())
-            work.request.retried = True
-            work.request.alone = attempt.alone or attempt.crashes >= MOST_CRASHES
-            yield attempt.message
+            request = attempt.request
+            request.timeout_ms = max(0, int(1000 * (attempt.deadline - time.monotonic())))
+            request.retried = True
+            request.alone = attempt.alone or attempt.crashes >= MOST_CRASHES
+            data = attempt.said.SerializeToString()
+            yield FromRouter(attempt.stream, data, attempt.origin, attempt.pixels)

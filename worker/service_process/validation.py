@@ -1,29 +1,28 @@
-"""Checks the messages of a router and converts them to messages for the engine process.
+"""Checks the messages of a router, before their bytes go to the engine process.
 
 Routers are authenticated, but nothing from the network is trusted. Sizes are bounded, ids have 16 bytes,
 tokens are in the vocabulary. A mistake in a request refuses that attempt (`RefusedAttempt`). A malformed id
 names no attempt to answer, so it ends the stream (`StreamError`). `engine.SamplingParams` and
-`engine.check_request` define the valid requests. They are applied here, once.
+`engine.check_request` define the valid requests. They are applied here.
 """
 
 import math
 import re
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import NamedTuple
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
-from baton.engine import EngineRequest, Image, Reasoning, SamplingParams, StructuredOutput, check_request
-from baton.kv_names import CHUNK_TOKENS, IMAGE_NAME_BYTES, Tier, with_adapter
+from baton.engine import check_request
+from baton.kv_names import CHUNK_TOKENS, IMAGE_NAME_BYTES
 from baton.rpc import LONGEST_REPORT, bounded_report
 from baton.rpc import worker_pb2 as pb
 from baton.system.tracing import valid_traceparent
 from baton.vision.images import CHANNELS, MOST_PIXELS, PIXELS_PART, ImageSettings
-from baton.worker import messages
-from baton.worker.messages import Code
+from baton.worker.messages import Code, Origin
+from baton.worker.requests import engine_request
 
 ID_BYTES = 16
 MAX_LISTED = 1024
@@ -40,6 +39,13 @@ _ADDRESS = re.compile(r"([\x21-\x7e]+):([0-9]{1,5})")  # printable for the same 
 
 class StreamError(Exception):
     """The router broke the protocol, and its stream must end."""
+
+
+class Checked(NamedTuple):
+    """What `messages.FromRouter` has of a submission beside its bytes."""
+
+    origin: Origin
+    pixels: list[bytes]
 
 
 class RefusedAttempt(Exception):
@@ -91,16 +97,15 @@ def add_pixels(pixels: bytearray, data: bytes) -> None:
         raise StreamError(f"the images of an attempt have more than {MOST_PIXELS} pixels")
 
 
-def work(
+def submission(
     attempt_id: bytes,
     asked: pb.Request,
     limits: Limits,
     pixels: bytes | bytearray = b"",
     *,
     handover: bool = True,
-) -> messages.Work:
-    """Checks the request of an attempt and converts it. No later code checks it again. `pixels`: those of its
-    images that have some.
+) -> Checked:
+    """Checks the request of an attempt. No later code checks it again. `pixels`: those of its images.
 
     Without `handover` the next token must be the last, because no worker continues the request. Raises
     RefusedAttempt(INVALID), which names the field.
@@ -126,20 +131,22 @@ def work(
             f"max_tokens is {sampling.max_tokens}, but a prefill without handover computes only token "
             f"{emitted + 1}: set handover"
         )
+    origin = _origin(attempt_id, asked, asked.request_id)
     try:
-        request = _request(attempt_id, asked, _images(asked, limits, pixels))
+        of_images = _pixels(asked, limits, pixels)
+        request = engine_request(origin, asked, of_images)
         check_request(request, limits.vocab_size, limits.max_model_len, limits.images)
     except ValueError as error:
         raise _invalid(str(error)) from error
-    return messages.Work(
-        request,
-        timeout=asked.timeout_ms / 1000,
-        origin=messages.Origin(
-            attempt_id,
-            name=asked.name if _NAME.fullmatch(asked.name) else asked.request_id.hex(),
-            traceparent=valid_traceparent(asked.traceparent),
-            accepted_at=time.monotonic(),
-        ),
+    return Checked(origin, of_images)
+
+
+def _origin(attempt_id: bytes, named: pb.Request | pb.SubmitEncode, default: bytes) -> Origin:
+    return Origin(
+        attempt_id,
+        name=named.name if _NAME.fullmatch(named.name) else default.hex(),
+        traceparent=valid_traceparent(named.traceparent),
+        accepted_at=time.monotonic(),
     )
 
 
@@ -158,8 +165,8 @@ def _check_label(name: str, label: bytes) -> None:
         raise _invalid(f"{name} has {len(label)} bytes, more than {MAX_LABEL_BYTES}")
 
 
-def _images(asked: pb.Request, limits: Limits, pixels: bytes | bytearray) -> tuple[Image, ...]:
-    """Raises ValueError if they have other pixels than these."""
+def _pixels(asked: pb.Request, limits: Limits, pixels: bytes | bytearray) -> list[bytes]:
+    """Of each image. Raises ValueError if they are others than these."""
     settings = limits.images
     sizes = [
         settings.pixel_bytes(x.rows, x.columns) if settings is not None and x.with_pixels else 0
@@ -168,106 +175,44 @@ def _images(asked: pb.Request, limits: Limits, pixels: bytes | bytearray) -> tup
     if sum(sizes) != len(pixels):
         raise ValueError(f"images: {len(pixels)} bytes of pixels came, not {sum(sizes)}")
     stops = accumulate(sizes)
-    return tuple(
-        Image(x.name, x.start, x.rows, x.columns, bytes(memoryview(pixels)[stop - size : stop]))
-        for x, size, stop in zip(asked.images, sizes, stops, strict=True)
-    )
+    return [bytes(memoryview(pixels)[stop - size : stop]) for size, stop in zip(sizes, stops, strict=True)]
 
 
-def _request(attempt_id: bytes, asked: pb.Request, images: tuple[Image, ...]) -> EngineRequest:
-    """Raises ValueError, which names the sampling parameter that is out of range."""
-    sampling = asked.sampling
-    converted = {
-        "logit_bias": dict(sampling.logit_bias),
-        "bad_words": tuple(tuple(word.token_ids) for word in sampling.bad_words),
-        "structured_output": _structured_output(sampling),
-        "reasoning": _reasoning(sampling),
-    }
-    return EngineRequest(
-        attempt_id,
-        asked.prompt_ids[:],  # a list, in half the time of `list`
-        asked.output_ids[:],
-        SamplingParams(**_same_names(sampling, SamplingParams, converted), **converted),
-        priority=asked.priority,
-        alone=asked.alone,
-        retried=asked.retried,
-        first_token_within=(asked.first_token_within or math.inf) - asked.waited,
-        gap_cost=asked.gap_cost,
-        cache_salt=with_adapter(asked.cache_salt, asked.adapter),
-        adapter=asked.adapter,
-        tenant=asked.tenant,
-        images=images,
-    )
-
-
-def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
-    if not sampling.HasField("structured_output"):
-        return None
-    kind = sampling.structured_output.WhichOneof("kind")
-    if kind is None:
-        raise ValueError("structured_output has no kind")
-    return StructuredOutput(kind, getattr(sampling.structured_output, kind))
-
-
-def _reasoning(sampling: pb.SamplingParams) -> Reasoning | None:
-    if not sampling.HasField("reasoning"):
-        return None
-    return Reasoning(**_same_names(sampling.reasoning, Reasoning))
-
-
-def _same_names(sent: Message, kind: type, but: Collection[str] = ()) -> dict[str, Any]:
-    """Reads the fields that a dataclass has under the same names. One with the default None is optional."""
-    values: dict[str, Any] = {}
-    for name, default in [(field.name, field.default) for field in fields(kind) if field.name not in but]:
-        value = getattr(sent, name)
-        if default is None:
-            values[name] = value if sent.HasField(name) else None
-        else:
-            values[name] = tuple(value) if default == () else value
-    return values
-
-
-def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:
-    """Checks the output ids of a Retarget. Raises RefusedAttempt(INVALID)."""
+def retarget(told: pb.Retarget, limits: Limits) -> None:
+    """Raises RefusedAttempt(INVALID); StreamError for a malformed id."""
+    source(told.source)
+    output_ids = told.output_ids
     if len(output_ids) >= limits.max_model_len:
         raise _invalid(f"{len(output_ids)} output_ids fill the context of {limits.max_model_len}")
     if output_ids and max(output_ids) >= limits.vocab_size:
         raise _invalid(
             f"output_ids has token {max(output_ids)}, beyond the vocabulary of {limits.vocab_size}"
         )
-    return list(output_ids)
 
 
-def source(value: pb.PrefillSource) -> messages.PrefillSource:
+def source(value: pb.PrefillSource) -> None:
     """Checks the source of a request's KV. Raises RefusedAttempt(INVALID); StreamError for a malformed id."""
-    address = _address(value.kv_address)
-    prefill_id = attempt_id(value.prefill_id, "prefill_id")
-    return messages.PrefillSource(prefill_id, address, value.incarnation, value.attempt)
+    _address(value.kv_address)
+    attempt_id(value.prefill_id, "prefill_id")
 
 
-def content_source(submit: pb.SubmitPrefill | pb.SubmitDecode) -> messages.ContentSource | None:
+def content_source(submit: pb.SubmitPrefill | pb.SubmitDecode) -> None:
     """Checks the source of cached KV, if there is one. Raises RefusedAttempt(INVALID)."""
-    if not submit.HasField("content"):
-        return None
-    return messages.ContentSource(
-        _address(submit.content.kv_address), submit.content.incarnation, _tier(submit.content.tier)
-    )
+    if submit.HasField("content"):
+        _address(submit.content.kv_address)
 
 
-def image_ready(told: pb.ImageReady, limits: Limits) -> messages.ImageReady:
+def image_ready(told: pb.ImageReady, limits: Limits) -> None:
     """Raises StreamError for a name or an address that is none."""
     if limits.images is None or len(told.name) != IMAGE_NAME_BYTES:
         raise StreamError(f"image_ready has a name of {len(told.name)} bytes, or the model takes no images")
     try:
-        source = messages.ContentSource(_address(told.kv_address), told.incarnation)
+        _address(told.kv_address)
     except RefusedAttempt as error:
         raise StreamError(str(error)) from error
-    return messages.ImageReady(told.name, source)
 
 
-def encode(
-    stream: int, encode_id: bytes, submit: pb.SubmitEncode, limits: Limits, pixels: bytes | bytearray
-) -> messages.Encode:
+def encode(encode_id: bytes, submit: pb.SubmitEncode, limits: Limits, pixels: bytes | bytearray) -> Checked:
     """Checks an image for an encoder. Raises RefusedAttempt(INVALID)."""
     image, settings = submit.image, limits.images
     assert settings is not None, "it encodes"
@@ -281,36 +226,22 @@ def encode(
     if len(pixels) not in (0, size):
         raise _invalid(f"image: {len(pixels)} bytes of pixels came, not {size}")
     _check_label("tenant", submit.tenant)
-    origin = messages.Origin(
-        encode_id,
-        name=submit.name if _NAME.fullmatch(submit.name) else encode_id.hex(),
-        traceparent=valid_traceparent(submit.traceparent),
-        accepted_at=time.monotonic(),
-    )
-    return messages.Encode(
-        stream, origin, image.name, image.rows, image.columns, bytes(pixels), submit.tenant
-    )
+    return Checked(_origin(encode_id, submit, encode_id), [bytes(pixels)])
 
 
-def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
+def plan(submit: pb.SubmitPrefill) -> None:
     """Checks the plan of a split prompt. Raises RefusedAttempt(INVALID); StreamError for a malformed id."""
-    ranges = tuple(
-        messages.PlanRange(
-            attempt_id(of.prefill_id, "plan.prefill_id"),
-            _address(of.kv_address),
-            of.incarnation,
-            of.start,
-            of.stop,
-        )
-        for of in submit.plan[: MAX_RANGES + 1]
-    )
+    ranges = submit.plan
     if not ranges:
-        return ()
+        return
+    if len(ranges) > MAX_RANGES:
+        raise _invalid(f"plan has more than {MAX_RANGES} ranges")
+    for of in ranges:
+        attempt_id(of.prefill_id, "plan.prefill_id")
+        _address(of.kv_address)
     part_stops = [of.stop for of in ranges if of.prefill_id == submit.prefill_id]
     request, stops = submit.request, [of.stop for of in ranges]
     workers = {(of.prefill_id, of.kv_address, of.incarnation) for of in ranges}
-    if len(ranges) > MAX_RANGES:
-        raise _invalid(f"plan has more than {MAX_RANGES} ranges")
     if [0, *stops[:-1]] != [of.start for of in ranges] or any(of.start >= of.stop for of in ranges):
         raise _invalid("the ranges of plan must follow each other from position 0 on")
     if any(stop % CHUNK_TOKENS for stop in stops[:-1]):
@@ -321,29 +252,20 @@ def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
         raise _invalid("the last range of this prefill in plan must end with the tokens of the request")
     if not submit.handover or request.images or request.sampling.HasField("prompt_logprobs"):
         raise _invalid("plan needs a handover, without images and prompt_logprobs")
-    return ranges
 
 
-def _tier(tier: "pb.Tier") -> Tier:
-    """A tier of a newer version counts as the slowest one of a worker. The store is none of these."""
-    return Tier(min(tier, Tier.DISK))
-
-
-def _address(address: str) -> str:
+def _address(address: str) -> None:
     match = _ADDRESS.fullmatch(address) if len(address) <= MAX_ADDRESS else None
     if match is None:
         raise _invalid(f"kv_address {address[:MAX_ADDRESS]!r} is not host:port")
     if not 1 <= int(match[2]) <= 65_535:
         raise _invalid(f"kv_address names port {match[2]}, which is not 1 to 65535")
-    return address
 
 
 def _invalid(message: str) -> RefusedAttempt:
     return RefusedAttempt(Code.INVALID, message)
 
 
-def chunks(message: pb.OnlyCopies) -> list[int] | None:
-    """None: all."""
-    if len(message.chunks) > MAX_CHUNKS:
-        raise StreamError(f"only_copies has {len(message.chunks)} chunks, more than {MAX_CHUNKS}")
-    return None if message.all else list(message.chunks)
+def only_copies(told: pb.OnlyCopies) -> None:
+    if len(told.chunks) > MAX_CHUNKS:
+        raise StreamError(f"only_copies has {len(told.chunks)} chunks, more than {MAX_CHUNKS}")
