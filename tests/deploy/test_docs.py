@@ -18,6 +18,7 @@ from .test_schemas import VERSIONS, validate
 pytestmark = pytest.mark.all
 
 TEXT = (ROOT / "docs" / "kubernetes.md").read_text()
+TUTORIAL = (ROOT / "docs" / "quickstart-cluster.md").read_text()
 EXAMPLES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.S)]
 [VALUES] = (yaml.safe_load(block) for block in re.findall(r"```yaml values\n(.*?)```", TEXT, re.S))
 
@@ -75,7 +76,8 @@ def test_every_overlay_and_every_file_that_is_named_exists(overlays: dict[str, l
 
 def test_the_documented_secrets_are_those_of_the_pods(overlay: list[Object]) -> None:
     made = {
-        (name, key) for name, key in re.findall(r"create secret generic (\S+) --from-file=([\w.-]+)", TEXT)
+        (name, key)
+        for name, key in re.findall(r"create secret generic (\S+) --from-file=([\w.-]+)", TUTORIAL)
     } | {("baton", "auth_token")}  # KubeRay's own
     for pod in pod_templates(overlay):
         wanted = {
