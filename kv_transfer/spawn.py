@@ -81,7 +81,7 @@ class WaitingTransfer:
     ) -> None:
         self._fds = sending.fds, receiving.fds, heartbeat.fd, service.fileno()
         inherited = *sending.fds, *receiving.fds, heartbeat.fd, service.fileno()
-        self.process = spawn("baton.kv_transfer.process", pass_fds=inherited)
+        self.process = spawn("-m", "baton.kv_transfer.process", pass_fds=inherited)
         for end in (sending, receiving):
             end.channel.close()
         service.close()

@@ -54,19 +54,14 @@ def describe_exit(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}"
 
 
-def kill_tree(popen: subprocess.Popen[bytes]) -> None:
-    """Kills all processes of a child that has a session of its own. It must not be reaped yet: until then no
-    other process can get the id of its process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(popen.pid, signal.SIGKILL)
-
-
 class Child:
     """A child process that the running event loop watches and reaps."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], *, session: bool = False) -> None:
+        """`session`: it has one of its own. All processes of its group end with it."""
         self.name = name
         self._popen = popen
+        self._session = session
         self._exit = asyncio.ensure_future(self._reap())
 
     @property
@@ -78,7 +73,9 @@ class Child:
         return self._exit.done()
 
     async def wait(self) -> int:
-        """Returns the exit code, or minus the number of the signal that killed it. Many tasks may wait."""
+        """Returns the exit code, or minus the number of the signal that killed it. Many tasks may wait.
+
+        Raises OSError if it cannot be watched. Then it has been killed."""
         return await asyncio.shield(self._exit)
 
     def signal(self, number: int) -> None:
@@ -87,8 +84,9 @@ class Child:
             self._popen.send_signal(number)
 
     def kill(self) -> None:
-        """Sends SIGKILL, which also ends a stopped process."""
-        self.signal(signal.SIGKILL)
+        """Sends SIGKILL, which also ends a stopped process. Does nothing if it has ended."""
+        if not self._exit.done():
+            self._kill()
 
     async def end(self, timeout: float) -> int:
         """Waits `timeout` seconds for the process to exit, then kills it. Returns the exit code."""
@@ -99,6 +97,20 @@ class Child:
             self.kill()
             return await self.wait()
 
+    def _kill(self) -> None:
+        if not self._session:
+            self._popen.kill()
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
     async def _reap(self) -> int:
-        await process_end(self.pid)
+        try:
+            await process_end(self.pid)
+        except Exception:  # no descriptor is left
+            self._kill()
+            self._popen.wait()
+            raise
+        if self._session:  # until the child is reaped, no other process can get the id of its group
+            self._kill()
         return self._popen.wait()

@@ -19,14 +19,13 @@ def environment() -> dict[str, str]:
 
 
 def spawn(
-    module: str,
     *arguments: str,
     given: bytes | None = None,
     pass_fds: Sequence[int] = (),
     output: int | None = None,
     session: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Runs `module` with `-m` in a fresh interpreter. Raises OSError if the machine has no process left.
+    """Runs Python with these arguments in a fresh process. Raises OSError if the machine has none left.
 
     The child dies with the thread that spawned it if it calls `children.die_with_parent`. So call this from a
     thread that lives as long as the process.
@@ -34,7 +33,6 @@ def spawn(
     `given`: its stdin, of any size. None: a pipe, for `tell`. `session`: it gets one of its own, so Ctrl-C in
     a terminal does not reach it.
     """
-    command = [sys.executable, "-m", module, *arguments]
     with contextlib.ExitStack() as stack:
         stdin: int | BufferedRandom = subprocess.PIPE
         if given is not None:  # a pipe would block this process until the child reads
@@ -42,7 +40,7 @@ def spawn(
             stdin.write(given)
             stdin.seek(0)
         return subprocess.Popen(
-            command,
+            [sys.executable, *arguments],
             stdin=stdin,
             stdout=output,
             pass_fds=pass_fds,

@@ -49,8 +49,8 @@ from baton.kv_transfer.endpoint.store_offers import Lent
 from baton.kv_transfer.shared_store import STORE_MODULE, StoreStart, Units
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, label
 from baton.kv_transfer.shared_store.client import ClientProcess
-from baton.kv_transfer.spawn import spawn as spawn_child
 from baton.kv_transfer.wait import wait
+from baton.processes.spawn import spawn as spawn_child
 from baton.steps.quantiles import percentile
 from baton.system.addresses import free_port
 from baton.worker.service_process.store import StoreEnds
@@ -123,7 +123,7 @@ def reads(run: Run, url: str) -> None:
         arena_fd=ends.memory, channel_fd=ends.store.fileno(),
     )  # fmt: skip
     lines = msgspec.json.encode(start) + b"\n" + secret.hex().encode()
-    child = spawn_child(STORE_MODULE, given=lines, pass_fds=(start.arena_fd, start.channel_fd))
+    child = spawn_child("-m", STORE_MODULE, given=lines, pass_fds=(start.arena_fd, start.channel_fd))
     blocks = range(chunks)
     store = SharedStore(
         PagedKV([[kv]], BLOCK, LAYOUT, str(kv[0].device), 0, 1), ends.of_rank(0), NO_RANKS, "bench",

@@ -4,9 +4,7 @@
 """
 
 import asyncio
-import contextlib
 import os
-import subprocess
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +13,8 @@ from typing import Any, BinaryIO
 
 from baton.cluster.supervision.role_log import keep_bounded, open_log
 from baton.processes import ready_pipe
-from baton.processes.children import describe_exit, kill_tree, process_end
+from baton.processes.children import Child, describe_exit
+from baton.processes.keep import keep
 from baton.processes.restarts import TRANSITIONS, Event, Phase, RestartPolicy
 
 
@@ -73,10 +72,11 @@ class RoleProcess:
         self._changes = 0
         self._changed = asyncio.Event()
         self.state = RoleState(token=f"{self._epoch}.0", phase="starting", node=node)
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._watching: asyncio.Task[str] | None = None
         self._stopping = asyncio.Event()
         self._restarting = False
+        self._restarts = 0
         self._task: asyncio.Task[None] | None = None
 
     def launch(self, **environment: str) -> RoleState:
@@ -103,11 +103,10 @@ class RoleProcess:
         self._stopping.set()
         if self._task is None:
             return
-        if self._popen is not None:
-            self._signal(signum)
+        self._signal(signum)
         done, _ = await asyncio.wait([self._task], timeout=grace)
         if not done:
-            self._kill_tree()
+            self._kill()
             await self._task
         self._task.result()
 
@@ -118,14 +117,13 @@ class RoleProcess:
         """
         if self.state.phase == "ready":
             self._restarting = True
-            if self._popen is not None:
-                self._signal(signum)
+            self._signal(signum)
             try:
                 pid = self.state.pid
                 async with asyncio.timeout(grace):
                     await self._until(lambda state: state.pid != pid)
             except TimeoutError:
-                self._kill_tree()
+                self._kill()
         await self._until(lambda s: s.phase == "stopped" or (s.phase == "ready" and not self._restarting))
 
     async def _until(self, holds: Callable[[RoleState], bool]) -> None:
@@ -133,65 +131,62 @@ class RoleProcess:
             await self.changed(state.token)
 
     async def _supervise(self) -> None:
-        restarts = 0
-        while not self._stopping.is_set():
+        await keep(self._run, self._policy, self._stopping, self._has_ended)
+        self._set("stop", ready=None, pid=None)
+
+    async def _run(self) -> tuple[float, str]:
+        """Runs the child, and another one after each `restart`, as `keep.keep` has it."""
+        while True:
             started = time.monotonic()
+            if self.state.phase == "waiting":
+                self._set("delay over")
             try:
-                code, why = await self._run_once(restarts)
+                code, why = await self._run_once()
             except (OSError, ValueError) as error:  # no process or memory is left, or a secret is missing
                 code, why = 1, f"cannot be started: {error}"
             if self._stopping.is_set():
                 # A starting child has no signal handlers yet, so the signal kills it: that is no error.
                 unclean = code != 0 and self.state.phase == "ready"
                 self._set(error=why if unclean else "")
-                break
-            if self._restarting:
+            elif self._restarting:
                 self._restarting = False
                 self._set("replaced", stage="starting", fraction=0.0, ready=None, pid=None, error="")
                 continue
-            restarts += 1
-            now = time.monotonic()
-            delay = self._policy.crashed(now, now - started)
-            loop = self._policy.crash_loop(now)
-            self._set("ended", ready=None, pid=None, error=why, restarts=restarts, crash_loop=loop)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay):
-                    await self._stopping.wait()
-            if not self._stopping.is_set():
-                self._set("delay over")
-        self._set("stop", ready=None, pid=None)
+            return time.monotonic() - started, why
+
+    def _has_ended(self, why: str, delay: float) -> None:
+        self._restarts += 1
+        loop = self._policy.crash_loop(time.monotonic())
+        self._set("ended", ready=None, pid=None, error=why, restarts=self._restarts, crash_loop=loop)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             why = f"it is supervised no more ({type(error).__name__}: {error})"
             self._set(phase="waiting", ready=None, pid=None, error=why)
 
-    async def _run_once(self, restarts: int) -> tuple[int, str]:
+    async def _run_once(self) -> tuple[int, str]:
         """Runs the child once. Returns its exit code, and why it ended, for people.
 
         Raises OSError or ValueError if the child cannot be started or watched. Then it does not run.
         """
         started = time.monotonic()
         with open_log(self._log) as log:
-            # The fork blocks the loop for milliseconds. It must be here: the child dies with its thread.
-            self._popen, pipe = ready_pipe.start(
-                self._command, {**self._environment, **self._secrets()}, output=log
-            )
-        popen = self._popen
+            # The start blocks the loop for milliseconds. It must be here: the child dies with its thread.
+            environment = {**self._environment, **self._secrets()}
+            popen, pipe = ready_pipe.start(self._command, environment, output=log)
+        child = self._child = Child(self._log.name, popen, session=True)
         self._set(
-            stage="starting", fraction=0.0, pid=popen.pid, seconds_to_ready=None,
-            restarts=restarts,
-        )  # fmt: skip
+            stage="starting", fraction=0.0, pid=popen.pid, seconds_to_ready=None, restarts=self._restarts
+        )
         failure = asyncio.create_task(self._beside_child(lambda: self._follow(pipe, started)))
         self._watching = watching = asyncio.create_task(self._beside_child(self._watch))
         try:
-            await process_end(popen.pid)
+            code = await child.wait()
             hung = watching.result() if watching.done() and not watching.cancelled() else ""
         finally:
             watching.cancel()
-            self._kill_tree()  # before the pid is reaped: until then no other process can get its group id
-            code = popen.wait()
-            self._popen = None
+            child.kill()
+            self._child = None
         return code, hung or await failure or describe_exit(code)
 
     async def _beside_child(self, work: Callable[[], Coroutine[Any, Any, str]]) -> str:
@@ -199,7 +194,7 @@ class RoleProcess:
         try:
             return await work()
         except Exception:
-            self._kill_tree()
+            self._kill()
             raise
 
     def _secrets(self) -> Mapping[str, str]:
@@ -211,7 +206,7 @@ class RoleProcess:
         await self._until(lambda state: state.ready is not None)
         assert self.state.ready is not None
         why = await self._until_silent(self.state.ready)
-        self._kill_tree()
+        self._kill()
         return why
 
     async def _follow(self, pipe: BinaryIO, started: float) -> str:
@@ -224,7 +219,7 @@ class RoleProcess:
         def stage(name: str, fraction: float) -> None:
             self._set(stage=name, fraction=fraction)
 
-        return await ready_pipe.follow(pipe, ready, stage, self._kill_tree)
+        return await ready_pipe.follow(pipe, ready, stage, self._kill)
 
     def _set(self, event: Event | None = None, **changes: Any) -> None:
         self._changes += 1
@@ -237,12 +232,11 @@ class RoleProcess:
     def _signal(self, signum: int) -> None:
         """Tells the child to end. A router that drains does not listen any more, so silence says nothing from
         now on: the caller's grace limits the time."""
-        assert self._popen is not None
         if self._watching is not None:
             self._watching.cancel()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._popen.pid, signum)
+        if self._child is not None:
+            self._child.signal(signum)
 
-    def _kill_tree(self) -> None:
-        if self._popen is not None:
-            kill_tree(self._popen)
+    def _kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Self
 
 from baton.processes.children import describe_exit, process_end
+from baton.processes.keep import keep
+from baton.processes.restarts import RestartPolicy
+from baton.processes.spawn import spawn
 from baton.system.directories import cannot_write, make_directory
-from baton.system.python_path import python_path
 
 log = logging.getLogger(__name__)
 
@@ -106,26 +108,25 @@ class Janitor:
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "baton.cluster.supervision.rundir", str(self._run_dir), self._title],
-            env=os.environ | python_path(),
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C and SIGHUP of the terminal must not end the janitor
-        )
+        # Ctrl-C and SIGHUP of the terminal must not end the janitor.
+        module = "baton.cluster.supervision.rundir"
+        return spawn("-m", module, str(self._run_dir), self._title, session=True)
 
     async def keep(self) -> None:
         """Starts another process when the present one has ended, until cancelled."""
-        while True:
+
+        async def live() -> tuple[float, str]:
+            if self._process.returncode is not None:
+                self._process = self._start()
             await process_end(self._process.pid)
             with self._process:  # reaps it, and closes its pipe
                 pass
-            log.warning("%s %s; starting it again", self._title, describe_exit(self._process.returncode))
-            while self._process.returncode is not None:
-                try:
-                    self._process = self._start()
-                except OSError as error:
-                    log.warning("%s cannot be started: %s", self._title, error)
-                await asyncio.sleep(RESTART_SECONDS)
+            return 0.0, describe_exit(self._process.returncode)
+
+        def ended(why: str, delay: float) -> None:
+            log.warning("%s %s; starting it again", self._title, why)
+
+        await keep(live, RestartPolicy(RESTART_SECONDS, RESTART_SECONDS), asyncio.Event(), ended)
 
     def dismiss(self) -> None:
         """Ends the janitor without removing files. A signal also ends one that hangs."""

@@ -15,7 +15,6 @@ import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
@@ -26,7 +25,7 @@ from baton.cluster.options.parameters import role_environment, to_argv
 from baton.cluster.options.roles import WorkerRole
 from baton.cluster.supervision.calls import until_silent
 from baton.processes import ready_pipe
-from baton.processes.children import describe_exit, kill_tree, process_end, report
+from baton.processes.children import Child, describe_exit, report
 from baton.processes.tree import StopSignals
 from baton.rpc.auth import SECRET_VARIABLE
 from baton.rpc.tls import TlsFiles
@@ -85,14 +84,13 @@ def _gpus(flags: WorkerRole) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(present[i * each : (i + 1) * each])} for i in range(size)]
 
 
-class _Rank:
+class _Rank(Child):
     """A worker of the group, which starts now. `pipe`: its ready pipe, which this owns."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], pipe: BinaryIO) -> None:
-        self.name = name
+        super().__init__(name, popen, session=True)
         self.ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self.error = ""
-        self._popen = popen
         self._pipe = pipe
 
     async def follow(self, stages: int | None) -> int:
@@ -102,21 +100,8 @@ class _Rank:
         def stage(name: str, fraction: float) -> None:
             report(stages, {"stage": name, "fraction": fraction})
 
-        kill = partial(kill_tree, self._popen)
-        self.error = await ready_pipe.follow(self._pipe, self.ready.set_result, stage, kill)
-        await process_end(self._popen.pid)
-        self.kill()
-        return self._popen.returncode
-
-    def signal(self, signum: int) -> None:
-        if self._popen.returncode is None:
-            self._popen.send_signal(signum)
-
-    def kill(self) -> None:
-        """Kills all processes of the worker, and reaps it."""
-        if self._popen.returncode is None:
-            kill_tree(self._popen)
-            self._popen.wait()
+        self.error = await ready_pipe.follow(self._pipe, self.ready.set_result, stage, self.kill)
+        return await self.wait()
 
 
 class WorkerGroup:
@@ -147,6 +132,7 @@ class WorkerGroup:
         finally:
             for each in ranks:
                 each.kill()
+            await asyncio.gather(*(each.wait() for each in ranks))
 
     def _start(self, command: list[str], variables: Mapping[str, str], rank: int, group: Group) -> _Rank:
         popen, pipe = ready_pipe.start(

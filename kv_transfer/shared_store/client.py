@@ -62,7 +62,7 @@ class ClientProcess:
         self._fd, pairs = memory_file(), [Pipe() for _ in range(1 + READERS)]
         fds = self._fd, *(theirs.fileno() for _, theirs in pairs)
         start = ClientStart(url, title, os.getpid(), fds)
-        self._popen = spawn(CLIENT_MODULE, given=msgspec.json.encode(start), pass_fds=fds)
+        self._popen = spawn("-m", CLIENT_MODULE, given=msgspec.json.encode(start), pass_fds=fds)
         for _, theirs in pairs:
             theirs.close()
         self._connections = [ours for ours, _ in pairs]

@@ -55,7 +55,7 @@ class RouterProcess:
                 given = Given(os.getpid(), config, tokenizer, defaults)
                 shared = (config.keys_fd, config.forks_fd)
                 inherited = [*fds.values(), *(fd for fd in shared if fd is not None)]
-                popen = spawn(MODULE, given=pickle.dumps(tuple(given)), pass_fds=inherited)
+                popen = spawn("-m", MODULE, given=pickle.dumps(tuple(given)), pass_fds=inherited)
             self._child = Child(f"router process {number}", popen)
             undo.pop_all()
         self.pid = popen.pid

@@ -49,7 +49,7 @@ def test_no_process_runs_modules_of_the_working_directory(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     if start == "transfer":
-        spawn("baton.kv_transfer.process", given=b"").wait(60)
+        spawn("-m", "baton.kv_transfer.process", given=b"").wait(60)
     elif start == "check":
         found = ResolvedModel(name="a", location=str(tmp_path))
         assert "could not be checked" not in str(faults(found, EngineOptions(device="cpu")))

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-import baton.processes.children
 from baton.cluster.supervision.role_process import RoleProcess
+from baton.processes import children
 from baton.processes.restarts import RestartPolicy
 from tests.loop_clock import Clock
 from tests.within import WITHIN, within
@@ -255,15 +255,15 @@ async def test_a_role_that_cannot_be_watched_is_ended_and_tried_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with too many open files."""
-    tried = list[int]()
+    tried, ended = list[int](), children.process_end
 
     async def process_end(pid: int) -> None:
         tried.append(pid)
         if len(tried) == 1:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        await baton.processes.children.process_end(pid)
+        await ended(pid)
 
-    monkeypatch.setattr("baton.cluster.supervision.role_process.process_end", process_end)
+    monkeypatch.setattr(children, "process_end", process_end)
     state = await until_ready(start())
     assert state.state.error == "cannot be started: [Errno 24] Too many open files"
     assert gone(tried[0])

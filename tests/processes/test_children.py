@@ -18,7 +18,7 @@ from tests.within import WITHIN, within
 _PARENT = """
 import os, time
 from baton.processes.spawn import spawn
-child = spawn("tests.processes.tied_child", given=str(%s).encode())
+child = spawn("-m", "tests.processes.tied_child", given=str(%s).encode())
 print(child.pid, flush=True)
 time.sleep(60)
 """
@@ -72,7 +72,7 @@ def _ignored(pid: int, number: signal.Signals) -> bool:
 
 def test_the_environment_of_a_child_has_no_cluster_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "secret")
-    child = spawn("tests.processes.tied_child", given=str(os.getpid()).encode())
+    child = spawn("-m", "tests.processes.tied_child", given=str(os.getpid()).encode())
     process = psutil.Process(child.pid)
     assert "BATON_CLUSTER_SECRET" not in process.environ()
     child.kill()

@@ -174,7 +174,7 @@ async def test_lanes_and_the_store_are_encrypted_if_the_worker_is_told_to(
     """Workers that all forget it understand each other, so tokens show nothing."""
     told: list[bytes] = []
 
-    def started(module: str, *, given: bytes, pass_fds: Sequence[int]) -> None:
+    def started(*arguments: str, given: bytes, pass_fds: Sequence[int]) -> None:
         told.append(given)
         raise TreeError
 

@@ -13,6 +13,8 @@ from baton.kv_transfer import channel_pair
 from baton.kv_transfer.arena import memory_file
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart
 from baton.processes.children import Child, describe_exit
+from baton.processes.keep import keep
+from baton.processes.restarts import RestartPolicy
 from baton.processes.spawn import spawn
 from baton.worker.config import WorkerConfig
 from baton.worker.processes import StartError
@@ -60,7 +62,7 @@ class Store:
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._config = config
         self._incarnation = incarnation
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self.ends = StoreEnds.create()
         self.process: Child | None = None
 
@@ -80,22 +82,25 @@ class Store:
             logging=config.logging(self._incarnation, "store"),
         )
         lines = msgspec.json.encode(start) + b"\n" + config.secret.hex().encode()
-        while not self._stopping:
-            popen = spawn(STORE_MODULE, given=lines, pass_fds=(start.arena_fd, start.channel_fd))
-            self.process = Child(f"{start.name} store", popen)
-            code = await self.process.wait()
-            if self._stopping:
-                return
-            if code == EXIT_UNUSABLE:
-                raise StartError("--kv-store: the client of the store cannot be loaded; the log says why")
-            log.warning(
-                "%s (pid %d) %s; it is started again", self.process.name, popen.pid, describe_exit(code)
+
+        async def live() -> tuple[float, str]:
+            fds = start.arena_fd, start.channel_fd
+            child = self.process = Child(
+                f"{start.name} store", spawn("-m", STORE_MODULE, given=lines, pass_fds=fds)
             )
-            await asyncio.sleep(AGAIN)
+            code = await child.wait()
+            if code == EXIT_UNUSABLE and not self._stopping.is_set():
+                raise StartError("--kv-store: the client of the store cannot be loaded; the log says why")
+            return 0.0, f"(pid {child.pid}) {describe_exit(code)}"
+
+        def ended(why: str, delay: float) -> None:
+            log.warning("%s store %s; it is started again", start.name, why)
+
+        await keep(live, RestartPolicy(AGAIN, AGAIN), self._stopping, ended)
 
     def stop(self) -> None:
         """A process that ends is not started again."""
-        self._stopping = True
+        self._stopping.set()
 
     def close(self) -> None:
         self.ends.close()

@@ -232,10 +232,10 @@ class WorkerTree:
         )
         for rank in range(1, config.ranks):
             of_rank = RankProcessConfig(**self._rank_config(f"rank {rank}", rank, standby))
-            popen = spawn(RANK_MODULE, given=msgspec.json.encode(of_rank), pass_fds=of_rank.fds)
+            popen = spawn("-m", RANK_MODULE, given=msgspec.json.encode(of_rank), pass_fds=of_rank.fds)
             self._ranks.append(Child(of_rank.name, popen))
             self.watch(self._watch_exit(self._ranks[-1]))
-        popen = spawn(config.engine_module, given=msgspec.json.encode(start), pass_fds=start.fds)
+        popen = spawn("-m", config.engine_module, given=msgspec.json.encode(start), pass_fds=start.fds)
         self._engine = Child(start.name, popen)
         for transfer in self._transfers:
             transfer.ends.close_inherited()

@@ -133,7 +133,7 @@ def running(config: EngineConfig) -> Iterator[Engine]:
                 name=f"rank {rank}", title="baton", parent_pid=os.getpid(), rank=rank, files=files,
                 logging=log, engine=config, arenas=None,
             )  # fmt: skip
-            children.append(spawn(RANK_MODULE, given=msgspec.json.encode(start), pass_fds=start.fds))
+            children.append(spawn("-m", RANK_MODULE, given=msgspec.json.encode(start), pass_fds=start.fds))
         engine = build_engine(config, files=files)
         yield engine
         engine.close()
