@@ -249,7 +249,7 @@ class PartAttempt(PrefillAttempt):
     def _finish(self) -> None:
         """Goes on when all KV of the part is known to be right."""
         output, shared = self.output, self.shared
-        if self.state is not State.COMPUTED or output is None or self.uncommitted or self.failed:
+        if self.state is not State.COMPUTED or output is None or self.uncommitted:
             return
         shared.engine.lives.verified(self.live_request)
         self.attempts.counts.prompt_parts_waited += self.waited

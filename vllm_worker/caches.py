@@ -312,7 +312,7 @@ def _on_cpu(cache: torch.Tensor) -> Rows:
     """Returns K and V of vLLM's attention for CPUs without AMX (`cpu_attn_vec.hpp`).
 
     A block of a head is K of all its tokens, [head_dim, block_size], and then V, [block_size, head_dim]."""
-    if cache.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+    if cache.dtype is torch.bfloat16 and torch.cpu.get_capabilities().get("amx_tile"):
         raise ValueError("vLLM's cache in bfloat16 on CPUs with AMX is not supported: use --dtype float32")
     blocks, heads, block, both = cache.shape
     k, v = cache.view(blocks, heads, 2, block * both // 2).unbind(2)

@@ -97,7 +97,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Raises ValueError for what is not supported."""
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None, "it names this connector"
+        self._config, self._kv, self._transfer = vllm_config, kv_cache_config, transfer
+        settings = _settings(transfer.kv_connector_extra_config)
         self._settings = settings.of_rank(vllm_config.parallel_config.data_parallel_index)
         check_config(vllm_config)
         if vllm_config.lora_config is not None and not self._settings.attach:
@@ -206,7 +209,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM reads the bound when it schedules a step."""
         if self._settings.attach:
             bound = self._steps.bound(now, self._joins_at)
-            self._vllm_config.scheduler_config.long_prefill_token_threshold = bound
+            self._config.scheduler_config.long_prefill_token_threshold = bound
 
     def get_finished_count(self) -> int:
         return 1  # rank 0 speaks for all
@@ -225,7 +228,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Of 0.32 on. vLLM clears the blocks of other groups, perhaps after their KV has come."""
-        return self._kv_cache_config.transfer_group_ids
+        return self._kv.transfer_group_ids
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -284,7 +287,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------ in the process with the model
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        config, settings = self._vllm_config, self._settings
+        config, settings = self._config, self._settings
         shape, text = config.model_config, config.model_config.hf_text_config
         latent_rank = getattr(text, "kv_lora_rank", None)
         heads = Heads(
@@ -293,7 +296,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             get_tensor_model_parallel_rank(),
             config.parallel_config.tensor_parallel_size,
         )
-        num_blocks = self._kv_cache_config.num_blocks
+        num_blocks = self._kv.num_blocks
         found = caches_of(kv_caches, self._groups, num_blocks, heads)
         kv, self._layers, self._caches = found.kv, found.layers, found
         if self._has_states:
@@ -307,7 +310,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 let_requests_begin_with(self._first_tokens, vocabulary)
         else:
             if kv.rank == 0:
-                name = f"vllm {self._kv_transfer_config.kv_role.removeprefix('kv_')} {os.getpid()}"
+                name = f"vllm {str(self._transfer.kv_role).removeprefix('kv_')} {os.getpid()}"
                 self._process = TransferProcess(kv, settings, name, model, secret(settings.host))
             path = get_tp_group().broadcast_object(self._process and self._process.path)
         link = WorkerLink.open(path, Attach(kv.rank, kv.layout, pool_of(self._groups, num_blocks), model))

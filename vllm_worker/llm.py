@@ -278,7 +278,7 @@ def _engine_args(config: EngineProcessConfig, connector: str) -> AsyncEngineArgs
     )  # fmt: skip
     parsed = parser.parse_args([*defaults, *command_line(config.engine, config.engine_args)])
     args = AsyncEngineArgs.from_cli_args(parsed)
-    if args.dtype == "auto" and current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+    if args.dtype == "auto" and current_platform.is_cpu() and torch.cpu.get_capabilities().get("amx_tile"):
         log.info(
             "--dtype auto: float32, since other workers cannot read what vLLM caches for AMX in bfloat16"
         )

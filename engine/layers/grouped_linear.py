@@ -119,8 +119,8 @@ def dtype_of_prompts() -> torch.dtype:
     tile of the embedded model took 1.1 to 1.5 s, and takes 0.3 to 0.6 s in float32."""
     if platform.machine() != "x86_64":
         return torch.bfloat16
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+    found = torch.cpu.get_capabilities()
+    return torch.bfloat16 if found.get("avx512_bf16") or found.get("amx_tile") else torch.float32
 
 
 def for_prompts(values: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
 
 from aiohttp import web
-from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from baton.router import errors
@@ -297,8 +296,6 @@ class _Connection(RequestHandler):
     # ------------------------------------------------------------ what it sends
 
     def data_received(self, data: bytes) -> None:
-        """aiohttp responds to bytes that are not HTTP after the requests before them. If they are in the body
-        of such a request, its handler would wait for the rest of that body, which never comes."""
         request = self._request
         ahead = request is not None and request.content.is_eof()
         super().data_received(data)
@@ -306,16 +303,6 @@ class _Connection(RequestHandler):
             self._ahead += len(data)
             if self._ahead > AHEAD_BYTES and self.transport is not None:
                 self.transport.pause_reading()
-        if not self._messages or isinstance(fault := self._messages[-1][0], RawRequestMessage):
-            return
-        if len(self._messages) > 1:
-            body = self._messages[-2][1]
-        elif request is not None:
-            body = request.content
-        else:
-            return
-        if not body.is_eof():
-            body.set_exception(web.RequestPayloadError(f"it is not valid HTTP: {_reason(fault.message)}"))
 
     def handle_error(
         self,

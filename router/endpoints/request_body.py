@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import AsyncIterable, AsyncIterator
+from typing import Any
 
 from aiohttp import web
 
@@ -47,7 +48,7 @@ async def read_body(request: web.Request, config: RouterConfig, entry: Entry) ->
 
 async def _decompressed(pieces: AsyncIterable[bytes], encoding: str) -> AsyncIterator[bytes]:
     """Yields the pieces of a body that is compressed with `encoding`, gzip or deflate. Raises zlib.error."""
-    inflate: zlib._Decompress | None = None
+    inflate: Any = None  # what `zlib.decompressobj` returns
     async for piece in pieces:
         if inflate is None:
             bare = piece[0] & 15 != 8  # some clients leave out the header of zlib

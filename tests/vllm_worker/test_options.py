@@ -213,7 +213,7 @@ import sys, types, torch
 from baton.engine import EngineConfig
 from baton.vllm_worker.llm import _engine_args
 for amx, dtype in ((True, "auto"), (True, "bfloat16"), (False, "auto")):
-    torch.cpu._is_amx_tile_supported = lambda: amx
+    torch.cpu.get_capabilities = lambda: {"amx_tile": amx}
     engine = EngineConfig(sys.argv[1], dtype=dtype, device="cpu")
     print(_engine_args(types.SimpleNamespace(engine=engine, engine_args=()), "socket").dtype)
 """
