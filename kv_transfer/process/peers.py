@@ -39,6 +39,7 @@ class Peer:
     up: bool = False
     retry_at: float = 0.0
     backoff: float = _BACKOFF[0]
+    refused: int = 0  # attempts that could not start since a session was up
     used: float = 0.0  # when it last had a transfer
 
 
@@ -92,6 +93,9 @@ class Peers:
         peer = self.by_session[session.number]
         peer.up = True
         peer.backoff = _BACKOFF[0]
+        if peer.refused:
+            log.warning("connected to %s after %d failures", printable(peer.address), peer.refused)
+            peer.refused = 0
         self._say_acks(peer, now)
         return peer
 
@@ -126,7 +130,9 @@ class Peers:
         try:
             peer.session = self._open_session(split_address(peer.address), peer.key, lanes)
         except (OSError, ValueError) as e:
-            log.warning("cannot connect to %s: %s", printable(peer.address), e)
+            if not peer.refused:
+                log.warning("cannot connect to %s: %s", printable(peer.address), e)
+            peer.refused += 1
             self._back_off(peer, now)
         else:
             self.by_session[peer.session.number] = peer

@@ -207,6 +207,26 @@ def test_a_session_that_came_up_makes_the_next_attempts_frequent_again(
     assert gaps == pytest.approx([0.05, 0.1, 0.2], abs=0.021)
 
 
+def test_an_outage_is_told_once_and_so_is_its_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = Side(monkeypatch, Network(refuses=True), unreachable=30.0)
+    for outage in range(2):
+        caplog.clear()
+        world.fetch(bytes([outage]) * 16)
+        tried = 1 + len(world.attempts_until(world.now + 5.0))
+        assert tried > 5
+        assert caplog.messages == ["cannot connect to [::1]:7000: no process listens"]
+        world.network.refuses = False
+        while world.network.session is None:
+            world.now += 0.01
+            world.side.tick(world.now)
+        world.up()
+        assert caplog.messages[1:] == [f"connected to [::1]:7000 after {tried} failures"]
+        world.network.refuses = True
+        world.down("lost")
+
+
 def test_a_session_is_idle_without_a_transfer_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long a prefill computes is not its business."""
     world = Side(monkeypatch, Network(), idle_close=60.0, unreachable=5.0)
