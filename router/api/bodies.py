@@ -8,19 +8,17 @@ from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from google.protobuf.message import DecodeError
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, RootModel, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, RootModel, model_validator
 
 from baton.router.api.earlier import ChatReasoning, FunctionCall, with_effort, with_tools
 from baton.router.api.fields import (
     MAX_CHOICES,
     Items,
     Nullable,
-    PromptInput,
     Prompts,
     TemplateSettings,
     TokenId,
     invalid,
-    prompts,
     unsupported,
 )
 from baton.router.api.messages import (
@@ -171,7 +169,7 @@ class CompletionOptions(GenerationBody):
 class CompletionBody(CompletionOptions):
     """POST /v1/completions."""
 
-    prompt: Annotated[Prompts, PlainValidator(prompts, json_schema_input_type=PromptInput)]
+    prompt: Prompts
 
 
 class RenderedBody(Body):

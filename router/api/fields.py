@@ -1,8 +1,7 @@
 """Types of request fields: their validators, and the JSON schemas of what clients may send."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -12,7 +11,6 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
-    PlainValidator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticUseDefault, core_schema
 
@@ -44,18 +42,14 @@ def _not_zero(value: int) -> int:
     return value
 
 
-Prompts = list[str | list[int]]
-
 # What clients may send, for the JSON schema. The validators below normalize it.
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 # -1, or at least 1.
 TruncatedLength = Annotated[
     int, Field(ge=-1, lt=2**31, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)
 ]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-PromptInput = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-Stops = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None
 
 # Variables of a chat template beside messages and tools, such as Qwen 3's `enable_thinking`.
 TemplateSettings = Annotated[
@@ -141,44 +135,51 @@ TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal":
 vLLM takes them, too."""
 
 
-def one_of(kinds: UnionType, what: str) -> PlainValidator:
-    """Returns a validator that accepts these types, and has one error message for all of them."""
+@dataclass(frozen=True)
+class Sent:
+    """Annotates a field that clients send as another type. A value that is not of it has one error, without
+    those of each type that it may have."""
 
-    def check(value: Any) -> Any:
-        if not isinstance(value, kinds):
-            raise invalid(f"must be {what}")
-        return value
+    kind: Any
+    what: str
+    """What a value must be, for the error."""
+    read: Callable[[Any], Any] = lambda value: value
+    """Returns the value of the field."""
 
-    return PlainValidator(check, json_schema_input_type=kinds)
-
-
-def prompts(value: Any) -> Prompts:
-    """Normalizes `prompt`: a text, a list of token ids, or a list of either becomes a list."""
-    if isinstance(value, str) or _is_ids(value):
-        listed = [value]
-    elif isinstance(value, list) and all(isinstance(prompt, str) or _is_ids(prompt) for prompt in value):
-        listed = value
-    else:
-        raise invalid("must be a string, a list of token ids, or a list of either")
-    if not all(prompt or isinstance(prompt, str) for prompt in listed):  # a text may be BOS alone
-        raise invalid("must not be empty")
-    if len(listed) > MAX_CHOICES:
-        raise invalid(f"must hold at most {MAX_CHOICES} prompts, not {len(listed)}")
-    return listed
+    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        sent = handler.generate_schema(self.kind)
+        checked = core_schema.custom_error_schema(
+            sent, custom_error_type="invalid", custom_error_message=f"must be {self.what}"
+        )
+        return core_schema.no_info_after_validator_function(self.read, checked)
 
 
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**32 for i in value)
+def _stops(sent: str | list[str] | None) -> list[str]:
+    return [] if sent is None else [sent] if isinstance(sent, str) else sent
 
 
-def stops(value: Any) -> list[str]:
-    """Normalizes `stop`: null, a string or a list becomes a list."""
-    listed = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(isinstance(stop, str) for stop in listed):
-        raise invalid("must be a string or a list of strings")
-    if len(listed) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in listed):
-        raise invalid(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
-    return listed
+def _prompts(sent: str | list[Any]) -> list[str | list[int]]:
+    return [sent] if isinstance(sent, str) or isinstance(sent[0], int) else sent
+
+
+Stops = Annotated[
+    list[str],
+    Sent(
+        StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
+        f"a string or a list of strings, at most {MAX_STOPS} of 1 to {MAX_STOP_LENGTH} characters",
+        _stops,
+    ),
+]
+Prompts = Annotated[
+    list[str | list[int]],
+    Sent(
+        str
+        | TokenIds
+        | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
+        f"a string, a list of token ids, or a list of at most {MAX_CHOICES} of either, and not empty",
+        _prompts,
+    ),
+]
 
 
 def text(value: Any, kinds: Mapping[str, str] = TEXTS) -> str:
@@ -237,19 +238,28 @@ def content(value: Any) -> str | list[ShownText | ShownImage]:
 UNSEEN = "[{}, which this model cannot see]"
 
 
+def readable(parts: Any, sees: Callable[[str, dict[str, Any]], bool]) -> Any:
+    """Returns the parts of the result of a call with a text in place of each that the model cannot see. The
+    client cannot know what a tool returns, and each later turn would be refused. `sees`: by the type."""
+    if not isinstance(parts, list):
+        return parts
+
+    def shown(part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or sees(kind, part):
+            return part
+        return {"type": "text", "text": UNSEEN.format(f"a part of type {kind[:40]}")}
+
+    return [shown(part) for part in parts]
+
+
 def result(value: Any) -> Any:
-    """Normalizes the result of a call: a text stands for each part that is no text and no image that can be
-    fetched. The client cannot know what a tool returns, and each later turn would be refused."""
-    if not isinstance(value, list):
-        return content(value)
-    return content([_readable(part) for part in value])
-
-
-def _readable(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind in TEXTS or (kind in IMAGES and part.get("image_url") is not None):
-        return part
-    return {"type": "text", "text": UNSEEN.format(f"a part of type {kind[:40]}")}
+    """Normalizes the result of a call, with `readable`."""
+    return content(
+        readable(
+            value, lambda kind, part: kind in TEXTS or (kind in IMAGES and part.get("image_url") is not None)
+        )
+    )
 
 
 def _is_image(part: Any) -> bool:

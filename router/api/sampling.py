@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from baton.router.api.fields import (
     MAX_LISTED,
@@ -13,7 +13,6 @@ from baton.router.api.fields import (
     StopString,
     TokenId,
     TruncatedLength,
-    stops,
 )
 from baton.router.api.structured import StructuredOutputs, with_structured_outputs
 from baton.router.api.validation import refusing
@@ -95,7 +94,7 @@ class SessionParams(Part):
 class OpenAIBody(SamplingBody):
     """The fields that all of OpenAI's endpoints that generate share."""
 
-    stop: Annotated[list[str], PlainValidator(stops, json_schema_input_type=Stops)] = []
+    stop: Stops = []
     user: str | None = None
     prompt_cache_key: str | None = None
     session_id: str | None = None

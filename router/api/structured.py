@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from baton.router.api.fields import Items, Part, invalid, one_of
+from baton.router.api.fields import Items, Part, Sent, invalid
 from baton.router.api.messages import SPACED
 from baton.router.api.schemas import in_usual_form
 from baton.router.api.validation import refusing
@@ -68,7 +68,7 @@ class JsonSchema(Part):
     schema_: Annotated[
         Schema | bool | None,
         Field(alias="schema"),
-        one_of(dict | bool | None, "a JSON schema"),
+        Sent(Schema | bool | None, "a JSON schema"),
         AfterValidator(in_usual_form),
     ] = None
     strict: bool | None = None
@@ -142,7 +142,7 @@ class StructuredOutputs(Part):
     json_: Annotated[
         Schema | str | None,
         Field(alias="json"),
-        one_of(dict | str | None, "a JSON schema, or its text"),
+        Sent(Schema | str | None, "a JSON schema, or its text"),
         AfterValidator(in_usual_form),
     ] = None
     json_object: bool | None = None

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from baton.router.api.bodies import ChatBody
 from baton.router.api.fields import (
     MAX_STOPS,
-    UNSEEN,
     ByType,
     Hosted,
     Items,
@@ -22,6 +21,7 @@ from baton.router.api.fields import (
     TemplateSettings,
     Text,
     invalid,
+    readable,
 )
 from baton.router.api.messages import (
     FUNCTION_NAME,
@@ -178,19 +178,13 @@ _READABLE: dict[str, set[str]] = {
 
 
 def _result(value: Any) -> Any:
-    """A text stands for each block that the model cannot see, as in `fields.result`."""
-    blocks = _blocks(value)
-    return [_readable(block) for block in blocks] if isinstance(blocks, list) else blocks
+    return readable(_blocks(value), _sees)
 
 
-def _readable(block: Any) -> Any:
-    if not isinstance(block, dict) or not isinstance(kind := block.get("type"), str):
-        return block
+def _sees(kind: str, block: dict[str, Any]) -> bool:
     source = block.get("source")
     form = source.get("type") if isinstance(source, dict) else None
-    if kind in _READABLE and (not isinstance(form, str) or form in _READABLE[kind]):
-        return block
-    return {"type": "text", "text": UNSEEN.format(f"a {kind[:40]}")}
+    return kind in _READABLE and (not isinstance(form, str) or form in _READABLE[kind])
 
 
 class ToolResultBlock(Part):
