@@ -21,7 +21,7 @@ from baton.router.api.jobs import Job, SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.errors import ApiError, Overloaded, RateLimited, TooSlow
 from baton.router.generation.generation import Generation
-from baton.router.generation.output import Choice, Delta, Token, TokenQueue, WeightsVersions
+from baton.router.generation.output import Choice, Consumers, Delta, Item, TokenQueue, WeightsVersions
 from baton.router.history import Ended
 from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Prepared
@@ -50,6 +50,7 @@ class Services:
     defaults: SamplingDefaults
     """Fields that a request gets if it leaves them out."""
     active: "ActiveRequests" = field(default_factory=lambda: ActiveRequests())
+    consumers: Consumers = field(default_factory=Consumers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,8 @@ class ActiveRequest:
         self._image_tokens = sum(image.tokens for image in images)
         stops = StopStrings(body.stop)
         self.choices = [Choice(self.services.tokenizer, body, stops) for _ in self.jobs]
-        self._token_queue = TokenQueue(MAX_UNREAD_TOKENS * len(self.jobs), self._unread)
+        most, consumers = MAX_UNREAD_TOKENS * len(self.jobs), self.services.consumers
+        self._token_queue = TokenQueue(most, self._unread, consumers)
         self._versions = WeightsVersions()
         self._generations: list[Generation] = []
         self._error: ApiError | None = None  # until `take` raises it
@@ -194,6 +196,11 @@ class ActiveRequest:
         """Every choice has had its last delta."""
         return not self._unfinished
 
+    @property
+    def over(self) -> bool:
+        """No delta follows. `take` raises the error if there was one."""
+        return self._error is not None or not self._unfinished
+
     async def take(self, timeout: float) -> list[tuple[int, Delta]]:
         """Waits for deltas. Returns those since the last call, each with the index of its choice.
 
@@ -211,44 +218,47 @@ class ActiveRequest:
         finally:
             del error  # it refers to this frame, and a cycle would be garbage
 
-    def consume(self, may_go_on: Callable[[], bool], use: Callable[[list[tuple[int, Delta]]], None]) -> None:
-        """From now on `use` gets the deltas that come while the task waits in `take`.
+    def consume(self, use: Callable[[float], bool]) -> None:
+        """From now on `use` is called, with the time of the loop, when deltas come while the task waits in
+        `take`. It may `pop` them. The task goes on if it returns False.
 
-        The task goes on if `may_go_on` returns False, and at the end of the request. It takes all deltas if
-        the first ones have log probabilities of their prompts, which may be long."""
-        if any(job.scores_prompt for job in self.jobs):
-            return
+        The task takes all deltas if the first ones have log probabilities of their prompts, which may be
+        long."""
+        if not any(job.scores_prompt for job in self.jobs):
+            self._token_queue.consume = use
 
-        def consume() -> bool:
-            if not may_go_on():
-                return False
-            use(self._deltas(self._token_queue.pop()))
-            return self._error is None and self._unfinished > 0
+    def pop(self) -> list[tuple[int, Delta]]:
+        """As `take`, without waiting and without the error."""
+        return self._deltas(self._token_queue.pop())
 
-        self._token_queue.consume = consume
-
-    def _deltas(self, items: list[tuple[int, Token | ApiError]]) -> list[tuple[int, Delta]]:
+    def _deltas(self, items: list[Item]) -> list[tuple[int, Delta]]:
         deltas: list[tuple[int, Delta]] = []
-        metrics = self.services.metrics
-        for index, item in items:
-            if isinstance(item, ApiError):
-                self._error, self._failure = item, item.message
+        for index, delta in items:
+            if isinstance(delta, ApiError):
+                self._error, self._failure = delta, delta.message
                 break
             choice = self.choices[index]
             if choice.finish_reason:
                 continue  # a token after a stop string
-            before = choice.num_tokens
-            delta = choice.push(item)
-            metrics.generation_tokens.count += choice.num_tokens - before
-            if delta.first and index % self.body.n == 0:  # the choices of a prompt share it
-                metrics.prompt_tokens.inc(len(self.jobs[index].prompt_ids))
+            choice.push(delta)
+            if delta.first:
+                self._choice_began(index)
             if delta.finish_reason:
-                self._unfinished -= 1
-                names, cut = self.jobs[index].answer_names, delta.finish_reason == "length"
-                self.services.pool.answers.ended(names, choice.num_tokens, cut=cut)
-                self._generations[index].cancel()
+                self._choice_ended(index, choice)
             deltas.append((index, delta))
+        if self.body.max_tokens_wanted != 0:  # else the only token is not sent
+            self.services.metrics.generation_tokens.count += len(deltas)
         return deltas
+
+    def _choice_began(self, index: int) -> None:
+        if index % self.body.n == 0:  # the choices of a prompt share it
+            self.services.metrics.prompt_tokens.inc(len(self.jobs[index].prompt_ids))
+
+    def _choice_ended(self, index: int, choice: Choice) -> None:
+        self._unfinished -= 1
+        names, cut = self.jobs[index].answer_names, choice.finish_reason == "length"
+        self.services.pool.answers.ended(names, choice.num_tokens, cut=cut)
+        self._generations[index].cancel()
 
     @contextmanager
     def _traced(self) -> Iterator[Span]:

@@ -217,7 +217,7 @@ async def _write(active: ActiveRequest, context: grpc.aio.ServicerContext, clien
 def _delta(index: int, delta: Delta) -> pb.Delta:
     written = pb.Delta(
         index=index,
-        token_id=delta.token.token_id,
+        token_id=delta.token_id,
         text=delta.text,
         finish_reason=_FINISH[delta.finish_reason],
     )
@@ -225,7 +225,7 @@ def _delta(index: int, delta: Delta) -> pb.Delta:
         written.stop_string = delta.stop_reason
     elif delta.stop_reason is not None:
         written.stop_token_id = delta.stop_reason
-    logprobs = delta.token.logprobs
+    logprobs = delta.logprobs
     if logprobs is not None:
         written.logprobs.logprob = logprobs.logprob
         top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)

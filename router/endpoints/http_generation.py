@@ -136,17 +136,17 @@ class HttpGeneration:
         self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=STREAM_HEADERS)
-        direct = _DirectWriter(request, active, builder)
+        direct = _DirectWriter(request.protocol, active, builder)
         try:
             while not active.finished:
                 deltas = await _deltas(active, builder)
                 events = b"".join(builder.events(index, delta) for index, delta in deltas)
                 if not response.prepared:
                     await response.prepare(request)
-                    direct.begin(response)
+                    direct.begin(request, response)
                 if events or (not active.finished and (not deltas or direct.silent)):
                     await write(request, response, events or KEEPALIVE)
-                    direct.sent()
+                    direct.sent_at = asyncio.get_running_loop().time()
             end = direct.last + builder.end()
         except ApiError as error:
             if not response.prepared:
@@ -170,9 +170,11 @@ class _DirectWriter:
     The framework's way from a token to the transport takes longer than all else that is done for the token.
     """
 
-    request: web.Request
+    protocol: web.RequestHandler
     active: ActiveRequest
     builder: ResponseBuilder
+    transport: asyncio.Transport | None = None
+    """Since the headers are sent."""
     chunked: bool = False
     last: bytes = b""
     """The events of the last deltas, which go out with the end of the response."""
@@ -184,31 +186,30 @@ class _DirectWriter:
         """Whether the client has got nothing for so long that a comment is due."""
         return asyncio.get_running_loop().time() - self.sent_at >= KEEPALIVE_SECONDS
 
-    def sent(self) -> None:
-        self.sent_at = asyncio.get_running_loop().time()
-
-    def begin(self, response: web.StreamResponse) -> None:
+    def begin(self, request: web.Request, response: web.StreamResponse) -> None:
         """The headers are sent, so the events are all that follows."""
-        self.chunked = response.headers.get("Transfer-Encoding") == "chunked"
-        self.active.consume(self._may_write, self._write)
+        self.chunked, self.transport = (
+            response.headers.get("Transfer-Encoding") == "chunked",
+            request.transport,
+        )
+        self.active.consume(self._write)
 
-    def _may_write(self) -> bool:
-        """Whether the client reads. If not, the task waits for it. The task also writes comments."""
-        transport = self.request.transport
-        if transport is None or transport.is_closing() or self.silent:
+    def _write(self, now: float) -> bool:
+        """Writes what has come. False: the task goes on. It waits for a client that does not read, and writes
+        comments."""
+        active, transport = self.active, self.transport
+        if transport is None or transport.is_closing() or self.protocol.writing_paused:
             return False
-        return not self.request.protocol.writing_paused
-
-    def _write(self, deltas: list[tuple[int, Delta]]) -> None:
-        transport = self.request.transport
-        assert transport is not None, "it may write"
+        if now - self.sent_at >= KEEPALIVE_SECONDS:
+            return False
         make = self.builder.events
-        events = b"".join([make(index, delta) for index, delta in deltas])
-        if self.active.finished:
+        events = b"".join([make(index, delta) for index, delta in active.pop()])
+        if active.finished:
             self.last = events
         elif events:
             transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self.chunked else events)
-            self.sent()
+            self.sent_at = now
+        return not active.over
 
 
 async def collect(
@@ -217,20 +218,22 @@ async def collect(
     """Gives all deltas to `add`, by default that of the builder. Raises ApiError."""
     use = add or builder.add
 
-    def use_all(deltas: list[tuple[int, Delta]]) -> None:
-        for index, delta in deltas:
+    def consume(_: float) -> bool:
+        for index, delta in active.pop():
             use(index, delta)
+        return not active.over
 
-    active.consume(lambda: True, use_all)
+    active.consume(consume)
     while not active.finished:
-        use_all(await _deltas(active, builder))
+        for index, delta in await _deltas(active, builder):
+            use(index, delta)
 
 
 async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple[int, Delta]]:
     """Takes deltas. The builder has what comes before them: log probabilities of their prompts."""
     deltas = await active.take(KEEPALIVE_SECONDS)
     for index, delta in deltas:
-        for part in delta.token.prompt:
+        for part in delta.prompt:
             assert isinstance(builder, ChoicesBuilder), "the other APIs show none"
             builder.add_prompt(index, part)
             await asyncio.sleep(0)  # other tasks run between the parts of a long prompt

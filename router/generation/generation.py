@@ -16,7 +16,7 @@ from baton.router.api.jobs import Job
 from baton.router.errors import Aborted, ApiError, Failed, InvalidRequest, ModelNotFound, Paused, TimedOut
 from baton.router.generation.attempts import AttemptPair, PrefillState, Verdict
 from baton.router.generation.failures import is_failure
-from baton.router.generation.output import Token, TokenQueue, WeightsVersions
+from baton.router.generation.output import Delta, TokenQueue, WeightsVersions
 from baton.router.history import EVENTS, Event
 from baton.router.metrics import Metrics
 from baton.router.policy.plan import Plan
@@ -197,30 +197,32 @@ class Generation:
                 self._failed(attempt, "lost", counts=False, message=f"{attempt.worker} was lost")
 
     def _on_token(self, attempt: Attempt, event: pb.TokenEvent) -> None:
+        pair, decode = self.pair, self.pair.decode
+        if decode is None or attempt is not decode or not decode.joined:
+            self._first_token_of(attempt, event)
+        verdict = pair.offer(attempt, event.output_index, event.token_id)
+        if verdict is Verdict.EMIT:
+            self._emitted(attempt, event)
+        elif verdict is Verdict.BROKEN:
+            text = "%r: %s continues another text; the decode starts again"
+            log.warning(text, self, attempt.worker, extra=of_request(self.name))
+            self._failed(attempt, "mismatch", counts=True, message="")
+        prefill = pair.prefill
+        if prefill is not None and attempt is prefill and prefill.state is PrefillState.SERVED:
+            prefill.worker.forget(prefill.id)
+
+    def _first_token_of(self, attempt: Attempt, event: pb.TokenEvent) -> None:
         prefill, decode = self.pair.prefill, self.pair.decode
         if prefill is not None and attempt is prefill:
             prefill.state = max(prefill.state, PrefillState.ANSWERED)
             if prefill.base == 0:
                 self._found_cached(event.cached_tokens)
-        elif decode is not None and attempt is decode and not decode.joined:
+        elif decode is not None and attempt is decode:
             self._waits.worker_found()  # it may have waited for another prefill
             self._note("decode has the KV" if decode.sources else "prompt computed", attempt.worker)
             self.pair.decode_joined(decode)
             if not decode.sources and not self.pair.output_ids:
                 self._found_cached(event.cached_tokens)
-        verdict = self.pair.offer(attempt, event.output_index, event.token_id)
-        if verdict is Verdict.BROKEN:
-            text = "%r: %s continues another text; the decode starts again"
-            log.warning(text, self, attempt.worker, extra=of_request(self.name))
-            self._failed(attempt, "mismatch", counts=True, message="")
-        elif verdict is Verdict.EMIT:
-            self._emitted(attempt, event)
-        if (
-            prefill is not None
-            and attempt is prefill is self.pair.prefill
-            and prefill.state is PrefillState.SERVED
-        ):
-            prefill.worker.forget(prefill.id)
 
     def _found_cached(self, tokens: int) -> None:
         if self._prompts_sent > 1:
@@ -233,17 +235,18 @@ class Generation:
         pair.failures.token()
         self.versions.computed(attempt.weights_version)
         self.turn.generated()
-        self._measure()
+        emitted = len(pair.output_ids)
+        self._measure(emitted)
         self.accepted_drafts += event.accepted_draft
         self.rejected_drafts += event.rejected_drafts
         scores: Sequence[pb.PromptLogprobs] = ()
-        if len(pair.output_ids) == 1 and self.job.scores_prompt:
+        if emitted == 1 and self.job.scores_prompt:
             scores, attempt.scores = attempt.scores, []
             if sum(map(prompt_logprobs.tokens, scores)) != len(self.job.prompt_ids) - 1:
                 text = "the worker sent no log probabilities for a part of the prompt"
                 self.fail(Failed(f"{self}: {text}"))
                 return
-        finish_reason, ended = "", event.finish_reason
+        finish_reason, ended = None, event.finish_reason
         if ended:  # no token follows a finish reason, not even an unknown one
             finish_reason = _FINISH.get(ended, "length")
             attempt.worker.forget(attempt.id)
@@ -253,17 +256,17 @@ class Generation:
             # A prefill without a handover scored the prompt, and its token is not the last one.
             pair.end_prefill()
             self._waits.free_retry()
-            finish_reason = ""
+            finish_reason = None
         logprobs = event.logprobs if event.HasField("logprobs") else None
-        self.tokens.put(self.index, Token(event.token_id, logprobs, finish_reason, scores))
-        if finish_reason:
+        self.tokens.put(self.index, Delta(event.token_id, logprobs, finish_reason, scores))
+        if finish_reason is not None:
             self.cancel()
         elif pair.decode is None:
             self.advance()
 
-    def _measure(self) -> None:
+    def _measure(self, emitted: int) -> None:
         """Counts the latency of a token. Until the first one the request waits, and then it runs."""
-        metrics, now, emitted = self.metrics, time.monotonic(), len(self.pair.output_ids)
+        metrics, now = self.metrics, time.monotonic()
         passed, self._emitted_at = now - self._emitted_at, now
         if emitted == 1:
             metrics.waiting.dec()

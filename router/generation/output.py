@@ -1,14 +1,16 @@
 """The output of one generation: from the tokens of its workers to the text of its client.
 
-1. The generation puts them into the `TokenQueue` of the request.
+1. The generation makes a `Delta` of each token, and puts it into the `TokenQueue` of the request.
 2. The task that answers the client takes them, or they are consumed without it while it waits for them. A
-   `Choice` turns them into text, which ends at stop strings.
+   `Choice` adds the text, which ends at stop strings.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from baton.router.api.bodies import GenerationBody
 from baton.router.errors import ApiError
@@ -20,16 +22,35 @@ MAX_TAKEN = 128
 """Items that `take` returns at once. Writing them blocks the event loop for some milliseconds."""
 
 
-@dataclass(slots=True)  # frozen ones take three times as long to make
-class Token:
-    """One emitted token of one generation."""
+class Delta(msgspec.Struct):  # a dataclass takes three times as long to make
+    """What one token adds to its choice. `Choice.push` adds what is below `prompt`."""
 
     token_id: int
-    logprobs: pb.TokenLogprobs | None
-    finish_reason: str
-    """Of the last token "stop" or "length", else empty."""
+    logprobs: pb.TokenLogprobs | None = None
+    finish_reason: str | None = None
+    """Of the last one "stop" or "length"."""
     prompt: Sequence[pb.PromptLogprobs] = ()
     """Of the first token: the log probabilities of all tokens of the prompt but the first, if asked for."""
+    text: str = ""
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the choice; None for EOS."""
+    first: bool = False
+    """This is the first delta of its choice."""
+
+    @property
+    def stops(self) -> dict[str, str | int | None]:
+        """What ended the choice, as vLLM names it, and as SGLang does, which includes EOS."""
+        if self.finish_reason is None:
+            return {}
+        eos = self.token_id if self.finish_reason == "stop" else None
+        return {
+            "stop_reason": self.stop_reason,
+            "matched_stop": eos if self.stop_reason is None else self.stop_reason,
+        }
+
+
+Item = tuple[int, Delta | ApiError]
+"""What a generation puts into the queue of its request, with its number there."""
 
 
 @dataclass(slots=True)
@@ -51,6 +72,25 @@ class WeightsVersions:
         return (self.first or "", self.last) if self.first or self.last else None
 
 
+class Consumers:
+    """The queues whose items are consumed in the next turn of the event loop, all by one callback. A callback
+    for each would take a tenth of what a token costs."""
+
+    def __init__(self) -> None:
+        self._queues: list[TokenQueue] = []
+
+    def add(self, queue: "TokenQueue") -> None:
+        if not self._queues:
+            asyncio.get_running_loop().call_soon(self._consume)
+        self._queues.append(queue)
+
+    def _consume(self) -> None:
+        queues, self._queues = self._queues, []
+        now = asyncio.get_running_loop().time()
+        for queue in queues:
+            queue.consume_items(now)
+
+
 class TokenQueue:
     """The tokens of a request that its client has not read yet.
 
@@ -59,25 +99,26 @@ class TokenQueue:
     after more than `limit` items are unread.
 
     Attributes:
-        consume: called while the task waits, once for all tokens that came at the same time. It pops items,
-            and returns False if the task must go on. To wake a task for each token would take as long as all
-            else that is done for it.
+        consume: called while the task waits, with the time of the loop, once for all tokens that came at the
+            same time. It pops items, and returns False if the task must go on. To wake a task for each token
+            would take as long as all else that is done for it.
     """
 
-    def __init__(self, limit: int, on_full: Callable[[], None]) -> None:
+    def __init__(self, limit: int, on_full: Callable[[], None], consumers: Consumers) -> None:
         self._limit = limit
         self._on_full = on_full
-        self._items: deque[tuple[int, Token | ApiError]] = deque()
+        self._consumers = consumers
+        self._items: deque[Item] = deque()
         self._reader: asyncio.Future[None] | None = None
-        self.consume: Callable[[], bool] | None = None
-        self._consumes = False  # `_consume` will run
+        self.consume: Callable[[float], bool] | None = None
+        self._consumes = False  # `consumers` have it
         self._consumed_at = 0.0  # by the clock of the loop
 
     def close(self) -> None:
         """Nothing is consumed any more. Drops what refers to the request."""
         self.consume, self._on_full = None, lambda: None
 
-    def put(self, index: int, item: Token | ApiError) -> None:
+    def put(self, index: int, item: Delta | ApiError) -> None:
         """`index` is the number of the generation in its request."""
         self._items.append((index, item))
         if len(self._items) == self._limit + 1:
@@ -86,9 +127,9 @@ class TokenQueue:
             self._wake()
         elif not self._consumes:
             self._consumes = True
-            asyncio.get_running_loop().call_soon(self._consume)
+            self._consumers.add(self)
 
-    async def take(self, timeout: float) -> list[tuple[int, Token | ApiError]]:
+    async def take(self, timeout: float) -> list[Item]:
         """Waits for the first item. Returns those of `pop`.
 
         None if no item came for `timeout` seconds, or if the last ones were consumed."""
@@ -105,7 +146,7 @@ class TokenQueue:
                 self._reader = None
         return self.pop()
 
-    def pop(self) -> list[tuple[int, Token | ApiError]]:
+    def pop(self) -> list[Item]:
         """Returns the first `MAX_TAKEN` items."""
         items = self._items
         if len(items) == 1:
@@ -124,44 +165,21 @@ class TokenQueue:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def _consume(self) -> None:
+    def consume_items(self, now: float) -> None:
+        """Consumes what came since the last turn of the event loop. `now`: its time."""
         self._consumes = False
         reader = self._reader
         if reader is None or reader.done() or self.consume is None:
             return  # the task takes the items
-        self._consumed_at = asyncio.get_running_loop().time()
+        self._consumed_at = now
         try:
-            if not self.consume():
+            if not self.consume(now):
                 reader.set_result(None)
             elif self._items:
                 self._consumes = True
-                asyncio.get_running_loop().call_soon(self._consume)
+                self._consumers.add(self)
         except Exception as error:  # noqa: BLE001 - the task raises it
             reader.set_exception(error)
-
-
-@dataclass(slots=True)
-class Delta:
-    """The part that one token adds to a choice."""
-
-    text: str
-    token: Token
-    finish_reason: str | None
-    stop_reason: str | int | None
-    """The stop string or stop token id that ended the choice; None for EOS."""
-    first: bool
-    """This is the first delta of its choice."""
-
-    @property
-    def stops(self) -> dict[str, str | int | None]:
-        """What ended the choice, as vLLM names it, and as SGLang does, which includes EOS."""
-        if self.finish_reason is None:
-            return {}
-        eos = self.token.token_id if self.finish_reason == "stop" else None
-        return {
-            "stop_reason": self.stop_reason,
-            "matched_stop": eos if self.stop_reason is None else self.stop_reason,
-        }
 
 
 class Choice:
@@ -180,32 +198,36 @@ class Choice:
         self.finish_reason: str | None = None
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=body.skip_special_tokens)
         self._include_stop = body.include_stop_str_in_output
+        self._has_stops = bool(stops.texts)
         self._stops = StopFinder(stops, include=self._include_stop)
         self._stop_token_ids = frozenset(body.stop_token_ids or ())
         self._min_tokens = body.min_tokens
         self._generates = body.max_tokens_wanted != 0  # else the only token adds nothing
 
-    def push(self, token: Token) -> Delta:
-        """Returns the delta of a token. The last delta has a finish reason.
+    def push(self, delta: Delta) -> None:
+        """Adds the text of the next token to its delta. The last delta has a finish reason.
 
         A stop string ends the choice although the model would generate more tokens.
         """
         if not self._generates:
-            self.finish_reason = "length"
-            return Delta("", token, "length", None, first=True)
-        reason = token.finish_reason or None
-        stop_reason: str | int | None = None
+            self.finish_reason = delta.finish_reason = "length"
+            delta.first = True
+            return
+        reason = delta.finish_reason
         stopped = reason == "stop" and not self._include_stop
-        text = "" if stopped else self._detokenizer.push(token.token_id)
+        text = "" if stopped else self._detokenizer.push(delta.token_id)
         if reason:
             text += self._detokenizer.finish()
-        text, stop_reason = self._stops.push(text, may_stop=self.num_tokens >= self._min_tokens)
-        if stop_reason is not None:
-            reason = "stop"
+        if self._has_stops:
+            text, delta.stop_reason = self._stops.push(text, may_stop=self.num_tokens >= self._min_tokens)
+        if delta.stop_reason is not None:
+            reason = delta.finish_reason = "stop"
         elif reason:
             text += self._stops.finish()
-            if reason == "stop" and token.token_id in self._stop_token_ids:
-                stop_reason = token.token_id
+            if reason == "stop" and delta.token_id in self._stop_token_ids:
+                delta.stop_reason = delta.token_id
+        delta.text = text
+        if not self.num_tokens:
+            delta.first = True
         self.num_tokens += 1
         self.finish_reason = reason
-        return Delta(text, token, reason, stop_reason, first=self.num_tokens == 1)

@@ -113,8 +113,6 @@ class StopFinder:
         Then no push may follow. Not `may_stop`: stop strings that `text` completes do not count.
         """
         stops, state = self._stops, self._state
-        if not stops.firsts:
-            return text, None
         new = text.encode()
         if state is stops.start and stops.firsts.isdisjoint(new):
             return text, None

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.api.bodies import CompletionOptions
-from baton.router.generation.output import Choice, Delta, Token
+from baton.router.generation.output import Choice, Delta
 from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
 
@@ -113,7 +113,8 @@ def feed(choice: Choice, ids: list[int], last: str) -> tuple[str, Delta]:
     """Returns the text, and the last delta."""
     text = ""
     for position, token_id in enumerate(ids):
-        delta = choice.push(Token(token_id, None, last if position == len(ids) - 1 else ""))
+        delta = Delta(token_id, None, last if position == len(ids) - 1 else None)
+        choice.push(delta)
         text += delta.text
         if delta.finish_reason:
             return text, delta

@@ -24,7 +24,7 @@ from baton.router.config import RouterConfig
 from baton.router.generation import generation
 from baton.router.generation.failures import MAX_FAILURES, MAX_LOSSES
 from baton.router.generation.generation import Generation
-from baton.router.generation.output import Token, TokenQueue, WeightsVersions
+from baton.router.generation.output import Consumers, Delta, TokenQueue, WeightsVersions
 from baton.router.metrics import Metrics
 from baton.router.policy.planner import plan
 from baton.router.workers.checks import RouterModel
@@ -95,7 +95,7 @@ class Life:
         pool.on_capacity, pool.on_ready = self.admission.dispatch, self.admission.parked.worker_ready
         self.streams: list[Stream] = []
         self.works: dict[Worker, dict[bytes, Work]] = {}
-        self.tokens = TokenQueue(10**6, lambda: None)
+        self.tokens = TokenQueue(10**6, lambda: None, Consumers())
         self.received: list[int] = []
         self.ends: list[Any] = []
         self.computed = set[bytes]()
@@ -357,9 +357,9 @@ class Life:
     def check(self) -> None:
         for _, item in self.tokens.pop():
             assert not self.ends, "nothing follows the end"
-            if isinstance(item, Token):
+            if isinstance(item, Delta):
                 self.received.append(item.token_id)
-            if not isinstance(item, Token) or item.finish_reason:
+            if not isinstance(item, Delta) or item.finish_reason:
                 self.ends.append(item)
         assert self.received == self.output[: len(self.received)], "no token twice, and none is missing"
         self.take()
@@ -410,7 +410,7 @@ class Life:
 
     def finish(self) -> None:
         [end] = self.ends
-        if isinstance(end, Token):
+        if isinstance(end, Delta):
             wanted = self.generation.job.sampling.max_tokens
             assert self.received == self.output[:wanted]
         else:

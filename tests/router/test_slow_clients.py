@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+import weakref
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -15,8 +15,8 @@ import pytest
 
 from baton.router import active_request
 from baton.router.admission.keys import ApiKey
-from baton.router.errors import ApiError
-from baton.router.generation.output import MAX_TAKEN, Delta, Token, TokenQueue
+from baton.router.generation import generation
+from baton.router.generation.output import MAX_TAKEN, Consumers, Delta, Item, TokenQueue
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.stubs import InferenceStub
@@ -281,7 +281,7 @@ async def test_the_prompts_of_a_slow_reader_do_not_delay_others(
     """A request leaves the window when its first token is computed, not when it is read."""
     reads, take = asyncio.Event(), TokenQueue.take
 
-    async def slow_take(token_queue: TokenQueue, timeout: float) -> list[tuple[int, Token | ApiError]]:
+    async def slow_take(token_queue: TokenQueue, timeout: float) -> list[Item]:
         await reads.wait()
         return await take(token_queue, timeout)
 
@@ -296,18 +296,18 @@ async def test_the_prompts_of_a_slow_reader_do_not_delay_others(
 
 async def test_a_queue_is_full_with_more_than_its_limit():
     full = asyncio.Event()
-    token_queue = TokenQueue(2, full.set)
+    token_queue = TokenQueue(2, full.set, Consumers())
     for is_full in (False, False, True):
-        token_queue.put(0, Token(1, None, ""))
+        token_queue.put(0, Delta(1))
         await asyncio.sleep(0)
         assert full.is_set() is is_full
 
 
 async def test_a_long_backlog_is_taken_in_parts():
     """Otherwise writing thousands of tokens for a client that reads again would block the event loop."""
-    token_queue, others = TokenQueue(10_000, lambda: None), 0
+    token_queue, others = TokenQueue(10_000, lambda: None, Consumers()), 0
     for i in range(1000):
-        token_queue.put(i, Token(i, None, ""))
+        token_queue.put(i, Delta(i))
 
     async def count() -> None:
         nonlocal others
@@ -327,14 +327,13 @@ async def test_a_long_backlog_is_taken_in_parts():
 
 
 @pytest.mark.all
-async def test_a_whole_response_keeps_no_deltas(cluster: Cluster):
+async def test_a_whole_response_keeps_no_deltas(cluster: Cluster, deltas: Collection[Delta]):
     decode = cluster.decodes[0]
     decode.steps = asyncio.Semaphore(50)
-    before = deltas_alive()
     asked = asyncio.create_task(cluster.complete(**(LONG | {"stream": False})))
     active = cluster.router.services.active
     await cluster.until(lambda: any(request.usage().completion_tokens >= 50 for request in active._requests))
-    assert deltas_alive() - before < 25, "not all 50"
+    assert 0 < len(deltas) < 25, "not all 50"
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     decode.steps = None
@@ -342,10 +341,9 @@ async def test_a_whole_response_keeps_no_deltas(cluster: Cluster):
 
 @pytest.mark.all
 @pytest.mark.parametrize("endpoint", ["http", "grpc"])
-async def test_a_stream_keeps_no_sent_deltas(cluster: Cluster, endpoint: str):
+async def test_a_stream_keeps_no_sent_deltas(cluster: Cluster, endpoint: str, deltas: Collection[Delta]):
     decode = cluster.decodes[0]
     decode.steps = asyncio.Semaphore(1)
-    before = deltas_alive()
     async with contextlib.AsyncExitStack() as stack:
         if endpoint == "http":
             response = await stack.enter_async_context(
@@ -366,9 +364,21 @@ async def test_a_stream_keeps_no_sent_deltas(cluster: Cluster, endpoint: str):
                 tokens += len(message.deltas)
                 decode.steps.release()
             call.cancel()
-        assert deltas_alive() - before < 25, "not all 50"
+        assert 0 < len(deltas) < 25, "not all 50"
     decode.steps = None
 
 
-def deltas_alive() -> int:
-    return sum(type(thing) is Delta for thing in gc.get_objects())
+class CountedDelta(Delta, weakref=True, eq=False):
+    """The collector of garbage does not track deltas, so it cannot name them."""
+
+    alive: ClassVar[weakref.WeakSet["CountedDelta"]] = weakref.WeakSet()
+
+    def __post_init__(self) -> None:
+        self.alive.add(self)
+
+
+@pytest.fixture
+def deltas(monkeypatch: pytest.MonkeyPatch) -> Collection[Delta]:
+    """Those that are alive."""
+    monkeypatch.setattr(generation, "Delta", CountedDelta)
+    return CountedDelta.alive

@@ -47,8 +47,8 @@ class LogprobEntries:
 
     def of_chat(self, delta: Delta) -> msgspec.Raw:
         """Returns the entry of a chat completion, with the alternatives as a list."""
-        logprobs = delta.token.logprobs or pb.TokenLogprobs()
-        token = delta.token.token_id
+        logprobs = delta.logprobs or pb.TokenLogprobs()
+        token = delta.token_id
         top = list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
         if self._named and token not in logprobs.top_ids:  # as in vLLM, the token itself is among them
             top.insert(0, (token, logprobs.logprob))

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+import msgspec.structs
 
 from baton.router import prompt_logprobs
 from baton.router.active_request import ActiveRequest
@@ -62,6 +63,8 @@ class ChoicesBuilder:
         self._uniform = not (self._logprobs or self._token_ids or self._usage_in_each_chunk)
         self._opens = True  # the first chunk of a choice has more than the text of its token
         self._templates: dict[tuple[int, str], list[bytes]] = {}
+        self._plain: dict[int, list[bytes]] = {}
+        """The template of a choice whose texts are all content."""
 
     def add_prompt(self, index: int, part: pb.PromptLogprobs) -> None:
         """Adds log probabilities of the next tokens of the prompt, before the first delta of the choice."""
@@ -98,6 +101,8 @@ class ChoicesBuilder:
         }
 
     def events(self, index: int, delta: Delta) -> bytes:
+        if delta.finish_reason is None and (pieces := self._plain.get(index)) is not None:
+            return encode(delta.text).join(pieces)
         parts = self._said(index, delta)
         opens = self._opens and delta.first
         if self._uniform and not opens and delta.finish_reason is None:
@@ -118,10 +123,16 @@ class ChoicesBuilder:
         To build each event anew would take ten times as long."""
         pieces = self._templates.get((index, kind))
         if pieces is None:
-            like = replace(delta, text=_TEXT)
+            like = msgspec.structs.replace(delta, text=_TEXT)
             choice = self._choice(index, self._part(index, like, [Part(kind, _TEXT)]), complete=False)
             pieces = self._templates[index, kind] = event(self._chunk([choice])).split(encode(_TEXT))
+            if self._is_plain(index):
+                self._plain[index] = pieces
         return pieces
+
+    def _is_plain(self, index: int) -> bool:
+        """Whether all texts of the choice are content."""
+        return True
 
     def end(self) -> bytes:
         """With the usage, if the client asked for it, as a chunk without a choice."""
@@ -144,7 +155,7 @@ class ChoicesBuilder:
         if not self._generates:
             return ChoicePart([], [], [], delta, parts)
         logprobs = [self._logprob(index, delta)] if self._logprobs else []
-        return ChoicePart([delta.text], [delta.token.token_id], logprobs, delta, parts)
+        return ChoicePart([delta.text], [delta.token_id], logprobs, delta, parts)
 
     def _said(self, index: int, delta: Delta) -> list[Part]:
         """Returns the parts that a delta adds to the output. A token that has no text yet, as of half a
@@ -254,7 +265,7 @@ class CompletionBuilder(ChoicesBuilder):
         return choice
 
     def _logprob(self, index: int, delta: Delta) -> Entry:
-        token_id, logprobs = delta.token.token_id, delta.token.logprobs or pb.TokenLogprobs()
+        token_id, logprobs = delta.token_id, delta.logprobs or pb.TokenLogprobs()
         top, name = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), self._entries.name(token_id)
         offset = self._offsets[index]  # where the token begins in the text of its choice
         self._offsets[index] += len(self._detokenizers[index].push(token_id))
@@ -318,10 +329,12 @@ class ChatBuilder(ChoicesBuilder):
         return usage
 
     def _said(self, index: int, delta: Delta) -> list[Part]:
-        parser = self._parsers[index]
-        if parser.text.is_plain:
+        if self._is_plain(index):
             return super()._said(index, delta)
-        return parser.push(delta.text, last=delta.finish_reason)
+        return self._parsers[index].push(delta.text, last=delta.finish_reason)
+
+    def _is_plain(self, index: int) -> bool:
+        return self._parsers[index].text.is_plain
 
     def _rest(self, index: int, part: ChoicePart) -> dict[str, Any]:
         last = part.last
