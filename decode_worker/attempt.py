@@ -187,16 +187,17 @@ class DecodeAttempt(EngineAttempt):
             self.joined_at = time.monotonic()
             self.prefilled(output, self.tokens)
         self.attempts.sampled(self, output)
-        self._end_with(output)
+        if output.finish_reason:
+            self._last()
 
     def _repeat(self, output: Output) -> None:
         """Sends the token of the prefill. The router emits each index once, from the worker that sends it
         first."""
         self.attempts.token(self, output)
-        self._end_with(output)
-
-    def _end_with(self, output: Output) -> None:
-        """The last token ends the attempt: the engine has already freed its blocks."""
         if output.finish_reason:
-            self.close("finished")
-            self.attempts.decoded(self)
+            self._last()
+
+    def _last(self) -> None:
+        """Its last token ends the attempt: the engine has already freed its blocks."""
+        self.close("finished")
+        self.attempts.decoded(self)

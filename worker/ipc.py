@@ -6,13 +6,15 @@ waits, and the routers with it. If the service process does not read for `SEND_T
 ends.
 """
 
+import asyncio
 import errno
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
-import zmq.asyncio
 
 from baton.vision.images import CHANNELS, MOST_PIXELS
 from baton.worker import messages
@@ -22,9 +24,11 @@ _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory there has a name of it
 MAX_MESSAGE_BYTES = (16 << 20) + CHANNELS * MOST_PIXELS  # a message of a router, and images
 MAX_QUEUED = 4096
 SEND_TIMEOUT = 10.0  # seconds
+_COPIED = 64 << 10
+"""Bytes from which a message is sent without a copy: it may hold megabytes of pixels."""
 
 
-def _bound(socket: zmq.Socket | zmq.asyncio.Socket) -> None:
+def _bound(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -40,9 +44,14 @@ class EngineLink:
 
     def __init__(self, run_dir: str | None) -> None:
         self._directory: str | None = None
-        context: zmq.asyncio.Context | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that watches the socket
+        self._arrived = deque[bytes]()
+        self._news, self._room = asyncio.Event(), asyncio.Event()
+        self._deliver: Callable[[FromEngine], None] = lambda _: None
+        self._stopped: asyncio.Future[None] | None = None
+        context: zmq.Context[zmq.Socket[bytes]] | None = None
         try:
-            self._context = context = zmq.asyncio.Context(io_threads=1)
+            self._context = context = zmq.Context(io_threads=1)
             self._socket = context.socket(zmq.PAIR)
         except zmq.ZMQError as error:
             if context is not None:
@@ -67,15 +76,65 @@ class EngineLink:
             self._listen(_SHARED_MEMORY)
 
     async def send(self, message: ToEngine) -> None:
-        await self._socket.send(messages.encode(message), copy=False)  # it may hold megabytes of pixels
+        """Waits while the engine reads too slowly. Returns, too, if the link is closed meanwhile."""
+        data = messages.encode(message)
+        while not self._socket.closed:
+            self._watch()
+            try:
+                self._socket.send(data, zmq.NOBLOCK, copy=len(data) < _COPIED)
+            except zmq.Again:
+                self._room.clear()
+                await self._room.wait()
+            else:
+                # Sending takes the signal of messages that arrived meanwhile.
+                asyncio.get_running_loop().call_soon(self._turn)
+                return
 
     async def receive(self) -> FromEngine:
-        return messages.decode_from_engine(await self._socket.recv())
+        self._watch()
+        while not self._arrived:
+            self._news.clear()
+            await self._news.wait()
+        return messages.decode_from_engine(self._arrived.popleft())
 
     async def receive_all(self, deliver: Callable[[FromEngine], None]) -> None:
-        """Passes on each message of the engine until its last one, `Stopped`."""
-        while not isinstance(message := await self.receive(), Stopped):
-            deliver(message)
+        """Passes on each message of the engine until its last one, `Stopped`. Raises what `deliver` does."""
+        self._watch()
+        self._deliver, self._stopped = deliver, asyncio.get_running_loop().create_future()
+        self._pass_on()
+        await self._stopped
+
+    def _watch(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.fileno(), self._turn)
+            self._loop.call_soon(self._turn)  # for what came before
+
+    def _turn(self) -> None:
+        """The socket has messages, or room for some, or neither."""
+        if self._socket.closed:
+            return
+        with suppress(zmq.Again):
+            for _ in range(MAX_QUEUED):
+                self._arrived.append(self._socket.recv(zmq.NOBLOCK))
+        if len(self._arrived) >= MAX_QUEUED:
+            asyncio.get_running_loop().call_soon(self._turn)
+        self._news.set()
+        self._room.set()  # a sender tries again
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._stopped is None or self._stopped.done():
+            return
+        try:
+            while self._arrived:
+                message = messages.decode_from_engine(self._arrived.popleft())
+                if isinstance(message, Stopped):
+                    self._stopped.set_result(None)
+                    return
+                self._deliver(message)
+        except Exception as error:  # noqa: BLE001  (`receive_all` raises it)
+            self._stopped.set_exception(error)
 
     def remove_directory(self) -> None:
         """Removes the socket file and its directory. Idempotent.
@@ -87,7 +146,10 @@ class EngineLink:
             self._directory = None
 
     def close(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fileno())
         self._context.destroy(linger=0)
+        self._room.set()
         self.remove_directory()
 
 

@@ -59,7 +59,7 @@ def tokens(attempt_id: bytes, *values: int, first: int = 0, end: str = "") -> me
     step = StepTokens()
     for i, value in enumerate(values):
         last = value == values[-1]
-        step.add(Output(attempt_id, first + i, value, finish_reason=end if last else ""), 0)
+        step.add(Output(attempt_id, first + i, value, finish_reason=end if last else ""), tell_cached=True)
     return step.to(1)
 
 

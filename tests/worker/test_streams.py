@@ -279,7 +279,7 @@ async def test_an_unchanged_status_is_reported_each_second_although_timers_fire_
 def test_tokens_keep_every_field(reason: str, expected: Any) -> None:
     logprobs = Logprobs(-0.5, (3, 4), (-0.5, -1.5))
     tokens = StepTokens()
-    tokens.add(Output(b"a" * 16, 5, 3, logprobs, reason, accepted_draft=True, rejected_drafts=4), 2)
+    tokens.add(Output(b"a" * 16, 5, 3, logprobs, reason, 2, 0.0, 0.0, True, 4), tell_cached=True)
     [token] = read(tokens.to(1).data).step.tokens
     assert (token.accepted_draft, token.rejected_drafts) == (True, 4)
     assert (token.attempt_id, token.output_index, token.token_id) == (b"a" * 16, 5, 3)

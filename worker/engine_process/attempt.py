@@ -209,7 +209,7 @@ class AttemptTable(Generic[A]):
         if (stream := attempt.stream) is not None:
             if (tokens := self._tokens.get(stream)) is None:
                 tokens = self._tokens[stream] = StepTokens()
-            tokens.add(output, 0 if attempt.origin.resumed else output.cached_tokens)
+            tokens.add(output, tell_cached=not attempt.origin.resumed)
 
     def sampled(self, attempt: Attempt, output: Output) -> None:
         """A step has sampled this token."""

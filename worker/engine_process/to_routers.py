@@ -15,19 +15,20 @@ class StepTokens:
         self._message = pb.WorkerMessage()
         self._add = self._message.step.tokens.add
 
-    def add(self, output: Output, cached_tokens: int) -> None:
-        """`cached_tokens`: what the router is told of them."""
-        event = self._add(attempt_id=output.id, output_index=output.output_index, token_id=output.token)
+    def add(self, output: Output, *, tell_cached: bool) -> None:
+        """`tell_cached`: the router is told how much of the prompt was cached."""
+        attempt_id, index, token, logprobs, finish_reason, cached, _, _, accepted, rejected = output
+        event = self._add(attempt_id=attempt_id, output_index=index, token_id=token)
         # Most tokens have none of these, and each field that is set costs as much as a token.
-        if output.finish_reason:
-            event.finish_reason = _FINISH[output.finish_reason]
-        if cached_tokens:
-            event.cached_tokens = cached_tokens
-        if output.accepted_draft:
+        if finish_reason:
+            event.finish_reason = _FINISH[finish_reason]
+        if cached and tell_cached:
+            event.cached_tokens = cached
+        if accepted:
             event.accepted_draft = True
-        if output.rejected_drafts:
-            event.rejected_drafts = output.rejected_drafts
-        if (logprobs := output.logprobs) is not None:
+        if rejected:
+            event.rejected_drafts = rejected
+        if logprobs is not None:
             event.logprobs.logprob = logprobs.logprob
             event.logprobs.top_ids.extend(logprobs.top_ids)
             event.logprobs.top_logprobs.extend(logprobs.top_logprobs)

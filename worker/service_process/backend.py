@@ -148,12 +148,7 @@ class Backend:
             self._open.detached(message.stream)
         if self.replacing:
             return
-        try:
-            await self._tree.engine_link.send(message)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not self.replacing or task is None or task.cancelling():
-                raise  # else the socket was closed, since its engine process has ended
+        await self._tree.engine_link.send(message)
 
     # ------------------------------------------------------------ another engine process
 
