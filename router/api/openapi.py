@@ -17,6 +17,7 @@ from baton.router.api.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    FileForm,
     FinishWeightsBody,
     InitTransferBody,
     InvocationBody,
@@ -33,18 +34,6 @@ _JSON = "application/json"
 _SCHEMA = "#/components/schemas/{model}"
 REQUEST_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 """HTTP statuses of the errors of an endpoint with a body."""
-
-
-UPLOAD = {
-    "type": "object",
-    "properties": {
-        "file": {"type": "string", "format": "binary"},
-        "purpose": {"type": "string", "const": "batch"},
-        "expires_after[anchor]": {"type": "string", "const": "created_at"},
-        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
-    },
-    "required": ["file", "purpose"],
-}
 
 
 @dataclass(frozen=True)
@@ -281,7 +270,10 @@ def _operation(operation: Operation, keys: bool) -> dict[str, Any]:
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": {_JSON: _schema(operation.body)}}
     if operation.uploads:
-        described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
+        described["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": _upload()}},
+        }
     if operation.parameters:
         described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -290,6 +282,17 @@ def _operation(operation: Operation, keys: bool) -> dict[str, Any]:
     if keys and not operation.open:
         described["security"] = [{"key": []}]
     return described
+
+
+def _upload() -> dict[str, Any]:
+    """The schema of a form with a file. Fields of an object in it are named `object[field]`."""
+    form = FileForm.model_json_schema()
+    fields = form.pop("$defs")["ExpiresAfter"]["properties"]
+    del form["properties"]["expires_after"]
+    form["properties"] |= {f"expires_after[{name}]": schema for name, schema in fields.items()}
+    form["properties"]["file"] = {"type": "string", "format": "binary"}
+    form["required"].append("file")
+    return form
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:
