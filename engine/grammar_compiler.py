@@ -23,7 +23,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.engine.api.sampling_params import StructuredOutput
 from baton.grammars.compiler import compiled
-from baton.grammars.trials import NICE, STACK_BYTES, Trials
+from baton.grammars.trials import STACK_BYTES, Trials
+from baton.processes.sandbox.helper import NICE
 from baton.system.memory import trim
 from baton.system.turns import Turns
 

@@ -17,10 +17,12 @@ from typing import Any
 
 import msgspec
 
+from baton.processes.sandbox import helper
+from baton.processes.sandbox.client import ForkServer
 from baton.router.admission.keys import ApiKey
 from baton.router.admission.slots import Slots
 from baton.router.api.bodies import ChatOptions, CompletionOptions
-from baton.router.child_pool import ChildPool, ForkServer
+from baton.router.child_pool import ChildPool
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.preparation import pipe
 from baton.router.preparation.images import pillow
@@ -103,7 +105,7 @@ def fork_server(
 ) -> ForkServer:
     """The process that forks children, also those of `grammar_checker`. `fd`: as of ForkServer."""
     memory = str(child_bytes(processes))
-    return ForkServer([sys.executable, "-m", __name__, title, memory], tokenizer.state, fd)
+    return ForkServer(["-m", __name__, title, memory], tokenizer.state, fd)
 
 
 class _Head(msgspec.Struct):
@@ -159,7 +161,7 @@ def main(title: str, memory_bytes: str, control: str) -> None:
             pillow()
     gc.freeze()
     kinds = {"bodies": serve, "grammars": grammar_child.serve}
-    pipe.fork_children(int(control), title, kinds, int(memory_bytes))
+    helper.fork_children(int(control), title, kinds, int(memory_bytes))
 
 
 def answer_to(tokenizer: ModelTokenizer, request: bytes) -> Prepared | bytes | list[str]:
@@ -181,7 +183,7 @@ def answer_to(tokenizer: ModelTokenizer, request: bytes) -> Prepared | bytes | l
 def share_pixels(answer: Prepared | bytes | list[str]) -> Prepared | bytes | list[str]:
     """Leaves the pixels of an answer for the router."""
     if isinstance(answer, Prepared) and answer.images:
-        with open(pipe.SHARED, "wb", buffering=0, closefd=False) as file:
+        with open(helper.SHARED, "wb", buffering=0, closefd=False) as file:
             file.seek(0)
             for image in chain(*answer.images):
                 unread = memoryview(image.pixels)

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from baton.processes.sandbox.client import ForkServer
 from baton.router.api.structured import Structure
-from baton.router.child_pool import ChildPool, ForkServer
+from baton.router.child_pool import ChildPool
 from baton.router.errors import InvalidRequest
 from baton.router.preparation.demand import Question
 

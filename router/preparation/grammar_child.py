@@ -13,6 +13,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.grammars.compiler import TOO_MUCH, Alphabet, error_of
 from baton.grammars.trials import limited
+from baton.processes.limits import limit_memory
 from baton.router.api.structured import MAX_LENGTH, Structure
 from baton.router.errors import InvalidRequest
 from baton.router.preparation import demand, pipe
@@ -24,7 +25,7 @@ MEMORY_BYTES = 2 << 30
 
 
 def serve() -> None:
-    pipe.limit(MEMORY_BYTES)
+    limit_memory(MEMORY_BYTES)
     pipe.serve(limited()(answer_to), CPU_SECONDS)
 
 

@@ -26,10 +26,10 @@ from aiohttp import web
 from baton.processes.children import report
 from baton.processes.keep import keep
 from baton.processes.restarts import RestartPolicy
+from baton.processes.sandbox.client import ForkServer
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, ApiKey, follow_keys, to_json
 from baton.router.api.jobs import SamplingDefaults
-from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints import pages
 from baton.router.endpoints.admin_calls import add_admin_calls

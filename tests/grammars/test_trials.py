@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.grammars import trials as trials_module
 from baton.grammars.compiler import TOO_MUCH
 from baton.grammars.trials import ENDED, Trials
 from baton.processes.limits import raise_descriptor_limit
+from baton.processes.sandbox import one_shot
 from baton.system.turns import Turns
 from tests.within import WITHIN
 
@@ -22,7 +21,7 @@ LIMITED = """
 import sys
 from baton.grammars import trials
 trials._CPU_SECONDS = 0.06
-trials.main(int(sys.argv[1]), sys.argv[2])
+trials.main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
 """
 
 
@@ -37,7 +36,7 @@ def rarely():
         raise BlockingIOError(11, "Resource temporarily unavailable")
     return fork()
 os.fork = rarely
-trials.main(int(sys.argv[1]), sys.argv[2])
+trials.main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
 """
 
 
@@ -49,15 +48,15 @@ def stuck(tokenizer, kind, text):
     while os.path.exists(text):
         time.sleep(0.001)
 trials.error_of = stuck
-trials.main(int(sys.argv[1]), sys.argv[2])
+trials.main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
 """
 
 
 class Limited(Trials):
     """Texts of tests need 15 times more or less than this CPU time."""
 
-    def _command(self) -> list[str]:
-        return [sys.executable, "-c", LIMITED]
+    def arguments(self) -> list[str]:
+        return ["-c", LIMITED, "300", "test"]
 
 
 def chain(rules: int) -> str:
@@ -83,33 +82,33 @@ def test_what_exceeds_a_limit_is_refused_and_the_next_text_is_tried() -> None:
     errors = [each.error for each in tried]
     assert errors[:3] == [TOO_MUCH] * 3
     assert [bool(error) for error in errors[3:]] == [True] * 3 + [False]
-    process = trials._process
+    process = trials._helper
     assert process is not None
     process.kill()
     assert trials.try_("regex", "a").error in ("", ENDED)
     assert trials.try_("regex", "a").error == ""
-    assert trials._process is not process
+    assert trials._helper is not process
     trials.close()
 
 
 class Stuck(Trials):
     """A text is a file that its child makes. The child goes on while the file is there."""
 
-    def _command(self) -> list[str]:
-        return [sys.executable, "-c", STUCK]
+    def arguments(self) -> list[str]:
+        return ["-c", STUCK, "300", "test"]
 
 
 def test_a_killed_process_that_forks_is_noticed_while_its_child_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(trials_module, "_HANG_SECONDS", 2 * WITHIN)
+    monkeypatch.setattr(one_shot, "HANG_SECONDS", 2 * WITHIN)
     trials, begun = Stuck(300), tmp_path / "begun"
     with ThreadPoolExecutor(1) as thread:
         tried = thread.submit(trials.try_, "regex", str(begun))
         while not begun.exists():
             time.sleep(0.001)
-        assert trials._process is not None
-        trials._process.kill()
+        assert trials._helper is not None
+        trials._helper.kill()
         try:
             assert tried.result(WITHIN) == (ENDED, 0, 0.0)  # it costs the tenant nothing
         finally:
@@ -121,22 +120,22 @@ class Crowded(Trials):
 
     left = 2
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         if self.left:
             self.left -= 1
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        return super()._started()
+        return super()._start()
 
-    def _command(self) -> list[str]:
-        return [sys.executable, "-c", CROWDED]
+    def arguments(self) -> list[str]:
+        return ["-c", CROWDED, "300", "test"]
 
 
 def test_a_text_waits_while_the_machine_has_no_process_left() -> None:
     trials = Crowded(300)
     assert trials.try_("regex", "a").error == ""
-    first = trials._process
+    first = trials._helper
     assert trials.try_("regex", "b").error == ""
-    assert trials._process is first
+    assert trials._helper is first
     trials.close()
 
 

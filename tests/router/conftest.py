@@ -5,7 +5,6 @@ import contextlib
 import functools
 import json
 import shutil
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from baton.processes.spawn import spawn
 from baton.router.api.jobs import SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.preparation.child import fork_server
@@ -75,11 +75,8 @@ def shared_forks(tokenizer: ModelTokenizer) -> Iterator[None]:
     server = fork_server("baton tests", tokenizer)
     assert server._server_end is not None
     number = server._server_end.fileno()
-    process = subprocess.Popen([*server._command, str(number)], stdin=subprocess.PIPE, pass_fds=[number])
+    process = spawn(*server._arguments, str(number), given=server._given, pass_fds=[number])
     try:
-        assert process.stdin is not None
-        with process.stdin as state:
-            state.write(server._state)
         _forks[id(tokenizer)] = server.fd
         yield
     finally:

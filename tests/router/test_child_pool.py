@@ -15,7 +15,8 @@ import psutil
 import pytest
 import uvloop
 
-from baton.router.child_pool import Child, ChildDied, ChildPool, ForkServer
+from baton.processes.sandbox.client import Child, ChildDied, ForkServer
+from baton.router.child_pool import ChildPool
 from tests.within import WITHIN
 
 # Replies with its pid, the state and the request. The request "die" ends it, "wait" takes a while, and
@@ -27,6 +28,7 @@ from tests.within import WITHIN
 SCRIPT = """
 import ctypes, os, socket, sys, time
 import msgspec
+from baton.processes.sandbox import helper
 from baton.router.preparation import pipe
 state = sys.stdin.buffer.read()
 if state == b"never":
@@ -62,11 +64,11 @@ if state[:5] == b"ends ":
         if not pid:
             at("orphaned", kind)
         return pid
-    def reaped(pid, options, waitpid=os.waitpid):
-        ended = waitpid(pid, options)
+    def reaped(pid, options, wait4=os.wait4):
+        ended = wait4(pid, options)
         at("reaped", kinds.pop(pid))
         return ended
-    socket.recv_fds, os.fork, os.waitpid = received, forked, reaped
+    socket.recv_fds, os.fork, os.wait4 = received, forked, reaped
 def reply(request):
     if request == b"die":
         sys.exit(4)
@@ -91,18 +93,19 @@ def reply(request):
             ctypes.memset(part, 1, 1 << 16)
             libc.free(part)
     if request[:4] == b"left":
-        os.pwrite(pipe.SHARED, request * 1000, 0)
+        os.pwrite(helper.SHARED, request * 1000, 0)
     if request[:4] == b"wait":
         time.sleep(0.2)
     secret = os.environ.get("BATON_API_KEY", "").encode()
     return msgspec.msgpack.encode(b"%d %b %b %b" % (os.getpid(), state, request, secret))
-pipe.fork_children(int(sys.argv[1]), "test", {"test": lambda: pipe.serve(reply, 10.0)}, 1 << 32)
+helper.fork_children(int(sys.argv[1]), "test", {"test": lambda: pipe.serve(reply, 10.0)}, 1 << 32)
 """
 
-COMMAND = [sys.executable, "-c", SCRIPT]
+COMMAND = ["-c", SCRIPT]
 ROUTER = f"""
 import asyncio, sys
-from baton.router.child_pool import ChildPool, ForkServer
+from baton.processes.sandbox.client import ForkServer
+from baton.router.child_pool import ChildPool
 async def main():
     pool = ChildPool(ForkServer({COMMAND!r}, b"hello"), "test", 1)
     print((await pool.call("", b"a"))[0].split()[0].decode(), flush=True)
@@ -160,7 +163,7 @@ async def test_what_a_child_leaves_beside_an_answer_comes_with_it(
         assert len(pieces[0]) <= 4000
         return preadv(fd, pieces, begin)
 
-    monkeypatch.setattr("baton.router.child_pool._PIECE_BYTES", 4000)
+    monkeypatch.setattr("baton.processes.sandbox.client._PIECE_BYTES", 4000)
     monkeypatch.setattr(os, "preadv", read)
     pool = make()
     count()
@@ -237,7 +240,7 @@ async def test_a_child_that_hangs_is_replaced_and_the_request_is_not_sent_again(
 
     async def exchanged(child: Child, process: Any, parts: Any) -> bytes:
         patience = 0.2 if parts == (b"hang",) else WITHIN
-        monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", patience)
+        monkeypatch.setattr("baton.processes.sandbox.client.HANG_SECONDS", patience)
         return await exchange(child, process, parts)
 
     monkeypatch.setattr(Child, "_exchange", exchanged)
@@ -256,7 +259,7 @@ async def test_a_child_that_hangs_is_replaced_and_the_request_is_not_sent_again(
 async def test_a_child_that_does_not_start_is_not_caused_by_the_request(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", 0.2)
+    monkeypatch.setattr("baton.processes.sandbox.client.HANG_SECONDS", 0.2)
     pool = make(state=b"never")
     for _ in range(2):
         with pytest.raises(ChildDied) as died:
@@ -376,7 +379,7 @@ async def test_one_process_forks_the_children_of_several_routers_and_is_replaced
         pids = [(await call(pool, b"a"))[0] for pool in pools]
         return {psutil.Process(pid).ppid() for pid in pids}
 
-    monkeypatch.setattr("baton.router.child_pool._CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("baton.processes.sandbox.client._CHECK_SECONDS", 0.1)
     [first] = await parents()
     waiting = asyncio.create_task(call(pools[0], b"wait"))
     await asyncio.sleep(0.05)
@@ -388,7 +391,7 @@ async def test_one_process_forks_the_children_of_several_routers_and_is_replaced
     def stopped(server: ForkServer, kind: str) -> Any:
         """Stops the process as the second check begins, which has the short limit."""
         if kind == "check" and (limit := next(patience, None)) is not None:
-            monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", limit)
+            monkeypatch.setattr("baton.processes.sandbox.client.HANG_SECONDS", limit)
             if limit == WITHIN:
                 os.kill(second, signal.SIGSTOP)  # its children go on
         return fork(server, kind)
@@ -419,7 +422,7 @@ async def test_a_router_without_descriptors_leaves_the_process_that_forks(
             checked.set()
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("baton.router.child_pool._CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("baton.processes.sandbox.client._CHECK_SECONDS", 0.01)
     monkeypatch.setattr(ForkServer, "fork", crowded)
     first, _ = await call(pool, b"a")
     await checked.wait()
@@ -431,9 +434,9 @@ async def test_the_process_that_forks_may_end_at_each_step(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """No request is lost, and none waits for its time limit."""
-    monkeypatch.setattr("baton.router.child_pool._CHECK_SECONDS", 0.01)
-    monkeypatch.setattr("baton.router.child_pool._RESTART_SECONDS", 0.0)
-    monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", 2 * WITHIN)
+    monkeypatch.setattr("baton.processes.sandbox.client._CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("baton.processes.sandbox.client._RESTART_SECONDS", 0.0)
+    monkeypatch.setattr("baton.processes.sandbox.client.HANG_SECONDS", 2 * WITHIN)
     step = tmp_path / "step"
     pool = make(state=b"ends " + bytes(step))
     await call(pool, b"a")

@@ -19,6 +19,7 @@ import PIL.Image
 import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from baton.processes.sandbox import helper
 from baton.router.api import jobs
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest, Unsupported
 from baton.router.preparation import images, pipe
@@ -165,7 +166,7 @@ def test_pixels_are_beside_the_answer_of_a_child(
 ) -> None:
     """A later answer that is shorter has only its own."""
     with (tmp_path / "shared").open("wb+") as file:
-        monkeypatch.setattr(pipe, "SHARED", file.fileno())
+        monkeypatch.setattr(helper, "SHARED", file.fileno())
         for sizes in ([(40, 24), (16, 80)], [(32, 32)]):
             body = chat(*(url_of(file_of(picture(size=size))) for size in sizes))
             frame = request_head("chat", SERVED) + json.dumps(body).encode()

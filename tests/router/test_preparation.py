@@ -22,6 +22,7 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
+from baton.processes.sandbox import helper
 from baton.router import child_pool, server
 from baton.router.active_request import ActiveRequests
 from baton.router.admission.entry import entering
@@ -73,7 +74,7 @@ def test_a_child_ends_quietly_if_its_router_ends_within_a_frame(
     """A router that is killed while its children start leaves a part of the tokenizer in the pipe."""
     frame = struct.pack("<I", 3) + b"abc"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(frame + frame[:cut])))
-    assert [pipe.read(), pipe.read()] == [b"abc", None]
+    assert [helper.read(), helper.read()] == [b"abc", None]
 
 
 def in_child(kind: Kind, raw: bytes, tokenizer: ModelTokenizer) -> Prepared | bytes:

@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from baton.kv_names import prompt_hints
+from baton.processes.sandbox.client import ForkServer
 from baton.router.api.jobs import SamplingDefaults
-from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import listen
 from baton.router.processes import process, sockets, supervise
@@ -328,7 +328,7 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch:
     await serving
 
 
-IDLE = [sys.executable, "-c", "import signal; signal.pause()"]
+IDLE = ["-c", "import signal; signal.pause()"]
 
 
 def of_small_processes(monkeypatch: pytest.MonkeyPatch, broken: Path) -> supervise.Supervisor:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from baton.processes.sandbox.client import ForkServer
 from baton.router.api.structured import MAX_LENGTH, Structure
-from baton.router.child_pool import ChildPool, ForkServer
+from baton.router.child_pool import ChildPool
 from baton.router.errors import InvalidRequest
 from baton.router.preparation.child import fork_server
 from baton.router.preparation.demand import Demand
@@ -200,10 +200,11 @@ async def test_classes_of_characters_are_those_of_xgrammar(
 @pytest.mark.all
 async def test_a_regex_that_takes_long_is_refused():
     """With a limit that it exceeds on any machine."""
-    limited = "import sys; from baton.router.preparation import grammar_child, pipe; "
+    limited = "import sys; from baton.processes.sandbox import helper; "
+    limited += "from baton.router.preparation import grammar_child; "
     limited += "grammar_child.CPU_SECONDS = 0.05; "
-    limited += "pipe.fork_children(int(sys.argv[1]), 'test', {'grammars': grammar_child.serve}, 1 << 32)"
-    server = ForkServer([sys.executable, "-c", limited])
+    limited += "helper.fork_children(int(sys.argv[1]), 'test', {'grammars': grammar_child.serve}, 1 << 32)"
+    server = ForkServer(["-c", limited])
     checker = GrammarChecker(server)
     with pytest.raises(InvalidRequest, match="too much to compile"):
         await checked(checker, Structure("regex", "((a{1000}){1000}){1000}", "f"))
