@@ -52,6 +52,7 @@ class _Names(msgspec.Struct):
 
     user_id: str | None = None
     session_id: str | None = None
+    id: str | None = None
 
 
 class _Message(msgspec.Struct):
@@ -81,7 +82,8 @@ def conversation(headers: Mapping[str, str], body: bytes) -> Conversation:
     user = fields.user
     if target.startswith("/v1/messages"):
         user = claude_session(_names_in(fields.metadata).user_id)
-    field = fields.session_id or _names_in(fields.session_params).session_id or fields.prompt_cache_key
+    params = _names_in(fields.session_params)
+    field = fields.session_id or params.session_id or params.id or fields.prompt_cache_key
     name = session_name(headers, field, user)
     key = _hash(_start(fields) if not name else name.encode(errors="replace"))
     return Conversation(key, path[1] if path else fields.previous_response_id)

@@ -20,9 +20,6 @@ from baton.router.api.validation import refusing
 TOKEN_ID = "[0-9]{1,10}"
 """A key of `logit_bias`."""
 MAX_TIMEOUT = 86_400.0  # seconds
-_OF_SGLANG: dict[str, tuple[Any, ...]] = {
-    "id": (), "rid": (), "offset": (), "replace": (False,), "drop_previous_output": (False,),
-}  # fmt: skip
 
 
 class Body(BaseModel):
@@ -83,12 +80,13 @@ class SamplingBody(Body):
 
 
 class SessionParams(Part):
-    """vLLM's router chooses a worker by `session_id`. Other members continue a session that a server of
-    SGLang keeps."""
+    """A session of vLLM's router (`session_id`) or of SGLang (`id`). In SGLang a request with `rid` continues
+    another one. Without `rid` its other members change no answer (SGLang 0.5, `session_controller.py`)."""
 
     session_id: str | None = None
+    id: str | None = None
 
-    _refuse_unsupported = refusing(_OF_SGLANG, nested=True)
+    _refuse_unsupported = refusing({"rid": ()}, nested=True)
 
 
 class OpenAIBody(SamplingBody):
@@ -103,5 +101,5 @@ class OpenAIBody(SamplingBody):
     @property
     def session(self) -> str | None:
         """The name of the session in fields that are made for it."""
-        of_params = None if self.session_params is None else self.session_params.session_id
-        return self.session_id or of_params or self.prompt_cache_key
+        params = self.session_params or SessionParams()
+        return self.session_id or params.session_id or params.id or self.prompt_cache_key

@@ -30,7 +30,7 @@ def session_name(headers: Mapping[str, str], field: str | None, user: str | None
     Args:
         headers: of HTTP, or the metadata of gRPC.
         field: `session_id` (as in vLLM), else that of `session_params` (vLLM's router), else
-            `prompt_cache_key`.
+            its `id` (SGLang), else `prompt_cache_key`.
         user: the field `user`, or `claude_session` of a body for /v1/messages.
     """
     chosen, of_agent = (next(filter(None, map(headers.get, names)), None) for names in (_CHOSEN, _AGENTS))

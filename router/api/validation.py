@@ -139,14 +139,14 @@ def refuse(data: Any, fields: dict[str, tuple[Any, ...]], *, nested: bool = Fals
     """Returns `data` without these fields, unless one of them has a value that has an effect.
 
     Raises the error for a validator otherwise. `nested`: `data` is a part of the body, and the error names
-    its path instead of the field.
+    its path instead of the field. `REMEDIES` are for fields of the body.
     """
     if not isinstance(data, dict):
         return data
     for name, harmless in fields.items():
         value = data.get(name)
         if value is not None and value not in harmless:
-            remedy = f": {REMEDIES[name]}" if name in REMEDIES else ""
+            remedy = f": {REMEDIES[name]}" if name in REMEDIES and not nested else ""
             raise unsupported(f"{name} is not supported{remedy}", None if nested else name)
     return {name: value for name, value in data.items() if name not in fields}
 

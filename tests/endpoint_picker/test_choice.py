@@ -55,6 +55,7 @@ def test_the_turns_of_a_conversation_have_one_key(first: dict[str, Any], second:
     assert key_of(first) == key_of(second) is not None
     assert key_of(first | {"session_id": "s"}) == key_of(second, **{"x-session-id": "s"})
     assert key_of(first | {"session_params": {"session_id": "s"}}) == key_of(second | {"session_id": "s"})
+    assert key_of(first | {"session_params": {"id": "s"}}) == key_of(second | {"session_id": "s"})
     assert key_of(first, **{"x-session-id": "s"}) == key_of(second, **{"x-session-id": "s"}) != key_of(first)
 
 

@@ -217,6 +217,14 @@ def test_an_unsupported_member_is_refused_by_name():
     assert error.message == "structured_outputs: structural_tag is not supported"
 
 
+def test_a_session_of_sglang_is_a_name_and_continues_no_request():
+    named = {"session_params": {"id": "s", "rid": None, "offset": 4, "drop_previous_output": True}}
+    assert parse(ChatBody, json.dumps({"messages": HELLO, **named}).encode()).session == "s"
+    error = refused(ChatBody, {"messages": HELLO, "session_params": {"id": "s", "rid": "r"}})
+    assert isinstance(error, Unsupported)
+    assert error.message == "session_params: rid is not supported"
+
+
 def test_unsupported_fields_without_effect_are_accepted():
     harmless = {
         "best_of": 1, "length_penalty": 1.0, "echo": False, "thinking_token_budget": -1, "vllm_xargs": {},

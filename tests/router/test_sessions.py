@@ -36,6 +36,7 @@ async def three(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Clus
         (CHAT, {}, {"session_id": "{0}", "prompt_cache_key": "one for all"}),  # vLLM
         (CHAT, {}, {"session_params": {"session_id": "{0}"}, "prompt_cache_key": "k"}),  # its router
         (RESPONSES, {}, {"session_params": {"session_id": "{0}"}}),
+        (CHAT, {}, {"session_params": {"id": "{0}"}, "prompt_cache_key": "k"}),  # SGLang
         (RESPONSES, {"session-id": "one for all", "thread-id": "t"}, {"prompt_cache_key": "{0}"}),  # Codex
         (RESPONSES, {"session-id": "one for all", "thread-id": "{0}"}, {}),  # behind a gateway
         (RESPONSES, {"session_id": "{0}"}, {"user": "one for all"}),
