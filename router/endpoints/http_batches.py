@@ -27,7 +27,7 @@ from baton.router.batches.storage import MAX_FILE_BYTES, Storage
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.frontend import Frontend
-from baton.router.endpoints.http_connections import pieces_of_file, send
+from baton.router.endpoints.http_writer import pieces_of_file, send
 from baton.router.endpoints.request_body import read_body
 from baton.router.preparation.prepare import Generated
 

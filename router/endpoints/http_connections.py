@@ -1,9 +1,8 @@
-"""The connections of an HTTP server: how many may be open, how a response leaves, and the response to bytes
-that are not HTTP.
+"""The connections of an HTTP server: how many may be open, and the response to bytes that are not HTTP.
 
 Life of a connection: accepted → idle ⇄ serving → closed.
 
-1. `send` writes each response that is no stream.
+1. `http_writer` writes each response.
 2. A client that does not take what is written within `client_timeout` is cut off.
 3. When too many are open, one that serves no key (`serving_key`) is cut off.
 4. A server that retires says `Connection: close` in each response, and closes what stays idle.
@@ -17,17 +16,18 @@ import socket
 import ssl
 import stat
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, Self, cast
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from baton.router import errors
 from baton.router.endpoints.frontend import request_name
+from baton.router.endpoints.http_writer import send
 from baton.router.errors import ApiError
 from baton.system.addresses import cannot_listen, listening_socket
 from baton.system.connections import Connection, Connections
@@ -40,8 +40,6 @@ READ_BYTES = 8 << 10
 So chunks of a byte take a turn of the loop at most 2 ms."""
 AHEAD_BYTES = 64 << 10
 """Of later requests, that are read while one is served. aiohttp alone would keep 31 of them, 1 MiB each."""
-PIECE_BYTES = 32 << 10
-"""Of a response, that this process gives to the kernel at once. Each must leave within `client_timeout`."""
 LINGER_SECONDS = 10.0
 """A client may send the rest of a refused body for so long. It could not read its response after a reset."""
 RETIRE_SECONDS = 3.0
@@ -73,30 +71,6 @@ def refusal(error: ApiError, body: Any = None, **headers: str) -> web.Response:
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
     return web.json_response(body or error.body, status=error.status, headers=headers)
-
-
-async def send(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Sends what is left of a response, in pieces: many clients may take a large one slowly, and TLS would
-    copy it for each. Raises ConnectionError when the client has disconnected or is cut off."""
-    body = response.body if isinstance(response, web.Response) else None
-    if isinstance(body, bytes) and len(body) > PIECE_BYTES and not response.prepared:
-        response.headers["Content-Length"] = str(len(body))
-        cast(web.Response, response).body = _pieces(request, body)
-    await response.prepare(request)
-    await response.write_eof()
-
-
-async def _pieces(request: web.BaseRequest, body: bytes) -> AsyncIterator[memoryview]:
-    for start in range(0, len(body), PIECE_BYTES):
-        yield memoryview(body)[start : start + PIECE_BYTES]
-        await request.writer.drain()  # aiohttp itself waits only after 64 KiB
-
-
-async def pieces_of_file(request: web.BaseRequest, file: BinaryIO) -> AsyncIterator[bytes]:
-    """The body of a response that has the content of an open file."""
-    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
-        yield piece
-        await request.writer.drain()
 
 
 class HttpServer:

@@ -1,15 +1,13 @@
 """The HTTP endpoints that generate: read a request, generate, and send the response.
 
-A response is whole, or a stream of server-sent events. `http_connections` sends the whole ones.
+A response is whole, or a stream of server-sent events. `http_writer` sends both.
 """
 
 import asyncio
 import logging
-import math
 import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -19,11 +17,13 @@ from baton.router.admission.entry import Entry
 from baton.router.admission.keys import Account
 from baton.router.api.bodies import ChatOptions
 from baton.router.config import RouterConfig
+from baton.router.endpoints import http_writer
 from baton.router.endpoints.builders.anthropic import AnthropicBuilder
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.completions import ChatBuilder, ChoicesBuilder, CompletionBuilder
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend, seconds_of, unenforced_header
+from baton.router.endpoints.http_writer import EventStream
 from baton.router.endpoints.request_body import read_body
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
@@ -35,12 +35,6 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id")
 ACCOUNT: ContextVar[Account] = ContextVar("account")
 UNENFORCED = "x-baton-unenforced"
 """Response header, and the key of its value in a request."""
-KEEPALIVE_SECONDS = 5.0
-"""A stream that has sent nothing for this time sends a comment. Tokens may come whose text is hidden."""
-KEEPALIVE = b": waiting\n\n"
-STREAM_HEADERS = {
-    "Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no",
-}  # fmt: skip
 ResponseBuilder = ChatBuilder | CompletionBuilder | AnthropicBuilder | OpenAIResponsesBuilder
 """Makes the response to one request. In a stream: `events` of each delta, then `end` or `failed`.
 Else: `add` each delta, then `whole`."""
@@ -135,81 +129,37 @@ class HttpGeneration:
     async def _stream(
         self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers=STREAM_HEADERS)
-        direct = _DirectWriter(request.protocol, active, builder)
+        stream, last = EventStream(request), b""
+
+        def consume(now: float) -> bool:
+            nonlocal last
+            if not stream.may_write(now):
+                return False
+            events = b"".join([builder.events(index, delta) for index, delta in active.pop()])
+            if active.finished:
+                last = events
+            elif events:
+                stream.write_now(events, now)
+            return not active.over
+
         try:
             while not active.finished:
                 deltas = await _deltas(active, builder)
-                events = b"".join(builder.events(index, delta) for index, delta in deltas)
-                if not response.prepared:
-                    await response.prepare(request)
-                    direct.begin(request, response)
-                if events or (not active.finished and (not deltas or direct.silent)):
-                    await write(request, response, events or KEEPALIVE)
-                    direct.sent_at = asyncio.get_running_loop().time()
-            end = direct.last + builder.end()
+                events = b"".join([builder.events(index, delta) for index, delta in deltas])
+                if active.finished:
+                    last += events
+                elif events or not deltas or stream.silent:
+                    begins = not stream.begun
+                    await stream.write(events)
+                    if begins:
+                        active.consume(consume)
+            end = last + builder.end()
         except ApiError as error:
-            if not response.prepared:
+            if not stream.begun:
                 raise
             active.services.metrics.failed(error, active.name)
             end = builder.failed(error)
-        await write(request, response, end)
-        return response
-
-
-async def write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Writes a part of a stream, and waits until the client makes room for all of it."""
-    await response.write(data)
-    await request.writer.drain()
-
-
-@dataclass(slots=True)
-class _DirectWriter:
-    """Writes the events of a stream to its transport while the task of the request waits for tokens.
-
-    The framework's way from a token to the transport takes longer than all else that is done for the token.
-    """
-
-    protocol: web.RequestHandler
-    active: ActiveRequest
-    builder: ResponseBuilder
-    transport: asyncio.Transport | None = None
-    """Since the headers are sent."""
-    chunked: bool = False
-    last: bytes = b""
-    """The events of the last deltas, which go out with the end of the response."""
-    sent_at: float = -math.inf
-    """By the clock of the loop."""
-
-    @property
-    def silent(self) -> bool:
-        """Whether the client has got nothing for so long that a comment is due."""
-        return asyncio.get_running_loop().time() - self.sent_at >= KEEPALIVE_SECONDS
-
-    def begin(self, request: web.Request, response: web.StreamResponse) -> None:
-        """The headers are sent, so the events are all that follows."""
-        self.chunked, self.transport = (
-            response.headers.get("Transfer-Encoding") == "chunked",
-            request.transport,
-        )
-        self.active.consume(self._write)
-
-    def _write(self, now: float) -> bool:
-        """Writes what has come. False: the task goes on. It waits for a client that does not read, and writes
-        comments."""
-        active, transport = self.active, self.transport
-        if transport is None or transport.is_closing() or self.protocol.writing_paused:
-            return False
-        if now - self.sent_at >= KEEPALIVE_SECONDS:
-            return False
-        make = self.builder.events
-        events = b"".join([make(index, delta) for index, delta in active.pop()])
-        if active.finished:
-            self.last = events
-        elif events:
-            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self.chunked else events)
-            self.sent_at = now
-        return not active.over
+        return await stream.end(end)
 
 
 async def collect(
@@ -231,7 +181,7 @@ async def collect(
 
 async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple[int, Delta]]:
     """Takes deltas. The builder has what comes before them: log probabilities of their prompts."""
-    deltas = await active.take(KEEPALIVE_SECONDS)
+    deltas = await active.take(http_writer.KEEPALIVE_SECONDS)
     for index, delta in deltas:
         for part in delta.prompt:
             assert isinstance(builder, ChoicesBuilder), "the other APIs show none"

@@ -23,9 +23,11 @@ from baton.router.active_request import ActiveRequest
 from baton.router.admission.entry import Entry
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_generation as http
+from baton.router.endpoints import http_writer
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
+from baton.router.endpoints.http_writer import EventStream
 from baton.router.endpoints.request_body import read_body
 from baton.router.endpoints.stored_responses import Events, StoredResponse, StoredResponses, home_tag
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest
@@ -130,16 +132,15 @@ class OpenAIResponses:
 
     async def _follow(self, request: web.Request, events: Events, position: int) -> web.StreamResponse:
         """Sends the events from this place on, until the response ends or the client leaves."""
-        response = web.StreamResponse(headers=http.STREAM_HEADERS)
-        await response.prepare(request)
+        stream = EventStream(request)
         while position < len(events.all) or not events.ended:
-            if position >= len(events.all) and not await events.wait(http.KEEPALIVE_SECONDS):
-                await http.write(request, response, http.KEEPALIVE)
+            if position >= len(events.all) and not await events.wait(http_writer.KEEPALIVE_SECONDS):
+                await stream.write(b"")
             new = events.all[position : position + MAX_TAKEN]
             if new:
-                await http.write(request, response, b"".join(new))
+                await stream.write(b"".join(new))
             position += len(new)
-        return response
+        return await stream.end()
 
     async def delete(self, request: web.Request) -> web.Response:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]

@@ -21,8 +21,9 @@ from baton.router.endpoints import pages
 from baton.router.endpoints.admin_calls import add_admin_calls
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.endpoints.http_batches import HttpBatches
-from baton.router.endpoints.http_connections import is_extra, refusal, send, serving_key
+from baton.router.endpoints.http_connections import is_extra, refusal, serving_key
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
+from baton.router.endpoints.http_writer import send
 from baton.router.endpoints.request_body import read_body
 from baton.router.history import REQUESTS
 from baton.router.preparation.prepare import Converted

@@ -333,7 +333,7 @@ async def test_a_stream_whose_tokens_are_hidden_gets_keepalives(
     thinking: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
     """A proxy cuts a connection that is silent for a while, and reasoning may take minutes."""
-    seconds = "baton.router.endpoints.http_generation.KEEPALIVE_SECONDS"
+    seconds = "baton.router.endpoints.http_writer.KEEPALIVE_SECONDS"
     monkeypatch.setattr(seconds, 3600.0)
     steps = [asyncio.Semaphore(1) for _ in thinking.workers]
     for worker, allowed in zip(thinking.workers, steps, strict=True):

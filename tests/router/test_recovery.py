@@ -435,7 +435,7 @@ async def test_without_any_worker_a_request_gets_503(tokenizer: ModelTokenizer, 
 async def test_a_parked_stream_gets_keepalives_and_then_the_error(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("baton.router.endpoints.http_generation.KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr("baton.router.endpoints.http_writer.KEEPALIVE_SECONDS", 0.1)
     async with make_cluster(tokenizer, tmp_path, prefill=0, overflow=False) as cluster:
         body = {"prompt": "x", "stream": True}
         async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
