@@ -172,7 +172,7 @@ class ServiceLink:
 
     @property
     def has_messages(self) -> bool:
-        return bool(self._socket.poll(0))
+        return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
 
     def send(self, message: FromEngine) -> None:
         """Raises zmq.Again if the service process has not read for SEND_TIMEOUT."""
@@ -184,11 +184,8 @@ class ServiceLink:
         Returns at most MAX_QUEUED messages, so that a flood cannot delay the engine's steps for long.
         """
         arrived: list[ToEngine] = []
-        while len(arrived) < MAX_QUEUED:
-            try:
-                arrived.append(messages.decode_to_engine(self._socket.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                break
+        while len(arrived) < MAX_QUEUED and self.has_messages:  # a `recv` in vain takes four times as long
+            arrived.append(messages.decode_to_engine(self._socket.recv(zmq.NOBLOCK)))
         return arrived
 
     def wait_for(self, kind: type[Exit | TakeOver]) -> None:

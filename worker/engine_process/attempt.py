@@ -6,6 +6,7 @@ an id. `states` has the rules.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -129,7 +130,7 @@ class AttemptTable(Generic[A]):
         self._other_ids = set[bytes]()  # of all attempts
         self.decoding = 0
         self.counts = RequestCounts()
-        self._tokens: dict[int, StepTokens] = {}  # by stream
+        self._tokens: defaultdict[int, StepTokens] = defaultdict(StepTokens)  # by stream
         self._reports: list[FromEngine] = []  # since the last flush
         self._later: list[Callable[[], None]] = []
         self.find = self.by_id.get
@@ -207,9 +208,7 @@ class AttemptTable(Generic[A]):
     def token(self, attempt: Attempt, output: Output) -> None:
         """The attempt has this token, which may have been sampled elsewhere."""
         if (stream := attempt.stream) is not None:
-            if (tokens := self._tokens.get(stream)) is None:
-                tokens = self._tokens[stream] = StepTokens()
-            tokens.add(output, tell_cached=not attempt.origin.resumed)
+            self._tokens[stream].add(output, tell_cached=not attempt.origin.resumed)
 
     def sampled(self, attempt: Attempt, output: Output) -> None:
         """A step has sampled this token."""
