@@ -172,7 +172,8 @@ class ServiceLink:
 
     @property
     def has_messages(self) -> bool:
-        return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
+        events = self._socket.get(zmq.EVENTS)
+        return isinstance(events, int) and bool(events & zmq.POLLIN)
 
     def send(self, message: FromEngine) -> None:
         """Raises zmq.Again if the service process has not read for SEND_TIMEOUT."""
