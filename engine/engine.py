@@ -158,6 +158,8 @@ class Engine:
     this rank. The engine owns it. KV transfer may read the blocks and the state slot of a request that is
     prefilled or held, and write those of a reserved one. Position p of a request is in slot
     block_table[p // block_size] * block_size + p % block_size.
+
+    Benches and tests also read `scheduler`, which plans steps, `runner`, which computes them, and `meters`.
     """
 
     def __init__(self, config: EngineConfig, started: Started, hooks: Hooks) -> None:
@@ -203,7 +205,7 @@ class Engine:
         )
         """All requests. The caller adds them with the methods of the engine, which compile grammars."""
         speculation = _speculation(config)
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             lives,
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
@@ -212,20 +214,20 @@ class Engine:
         )
         self._outputs = Outputs(lives, speculation, model.eos_ids)
         self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
-        self._meters = Meters(limit, _large(started.steps))
+        self.meters = Meters(limit, _large(started.steps))
         self.encoder = started.encoder
         """Of images. None: the model sees none, transformers is not installed, or other workers encode."""
         self.embedding_format = started.embeddings
         """Of images that other workers encode. None: they encode none."""
         self._images: Embeddings | None = started.encoder
-        self._runner = runner
+        self.runner = runner
         self.loop = StepLoop(
             runner,
-            self._scheduler,
+            self.scheduler,
             self._outputs,
             self._grammars,
             model,
-            self._meters,
+            self.meters,
             hooks,
             overlap=runner.device.type == "cuda" if config.overlap is None else config.overlap,
             encoder=started.encoder,
@@ -409,12 +411,12 @@ class Engine:
 
     @property
     def computes_on(self) -> list[str]:
-        return device_names(self._runner.device)
+        return device_names(self.runner.device)
 
     @property
     def kept_image_tokens(self) -> int:
         """Tokens of images whose embeddings its encoder keeps. 0: it has none."""
-        return 0 if self.encoder is None else CACHE_BYTES // self._runner.image_bytes
+        return 0 if self.encoder is None else CACHE_BYTES // self.runner.image_bytes
 
     def fetch_images(self, images: Embeddings) -> None:
         """Takes embeddings from there: other workers encode."""
@@ -432,7 +434,7 @@ class Engine:
             )
         if "weights" in self.memory.released:
             raise ValueError("the memory of the weights is released: call /resume_memory_occupation first")
-        followers = self._runner.followers
+        followers = self.runner.followers
         others = None if followers is None else followers.stage(path)
 
         def stage() -> NewWeights:
@@ -449,7 +451,7 @@ class Engine:
 
     def drop_weights(self) -> None:
         """What was staged is not wanted."""
-        if (followers := self._runner.followers) is not None:
+        if (followers := self.runner.followers) is not None:
             followers.send(Drop())
 
     def replace_weights(self, new: NewWeights, version: str) -> None:
@@ -464,7 +466,7 @@ class Engine:
             self.lives.memory.make_private(live)
         if self.encoder is not None:
             self.encoder.forget()
-        followers = self._runner.followers
+        followers = self.runner.followers
         others = None if followers is None else followers.replace()
         new.apply()
         if others is not None:
@@ -481,7 +483,7 @@ class Engine:
         """Computes nothing more, and ends the other ranks."""
         if self.encoder is not None:
             self.encoder.close()
-        self._runner.stop()
+        self.runner.stop()
         self._grammars.close()
 
     # State
@@ -511,11 +513,11 @@ class Engine:
 
     def prompt_seconds(self, tokens: int, uncached: int, position: int) -> float:
         """As in `Meters`."""
-        return self._meters.prompt_seconds(tokens, uncached, self._scheduler.batch(position))
+        return self.meters.prompt_seconds(tokens, uncached, self.scheduler.batch(position))
 
     def parts_waiting(self) -> Iterator[tuple[bytes, int, int]]:
         """Yields (request, tokens, position of the first) of each part of a prompt that is not computed."""
-        yield from self._scheduler.parts_waiting()
+        yield from self.scheduler.parts_waiting()
         for schedule, _ in self.loop.under_way:
             for live, positions in schedule.prompts.items():
                 yield live.id, len(positions), positions.start
@@ -524,7 +526,7 @@ class Engine:
         """`parts`: those of `parts_waiting`, if the caller has read them. To read them looks up the blocks of
         each prompt that waits."""
         parts = self.parts_waiting() if parts is None else parts
-        lives, scheduler, meters = self.lives, self._scheduler, self._meters
+        lives, scheduler, meters = self.lives, self.scheduler, self.meters
         meters.rest(self.loop.idle_seconds)
         limit, cache = meters.chunk_limit, lives.cache
         batch = scheduler.batch(meters.prefill_position)
@@ -548,7 +550,7 @@ class Engine:
             fastest_step_seconds=limit.fastest_seconds,
             gap_target_seconds=limit.gap_target,
             long=limit.long_step(batch),
-            experts=None if (load := self._runner.expert_load) is None else load.read(),
+            experts=None if (load := self.runner.expert_load) is None else load.read(),
             offload=stats_of(self.offload),
             speculation=None if scheduler.speculation is None else scheduler.speculation.stats,
             step_table=self._steps.table,

@@ -159,7 +159,7 @@ def on_cuda(run: Run) -> None:
     speculative = SpeculativeConfig(method, model=str(_eagle(path)) if method == "eagle3" else "")
     config["gpu_memory_utilization"] *= 2  # what this process has already counts for the second engine
     drafting = build_engine(EngineConfig(str(path), **config, speculative_config=speculative))
-    speculation = drafting._scheduler.speculation
+    speculation = drafting.scheduler.speculation
     assert speculation is not None
     if method == "ngram":
         speculation.drafter = _Set(speculative)

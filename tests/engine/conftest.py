@@ -704,9 +704,9 @@ def late_engine(tiny_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPa
 
     def make(**config: Any) -> Engine:
         engine = tiny_engine(**{"overlap": True, "cuda_graphs": True, **config})
-        engine._runner._record = LateEvent
+        engine.runner._record = LateEvent
         if DEVICE == "cpu":
-            sample = engine._runner.sample
+            sample = engine.runner.sample
 
             def sample_late(*args: Any) -> Any:
                 with monkeypatch.context() as patch:
@@ -714,7 +714,7 @@ def late_engine(tiny_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPa
                         patch.setattr(module, "to_host", COPIES.to_host)
                     return sample(*args)
 
-            monkeypatch.setattr(engine._runner, "sample", sample_late)
+            monkeypatch.setattr(engine.runner, "sample", sample_late)
         # The real method would start a thread that waits for the event.
         engine.loop._landings.expect = lambda event: None
         return engine

@@ -33,7 +33,7 @@ def draft_always(
 ) -> None:
     """All requests get all drafts that they may have, from a `Known`. `answers` None: from the draft head.
     `vocabulary`: a wrong guess is another token below it."""
-    speculation = engine._scheduler.speculation
+    speculation = engine.scheduler.speculation
     assert speculation is not None
     if answers is not None:
         speculation.drafter = Known(answers, wrong, vocabulary)

@@ -80,7 +80,7 @@ def main() -> int:
         save_tiny(Path(directory), "Llama", max_position_embeddings=4096)
         warm = build_engine(EngineConfig(directory, dtype="float32", **SIZES))
     rehearsal = Rehearsal(EngineConfig(directory, **SIZES), 4096, SIZES["block_size"])
-    warm_up(warm._runner, rehearsal, lambda *_: None)
+    warm_up(warm.runner, rehearsal, lambda *_: None)
     print(f"{len(compiled)} kernels compiled by the rehearsal", *compiled, sep="\n  ")
     compiled.clear()
     rng = random.Random(0)

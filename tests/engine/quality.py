@@ -36,7 +36,7 @@ def logits(
 ) -> Tensor:
     """[positions, vocabulary] float32 on the host: for each position of TEXT, in chunks; the last `decoded`
     positions are decoded one by one. With `first`, the KV of the positions before is in the cache."""
-    runner, prompt, found = engine._runner, stop - decoded, []
+    runner, prompt, found = engine.runner, stop - decoded, []
     blocks = torch.arange(-(-len(TEXT) // runner.block_size), dtype=torch.int32, device=runner.device)
     for start in (*range(first, prompt, chunk), *range(prompt, stop)):
         end = min(start + chunk, prompt) if start < prompt else start + 1

@@ -122,12 +122,12 @@ def capture_on_cpu(
     monkeypatch.setattr(graphs.StepGraphs, "_drop_slow", lambda self: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     _read_padded_steps(monkeypatch)
-    runner = engine._runner
+    runner = engine.runner
     width = -(-engine.model_config.max_model_len // engine.block_size)
     runner.cache.table_width = width if engine.lives.pool.windows is None else 2 * width
     runner.capture(64, lambda done: None)
     engine.loop.graph_rows = runner.graph_rows
-    engine._scheduler._mixed_rows = runner.mixed_rows
+    engine.scheduler._mixed_rows = runner.mixed_rows
     if (drafter := runner.drafter) is not None:
         # A real graph does not keep the memory that it reads and writes.
         for graph in (*drafter._kv_graphs.values(), *drafter._guess_graphs.values()):
@@ -138,14 +138,14 @@ def capture_on_cpu(
 
 def replayed(engine: Engine) -> int:
     """How many guesses of a draft head graphs have made."""
-    drafter = engine._runner.drafter
+    drafter = engine.runner.drafter
     assert drafter is not None
     return sum(cast(_Replay, graph).count * each for (_, each), graph in drafter._guess_graphs.items())
 
 
 def replayed_steps(engine: Engine) -> dict[tuple[bool, bool], int]:
     """How many steps graphs have replayed, by whether the graphs have decodes, and chunks."""
-    made = engine._runner._graphs
+    made = engine.runner._graphs
     assert made is not None
     counts: dict[tuple[bool, bool], int] = {}
     for size, pieces in made._forward.items():

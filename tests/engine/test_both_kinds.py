@@ -173,13 +173,13 @@ def test_nothing_is_computed_twice_for_a_resumed_request(tiny_engine: MakeEngine
     again = engine.resume(live_of(engine, b"prefill"), request.id)
     assert again == Output(request.id, 0, first.token)
     computed: list[tuple[int, int]] = []
-    run_step = engine._runner.run
+    run_step = engine.runner.run
 
     def watched(step: Any, layer_done: Any) -> Any:
         computed.append((len(step.token_ids), int(step.positions[0])))
         return run_step(step, layer_done)
 
-    engine._runner.run = watched
+    engine.runner.run = watched
     rest = run(engine)[request.id].tokens
     assert [first.token, *rest] == expected
     assert computed == [(1, 11 + number) for number in range(5)]
@@ -200,7 +200,7 @@ def test_a_stream_that_goes_on_here_is_late(tiny_engine: MakeEngine) -> None:
     """Else its prompt would come in the smallest chunks beside decodes, while its reader waits in a gap."""
     engine = tiny_engine()
     engine.add(replace(request_of(1, [3, 4, 5], max_tokens=2), output_ids=[6], first_token_within=31.0))
-    assert [due for _, due in engine._scheduler.prompts()] == [-math.inf]
+    assert [due for _, due in engine.scheduler.prompts()] == [-math.inf]
 
 
 def test_time_before_the_engine_counts(tiny_engine: MakeEngine) -> None:
@@ -208,6 +208,6 @@ def test_time_before_the_engine_counts(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     arrived = time.monotonic() - 30
     engine.add(replace(request_of(1, [3, 4, 5], max_tokens=1), arrived=arrived, first_token_within=31.0))
-    assert [due for _, due in engine._scheduler.prompts()] == [arrived + 31]
+    assert [due for _, due in engine.scheduler.prompts()] == [arrived + 31]
     (output,) = engine.loop.step().outputs
     assert output.queue_seconds > 30

@@ -217,8 +217,8 @@ def test_the_chunk_limit_knows_when_a_request_joins(
     tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, limit = tiny_engine(), KnownLimit()
-    monkeypatch.setattr(engine._meters, "chunk_limit", limit)
-    monkeypatch.setattr(engine._meters, "record", limit.record)
+    monkeypatch.setattr(engine.meters, "chunk_limit", limit)
+    monkeypatch.setattr(engine.meters, "record", limit.record)
     engine.add(request_of(1, [3, 4, 5], max_tokens=20, ignore_eos=True))
     for _ in range(2):
         engine.loop.step()

@@ -158,10 +158,10 @@ def test_an_engine_on_the_kernels_of_a_gpu(
         monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim, exact=False: triton_kernels)
     wanted = SpeculativeConfig("eagle3", model=str(head), num_speculative_tokens=3)
     engine = build_engine(replace(config, overlap=True, cuda_graphs=True, speculative_config=wanted))
-    monkeypatch.setattr(engine._runner, "_record", LateEvent)
+    monkeypatch.setattr(engine.runner, "_record", LateEvent)
     monkeypatch.setattr(engine.loop._landings, "expect", lambda event: None)
     capture_on_cpu(engine, monkeypatch, chunk_sizes=[32])
-    graphs = engine._runner._graphs
+    graphs = engine.runner._graphs
     assert graphs is not None
     work = tile_work([(0, 32)], 4, *graphs._widths.tiles)
     for staging in graphs._staging:  # as a step with a prompt leaves them
@@ -198,7 +198,7 @@ def test_guesses_are_those_of_the_reference(
     if graphs:
         capture_on_cpu(engine, monkeypatch)
     draft_always(engine)
-    speculation = engine._scheduler.speculation
+    speculation = engine.scheduler.speculation
     assert speculation is not None
     speculation._acceptance = lambda live: 1.0
     lives: list[LiveRequest] = []
@@ -372,4 +372,4 @@ def test_the_steps_before_the_first_request_have_guesses(
     rehearsal = Rehearsal(config, 64, 4, pool=engine.num_blocks, num_slots=num_slots)
     guessed = [step.drafting.count * len(step.drafting.first_rows) for step in rehearsal.steps(None)]
     assert max(guessed) == 4 * 3
-    assert any(rehearse(engine._runner, rehearsal, lambda done: None))
+    assert any(rehearse(engine.runner, rehearsal, lambda done: None))

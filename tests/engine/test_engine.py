@@ -206,7 +206,7 @@ def test_prefixes_are_not_shared_between_salts(tiny_engine: MakeEngine) -> None:
 
 def poison(engine: Engine) -> None:
     """The embedding of the token `POISON` becomes NaN."""
-    embedding = engine._runner.model.embedding
+    embedding = engine.runner.model.embedding
     if DEVICE == "cpu":  # a CPU maps the file, which must not change; graphs of a GPU need the same address
         embedding.weight = embedding.weight.clone()
     embedding.weight[POISON] = torch.nan
@@ -314,7 +314,7 @@ def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
     engine = sink.engine = tiny_engine(hooks=hooks_to(sink), max_num_batched_tokens=5, max_num_seqs=5)
     sink.ticks = 0
     order: list[str] = []
-    for owner, name in ((engine._runner._kernels, "attention"), (sink, "layer_done")):
+    for owner, name in ((engine.runner._kernels, "attention"), (sink, "layer_done")):
         monkeypatch.setattr(owner, name, _noted(getattr(owner, name), order))
     request = request_of(1, PROMPT, max_tokens=4, ignore_eos=True)
     plain = request_of(2, PROMPT, max_tokens=2)

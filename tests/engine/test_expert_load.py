@@ -30,7 +30,7 @@ def test_each_computed_token_counts_for_each_of_its_experts(
     assert (stats.tokens, stats.imbalance, stats.used) == ([0] * 8, 0.0, 0.0)
     # Prefills of 9, 8 and 7 tokens, then 5 decodes of one token each. Graphs pad these to 4 rows.
     run(engine, [request_of(i, range(3, 12 - i), max_tokens=6, ignore_eos=True) for i in range(3)])
-    load = engine._runner.expert_load
+    load = engine.runner.expert_load
     assert load is not None
     load.begin_step()
     tokens, reads = load.totals.cpu()

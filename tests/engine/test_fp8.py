@@ -199,9 +199,9 @@ def test_tokens_of_models_with_latents_are_those_of_the_dequantized_one(
     assert_greedy(reference, prompts, tokens(engine_of(tmp_path), prompts))
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     engine = engine_of(tmp_path)
-    assert isinstance(engine._runner.model.layers[0].mixer.input, PartlyQuantized) == (model == "DeepseekV32")
+    assert isinstance(engine.runner.model.layers[0].mixer.input, PartlyQuantized) == (model == "DeepseekV32")
     assert all(len(answer) == 10 for answer in tokens(engine, prompts))
-    heads = engine._runner.model.layers[0].mixer.heads
+    heads = engine.runner.model.layers[0].mixer.heads
     value_dim, rank = heads.values.shape[1:]
     exact = (
         reference.model.layers[0].self_attn.kv_b_proj.weight.detach().unflatten(0, (len(heads.values), -1))
@@ -236,7 +236,7 @@ def test_tokens_of_families_are_those_of_the_dequantized_model(
         assert_greedy(reference, prompts, tokens(ranks(tmp_path, size), prompts))
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     engine = engine_of(tmp_path)
-    assert isinstance(engine._runner.model.layers[0].mixer.input, PartlyQuantized) == model.startswith("Qwen")
+    assert isinstance(engine.runner.model.layers[0].mixer.input, PartlyQuantized) == model.startswith("Qwen")
     assert all(len(answer) == 10 for answer in tokens(engine, prompts))
 
 
@@ -300,7 +300,7 @@ def test_values_that_are_not_finite_fail_one_request_only(tiny_path: Path, promp
     requests = [request_of(i, prompt, max_tokens=6, logit_bias=bias) for i, prompt in enumerate(prompts)]
     victims = [request_of(100 + i, [5, 197 + i, 7], max_tokens=6) for i in range(2)]
     engine = engine_of(tiny_path, quantization="fp8")
-    embedding = engine._runner.model.embedding
+    embedding = engine.runner.model.embedding
     embedding.weight = embedding.weight.clone()
     embedding.weight[197], embedding.weight[198] = torch.nan, torch.inf
     results = run(engine, [requests[0], victims[0], requests[1], victims[1], *requests[2:]])

@@ -210,9 +210,7 @@ def test_the_norm_before_experts_quantizes_for_all_of_them(
     else:
         save_random(tmp_path, kind, moe_intermediate_size=32, linear_num_value_heads=8)
     dtype = "float16" if DEVICE == "cpu" else "bfloat16"
-    model = load(
-        tmp_path, device=DEVICE, dtype=dtype, quantization="auto" if grouped else "fp8"
-    )._runner.model
+    model = load(tmp_path, device=DEVICE, dtype=dtype, quantization="auto" if grouped else "fp8").runner.model
     layer = model.layers[-1]
     moe, norm = layer.mlp, layer.mlp_norm.norm
     residual, delta = (normal(5, len(norm.weight), seed=i).to(DEVICE, norm.weight.dtype) for i in range(2))

@@ -491,7 +491,7 @@ def test_configurations_of_transformers_4_name_experts_differently(tiny_of: Tiny
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Llama4Text"])
 def test_dummy_experts_differ(kind: str, tiny_of: TinyOf) -> None:
-    moe = load(tiny_of(kind), load_format="dummy")._runner.model.layers[0].mlp
+    moe = load(tiny_of(kind), load_format="dummy").runner.model.layers[0].mlp
     assert moe.experts.gate_up.shape == (8, 2 * 24, 64)
     assert moe.experts.down.shape == (8, 64, 24)
     assert len({float(weight.sum()) for weight in (*moe.experts.gate_up, *moe.experts.down)}) == 16

@@ -145,7 +145,7 @@ def test_a_rehearsal_with_fewer_states_than_requests(path: Path, tiny_engine: Ma
     """As before the pools are made, when the layers of a kind share memory."""
     limits = EngineConfig(str(path), max_num_seqs=4, max_num_batched_tokens=16)
     rehearsal = Rehearsal(limits, 32, 4, num_slots=3)
-    runner = tiny_engine(model=str(path), max_num_seqs=4)._runner
+    runner = tiny_engine(model=str(path), max_num_seqs=4).runner
     runner.cache.open(rehearsal.num_blocks, 3, shared=True)
     states = [cache.ssm.data_ptr() for cache in runner.cache.of_layers if isinstance(cache, LayerState)]
     assert len(set(states)) == 1 < len(states)
@@ -407,7 +407,7 @@ def test_a_prompt_goes_on_from_copies_that_a_scan_made(
     results = [run(engine, [request]).popitem()[1] for request in requests]
     assert [result.tokens for result in results] == expected
     assert [result.outputs[0].cached_tokens for result in results] == [0, 64, 128, 148]
-    assert lengths[0] == [150 if engine._runner.chunk_tokens == 1 else 148]
+    assert lengths[0] == [150 if engine.runner.chunk_tokens == 1 else 148]
     engine.assert_whole()
 
 
@@ -457,7 +457,7 @@ def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path) ->
 def test_each_rank_holds_the_states_of_its_heads(tmp_path: Path, ranks: Callable[..., Engine]) -> None:
     """x of the heads of the rank, and one of the two groups, which four ranks hold twice."""
     save_tiny(tmp_path, "Bamba")
-    states = [ranks(tmp_path, size, max_num_seqs=3)._runner.cache.of_layers[0] for size in (1, 4)]
+    states = [ranks(tmp_path, size, max_num_seqs=3).runner.cache.of_layers[0] for size in (1, 4)]
     assert [state.ssm.shape for state in states] == [(3, 8, 16, 16), (3, 2, 16, 16)]
     assert [state.conv.shape for state in states] == [(3, 3, 128 + 2 * 32), (3, 3, 32 + 2 * 16)]
 

@@ -323,7 +323,7 @@ def test_the_output_projection_of_int4_on_load(
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     save_tiny(tmp_path, "Llama", **SIZES, **shape)
     engine = load(tmp_path, device="cpu", quantization="int4")
-    assert type(engine._runner.model.head.product) is kind
+    assert type(engine.runner.model.head.product) is kind
 
 
 def test_memory_sizingning_counts_an_output_projection_in_fp8(
@@ -344,7 +344,7 @@ def test_memory_sizingning_counts_an_output_projection_in_fp8(
 def test_experts_are_rounded_to_int4_and_routers_are_not(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Qwen3Moe", moe_intermediate_size=96)
     plain, ours = (
-        load(tmp_path, device="cpu", quantization=chosen)._runner.model.layers[1].mlp
+        load(tmp_path, device="cpu", quantization=chosen).runner.model.layers[1].mlp
         for chosen in ("none", "int4")
     )
     x = torch.eye(plain.experts.down.shape[1])

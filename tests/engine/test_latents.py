@@ -253,7 +253,7 @@ def test_chunks_that_attend_between_graphs(
     for module in ("baton.engine.execution.start", "baton.engine.layers.weights"):
         monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim, exact=False: triton_kernels)
     save_tiny(tmp_path, kind, num_hidden_layers=2, **changes)
-    runner = load(tmp_path, device=DEVICE, block_size=16, num_blocks=9)._runner
+    runner = load(tmp_path, device=DEVICE, block_size=16, num_blocks=9).runner
     tables = [array("i", blocks) for blocks in ([2], [4, 0], [8, 1], [3, 5, 6])]
     nothing = Draws(*(np.zeros(0, np.float32) for _ in Draws._fields))
 

@@ -101,7 +101,7 @@ def test_the_eos_of_the_tokenizer_ends_outputs_too(tiny_path: Path, tmp_path: Pa
 def test_dtype_auto_is_that_of_the_checkpoint(tiny_path: Path, tmp_path: Path) -> None:
     copy = edited_copy(tiny_path, tmp_path, dtype="bfloat16")
     engine = load(copy, dtype="auto")
-    assert engine._runner.model.embedding.weight.dtype is torch.bfloat16
+    assert engine.runner.model.embedding.weight.dtype is torch.bfloat16
     assert {parts(cache)[0].dtype for cache in engine.caches} == {torch.bfloat16}
     assert load(copy, dtype="float32").cache_spec[0].arrays[0].dtype == "float32"
 

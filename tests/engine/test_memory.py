@@ -279,7 +279,7 @@ def test_a_rehearsal_runs_the_largest_steps_within_all_limits(
         max_num_batched_tokens=budget, max_model_len=context,
     )  # fmt: skip
     stages: list[tuple[str, float]] = []
-    warm_up(engine._runner, rehearsal, lambda stage, done: stages.append((stage, done)))
+    warm_up(engine.runner, rehearsal, lambda stage, done: stages.append((stage, done)))
     assert stages[-1] == ("warming up", 1.0)
     assert stages == sorted(stages)
 
@@ -310,7 +310,7 @@ def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: MakeEngine) ->
     assert {int(step.slots.max()) // 4 for step in steps} <= set(range(12))
     assert max(int(step.block_tables.max()) for step in steps) == 11
     engine = tiny_engine(num_blocks=12, max_num_seqs=8, max_num_batched_tokens=64)
-    warm_up(engine._runner, rehearsal, lambda *_: None)
+    warm_up(engine.runner, rehearsal, lambda *_: None)
 
 
 @pytest.mark.cases(1)
@@ -319,7 +319,7 @@ def test_timed_steps_stay_within_all_limits(
     tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, seats: int, budget: int, context: int
 ) -> None:
     engine = tiny_engine(max_num_seqs=seats, max_num_batched_tokens=budget, max_model_len=context)
-    runner, steps = engine._runner, list[Step]()
+    runner, steps = engine.runner, list[Step]()
 
     def run(step: Step, layer_done: LayerDone) -> Launched:
         steps.append(step)
@@ -374,7 +374,7 @@ def test_an_engine_learns_what_its_steps_cost(tiny_engine: MakeEngine) -> None:
 
 def test_a_rehearsal_refuses_logits_that_are_not_finite(tiny_engine: MakeEngine) -> None:
     rehearsal = Rehearsal(EngineConfig("m", max_num_seqs=2, max_num_batched_tokens=8), 32, 4)
-    runner = tiny_engine(num_blocks=rehearsal.num_blocks)._runner
+    runner = tiny_engine(num_blocks=rehearsal.num_blocks).runner
     runner.model.embedding.weight = runner.model.embedding.weight * torch.nan
     with pytest.raises(ValueError, match="the model's logits are not finite numbers"):
         warm_up(runner, rehearsal, lambda *_: None)

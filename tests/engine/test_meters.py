@@ -142,7 +142,7 @@ def test_an_engine_rests_when_no_step_is_under_way(
     tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, rests = tiny_engine(num_blocks=16), list[float]()
-    monkeypatch.setattr(engine._meters, "rest", rests.append)
+    monkeypatch.setattr(engine.meters, "rest", rests.append)
     engine.stats()
     assert rests[0] > 0
     engine.loop.under_way.append(cast(Any, None))

@@ -89,7 +89,7 @@ def test_a_slow_launch_does_not_delay_the_tokens_of_the_step_before(late_engine:
     """The launch of a prompt without a graph takes long. If the step under way would end meanwhile, its
     tokens come first."""
     engine = late_engine()
-    engine.loop.graph_rows = engine._scheduler._full_step = len(PROMPT) - 1
+    engine.loop.graph_rows = engine.scheduler._full_step = len(PROMPT) - 1
     requests = [request_of(number, PROMPT, max_tokens=1) for number in range(3)]
     for request in requests:
         engine.add(request, handover=True)

@@ -127,7 +127,7 @@ def test_waiting_for_other_workers_is_no_slow_prefill(
     shared.blocks = list(reservation.blocks)
     target.lives.begin_range(live_of(target, request.id))
     target.loop.step()
-    before = target._meters.prefill_tokens_per_s, target._meters.step_seconds
+    before = target.meters.prefill_tokens_per_s, target.meters.step_seconds
     assert min(before) > 0
 
     def late(layer: int, chunks: Mapping[bytes, range]) -> None:
@@ -137,7 +137,7 @@ def test_waiting_for_other_workers_is_no_slow_prefill(
     target.loop.hooks = replace(target.loop.hooks, layer_done=late)
     target.lives.begin_range(live_of(target, request.id))
     target.loop.step()
-    assert (target._meters.prefill_tokens_per_s, target._meters.step_seconds) == before
+    assert (target.meters.prefill_tokens_per_s, target.meters.step_seconds) == before
     end(source, request.id)
 
 

@@ -51,7 +51,7 @@ def step(runner: ModelRunner, starts: Sequence[int], stops: Sequence[int], num_d
 
 def tokens_of(engine: Engine, *, by_graph: bool = False) -> list[int]:
     """The tokens that the step samples, after a step that computes what is before it."""
-    runner = engine._runner
+    runner = engine.runner
     starts = (STOPS - LENGTHS).tolist()
     tokens: list[int] = []
     for made in (step(runner, [0] * 4, starts, 0), step(runner, starts, STOPS.tolist(), 3)):

@@ -86,13 +86,13 @@ class Lives:
         self.written: dict[int, set[int]] = {}  # blocks, by id() of what a launched step computes
         self.slots: dict[int, set[int]] = {}  # the same, of the slots of states that it reads or writes
         self.of_prefill: dict[bytes, int] = {}  # slots of the states of prefills
-        self.layers = prefill.model_config.num_layers + (prefill._runner.drafter is not None)
+        self.layers = prefill.model_config.num_layers + (prefill.runner.drafter is not None)
         self.resumed: set[bytes] = set()
         self.ahead = self.unsampled = self.cancelled_halfway = self.imports = 0
         self.cached = 0  # positions that reservations found in the prefix cache
         prefill.loop.hooks = hooks_to(self)
         for engine in (prefill, decode):
-            engine._runner.run = partial(self.run, engine._runner)
+            engine.runner.run = partial(self.run, engine.runner)
 
     def prefill_started(self, live: LiveRequest) -> None:
         assert live.owner not in self.moved, "the sender has it already"
@@ -248,7 +248,7 @@ class Lives:
 
     def garble(self, engine: Engine) -> None:
         """Overwrites all free blocks and slots of states: no request may depend on their content."""
-        scheduler = engine._scheduler
+        scheduler = engine.scheduler
         states = [] if scheduler.lives.states is None else scheduler.lives.states._free
         if scheduler.lives.cache is not None and scheduler.lives.cache.copies is not None:
             states = states + scheduler.lives.cache.copies._free
@@ -384,7 +384,7 @@ def test_random_lives(
 
     def engine() -> Engine:
         late = late_engine(model=str(path), cuda_graphs=False, block_size=BLOCK, **config)
-        late._runner._record = SometimesLate
+        late.runner._record = SometimesLate
         return late
 
     prefill, decode = engine(), engine()

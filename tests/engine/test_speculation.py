@@ -301,7 +301,7 @@ def test_steps_look_ahead_only_where_one_is_launched_before_the_tokens_of_the_la
 ) -> None:
     """It costs each step time, also those without drafts."""
     engine = tiny_engine(speculative_config=THREE, overlap=overlap, device="cpu")
-    assert engine._runner.ahead == (4 if overlap else 1)
+    assert engine.runner.ahead == (4 if overlap else 1)
 
 
 def test_a_step_has_as_many_drafts_as_give_the_most_tokens_in_a_second() -> None:
@@ -348,7 +348,7 @@ def test_a_drafter_that_was_always_wrong_is_asked_rarely_and_again_when_it_is_ri
     engine = tiny_engine(speculative_config=THREE)
     request = request_of(1, PROMPT, max_tokens=100, ignore_eos=True)
     draft_always(engine, {request.id: [0] * 200}, 1.0)
-    speculation = engine._scheduler.speculation
+    speculation = engine.scheduler.speculation
     assert speculation is not None
     speculation.costs = costs_of([1.0, 1.1, 1.3, 1.7, 2, 3])
     monkeypatch.setattr(speculation.costs, "record", lambda rows, seconds: None)

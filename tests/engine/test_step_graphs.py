@@ -255,6 +255,6 @@ def test_graphs_with_chunks_read_what_the_step_says(
         assert tokens_of(engine, requests) == expected
     counts = replayed_steps(engine)
     assert all(counts.values()), counts
-    graphs = engine._runner._graphs
+    graphs = engine.runner._graphs
     assert graphs is not None
     assert graphs._widths.window_tiles == (TileShape(32, 0) if path is tmp_path else NO_TILES)

@@ -136,7 +136,7 @@ def test_whole_experts_on_each_rank_give_the_same_tokens(
             **config,
         )
         tokens = tokens_of(engine, requests)
-        load, gate_up = engine._runner.expert_load, engine._runner.model.layers[-1].mlp.experts.gate_up
+        load, gate_up = engine.runner.expert_load, engine.runner.model.layers[-1].mlp.experts.gate_up
         experts = gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up
         assert load is not None
         assert len(experts) * size == 8
@@ -197,7 +197,7 @@ def test_each_rank_holds_its_share_of_the_memory(tiny_path: Path, ranks: Callabl
     assert [parts(cache)[0].nbytes * 2 for cache in two.caches] == [
         parts(cache)[0].nbytes for cache in one.caches
     ]
-    embedding = two._runner.model.embedding.weight
+    embedding = two.runner.model.embedding.weight
     assert embedding.shape == (100, 64), "of 199 tokens"
 
 

@@ -397,10 +397,10 @@ def test_rehearsed_steps_stay_within_window_blocks(path_of: Callable[[str], Path
     windows, config = engine.lives.pool.windows, EngineConfig("m", **limits)
     assert windows is not None
     rehearsal = rehearsal_in(PoolSize(140, 512, window_blocks=windows.present), config, 16)
-    for step in rehearsal.steps(engine._runner.cache.table_width):
+    for step in rehearsal.steps(engine.runner.cache.table_width):
         assert len(step.window_slots) == len(step.slots)
         assert {*step.window_slots // 16} <= {*range(1, windows.present)}
-    warm_up(engine._runner, rehearsal, lambda *_: None)
+    warm_up(engine.runner, rehearsal, lambda *_: None)
 
 
 @pytest.mark.parametrize(

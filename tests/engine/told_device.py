@@ -30,7 +30,7 @@ class ToldDevice:
         self._loop, self._fd = engine.loop, engine.loop.landings_fd
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
-        engine._runner._record = self._record
+        engine.runner._record = self._record
 
     def woken(self, within: float = 0.0) -> bool:
         """Whether the loop of a worker would wake within so many seconds."""

@@ -54,7 +54,7 @@ def test_a_key_file_is_read(tmp_path: Path):
     assert ring.authorize("Bearer sk-alice") is alice
     assert ring.authorize("bearer  sk-bob ") is bob
     assert ring.authorize("Bearer sk-carol") is carol
-    assert "sk-" not in repr(ring._keys)
+    assert "sk-" not in repr(vars(ring))
 
 
 async def test_keys_change_while_requests_run(cluster: Cluster):

@@ -70,7 +70,7 @@ def fill(engine: Any, batch: int, prompt_tokens: int, output_tokens: int, **samp
 def predicted_steps(engine: Any, requests: int, longest: int, output_tokens: int) -> list[float]:
     """Expected seconds ÷ seconds of each step while requests come one after another, with prompts of 1 to
     `longest` tokens, and decode beside each other. The model of steps is that before the step."""
-    meters, rng, ratios = engine._meters, random.Random(requests), list[float]()
+    meters, rng, ratios = engine.meters, random.Random(requests), list[float]()
     record = meters.record
 
     def compare(decodes: int, prompt_tokens: int, seconds: float, position: float, context: float) -> None:
@@ -97,7 +97,7 @@ def add_predicted(report: Report, name: str, ratios: Sequence[float]) -> None:
 
 def add_step_model(report: Report, engine: Any) -> None:
     """What the engine measured when it started, for `baton plan --measured`."""
-    if (measured := engine._meters.steps.measured) is not None:
+    if (measured := engine.meters.steps.measured) is not None:
         report.detail[STEP_MODEL] = asdict(measured)
         if engine.encoder is not None:
             report.detail[ENCODE_TOKEN_SECONDS] = engine.encoder.turns.token_seconds

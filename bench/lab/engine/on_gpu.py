@@ -319,7 +319,7 @@ def prefill_ms(engine: Any, requests: int, tokens: int, *, rounds: int) -> tuple
 
 def experts_read(engine: Engine, batch: int, context: int) -> float:
     """Experts with tokens, per layer and step, while `batch` requests decode."""
-    load = engine._runner.expert_load
+    load = engine.runner.expert_load
     assert load is not None
     fill(engine, batch, context - COUNTED // 2, 3 * COUNTED)
     for _ in range(3):  # no counted step has a prompt
