@@ -8,7 +8,8 @@ import pytest
 from baton.rpc import worker_pb2 as pb
 from baton.worker.messages import Paused
 from baton.worker.service_process.backend import Backend, Refused
-from baton.worker.service_process.pause import WorkerPause
+from baton.worker.service_process.pause import FREEZE_WITHIN, WorkerPause
+from tests.loop_clock import Clock
 from tests.within import within
 
 
@@ -18,6 +19,7 @@ class Engine:
     def __init__(self) -> None:
         self.refusals = list[str]()
         """Of the next calls."""
+        self.computes = False
         self.serves = asyncio.Event()
         self.backend = create_autospec(Backend, instance=True)
         self.backend.pause, self.backend.lacks_memory = pb.PAUSE_NONE, False
@@ -33,7 +35,7 @@ class Engine:
             return Paused(0, False, self.refusals.pop(0))
         if not frozen:
             self.serves.set()
-        return Paused(0, False, "")
+        return Paused(0, frozen and self.computes, "")
 
 
 def steps(seconds: float) -> pb.PauseRequest:
@@ -60,3 +62,24 @@ async def test_a_pause_that_is_refused_leaves_the_end_of_the_pause_before() -> N
             async with asyncio.timeout(0.02):
                 await engine.serves.wait()
         assert engine.backend.pause == pb.PAUSE_NEW
+
+
+async def test_an_engine_whose_step_does_not_end_is_not_frozen_for_ever(clock: Clock) -> None:
+    engine = Engine()
+    engine.computes = True
+
+    async def freeze() -> None:
+        try:
+            async with engine.pause.unchanged():
+                await engine.pause.freeze()
+        finally:
+            await engine.pause.settle()
+
+    freezing = asyncio.create_task(freeze())
+    await clock.forward(FREEZE_WITHIN - 1)
+    assert engine.backend.pause == pb.PAUSE_STEPS
+    await clock.forward(2.0)
+    with pytest.raises(Refused, match="its engine is still busy after 30 s"):
+        await within(freezing)
+    assert engine.backend.pause == pb.PAUSE_NONE
+    assert engine.serves.is_set()

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 LONGEST = 7 * 24 * 3600.0
 """Seconds of a pause."""
+FREEZE_WITHIN = 30.0
+"""Seconds in which the engine ends the step that it computes: as long as a change of weights waits for it."""
 _ABORTED = "its request was aborted: the cluster is paused with mode=abort"
 
 
@@ -67,8 +69,13 @@ class WorkerPause:
             yield
 
     async def freeze(self) -> None:
-        """No step is computed until `settle`. The caller has `unchanged`."""
-        await self._apply(pb.PAUSE_STEPS, abort=False)
+        """No step is computed until `settle`. The caller has `unchanged`. Raises Refused if the engine still
+        computes after `FREEZE_WITHIN`."""
+        try:
+            async with asyncio.timeout(FREEZE_WITHIN):
+                await self._apply(pb.PAUSE_STEPS, abort=False)
+        except TimeoutError:
+            raise Refused(f"its engine is still busy after {FREEZE_WITHIN:g} s") from None
 
     async def settle(self) -> None:
         """The worker goes on as was asked, unless it lacks memory."""
