@@ -119,9 +119,9 @@ class ActiveRequest:
     """The generations of one request, until the last of them ends or the client disconnects.
 
     Attributes:
-        body, prompts: the fields without the prompts, and these.
+        options, prompts: the fields beside the prompts, and these.
         sampling: the sampling parameters of the first choice.
-        choices: `body.n` for each prompt, in the order of the prompts.
+        choices: `options.n` for each prompt, in the order of the prompts.
     """
 
     services: Services
@@ -139,13 +139,13 @@ class ActiveRequest:
     """JSON pointers into the request: what of its schemas is left to the model."""
 
     def __post_init__(self) -> None:
-        body = self.body = self.prepared.options
-        self.prompts = [job.prompt_ids for job in self.jobs[:: self.prepared.options.n]]
+        options = self.options = self.prepared.options
+        self.prompts = [job.prompt_ids for job in self.jobs[:: options.n]]
         self.sampling = self.jobs[0].sampling
-        images = (image for job in self.jobs[:: self.body.n] for image in job.images)
+        images = (image for job in self.jobs[:: options.n] for image in job.images)
         self._image_tokens = sum(image.tokens for image in images)
-        stops = StopStrings(body.stop)
-        self.choices = [Choice(self.services.tokenizer, body, stops) for _ in self.jobs]
+        stops = StopStrings(options.stop)
+        self.choices = [Choice(self.services.tokenizer, options, stops) for _ in self.jobs]
         most, consumers = MAX_UNREAD_TOKENS * len(self.jobs), self.services.consumers
         self._token_queue = TokenQueue(most, self._unread, consumers)
         self._versions = WeightsVersions()
@@ -163,7 +163,7 @@ class ActiveRequest:
         services = self.services
         sizes = [len(job.prompt_ids) for job in self.jobs]
         with self._traced() as span, services.active.counting(self):
-            turns = self.entry.turns(sizes, self.body.priority)
+            turns = self.entry.turns(sizes, self.options.priority)
             try:
                 self._generations = [
                     Generation(
@@ -246,12 +246,12 @@ class ActiveRequest:
             if delta.finish_reason:
                 self._choice_ended(index, choice)
             deltas.append((index, delta))
-        if self.body.max_tokens_wanted != 0:  # else the only token is not sent
+        if self.options.max_tokens_wanted != 0:  # else the only token is not sent
             self.services.metrics.generation_tokens.count += len(deltas)
         return deltas
 
     def _choice_began(self, index: int) -> None:
-        if index % self.body.n == 0:  # the choices of a prompt share it
+        if index % self.options.n == 0:  # the choices of a prompt share it
             self.services.metrics.prompt_tokens.inc(len(self.jobs[index].prompt_ids))
 
     def _choice_ended(self, index: int, choice: Choice) -> None:
@@ -262,10 +262,10 @@ class ActiveRequest:
 
     @contextmanager
     def _traced(self) -> Iterator[Span]:
-        body, sampling = self.body, self.sampling
+        options, sampling = self.options, self.sampling
         attributes: Attributes = {
             "gen_ai.request.id": self.name,
-            "gen_ai.request.n": body.n,
+            "gen_ai.request.n": options.n,
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
@@ -306,7 +306,7 @@ class ActiveRequest:
     @property
     def _cached_tokens(self) -> int:
         """Of each prompt the least that a choice has found: a choice may find what another one has cached."""
-        n, generations = self.body.n, self._generations
+        n, generations = self.options.n, self._generations
         found = (
             [each.cached_tokens for each in generations[i : i + n] if each.pair.output_ids]
             for i in range(0, len(generations), n)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import xxhash
 
 from baton.kv_names import ImageSpan, prompt_hints, with_adapter
-from baton.router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions, GenerationBody
+from baton.router.api.bodies import MAX_CHOICES, GenerationBody
+from baton.router.api.options import Options
 from baton.router.api.sampling import TOKEN_ID
 from baton.router.api.structured import Structure
 from baton.router.api.validation import validate
@@ -129,7 +130,7 @@ def shown(defaults: SamplingDefaults) -> dict[str, float]:
 
 
 def make_jobs(
-    body: ChatOptions | CompletionOptions,
+    body: Options,
     prompts: "Sequence[array[int]]",
     *,
     context: int,
@@ -213,22 +214,18 @@ def output_room(prompt_tokens: int, field: str, context: int) -> int:
     return room
 
 
-def _max_tokens(
-    body: ChatOptions | CompletionOptions, prompt_tokens: int, context: int, defaults: SamplingDefaults
-) -> int:
+def _max_tokens(body: Options, prompt_tokens: int, context: int, defaults: SamplingDefaults) -> int:
     """Returns the limit for output tokens: an upper bound, as in vLLM, which the context may lower. Clients
     send the largest limit that some model has."""
     room = output_room(prompt_tokens, body.prompt_field, context)
     max_tokens = body.max_tokens_wanted
     limit = defaults.max_tokens or room
     if max_tokens is None:
-        max_tokens = min(limit, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionOptions) else limit
+        max_tokens = min(limit, DEFAULT_COMPLETION_TOKENS) if not body.is_chat else limit
     return min(max_tokens, room, limit) if defaults.limits_output else min(max_tokens, room)
 
 
-def _sampling(
-    body: ChatOptions | CompletionOptions, vocab_size: int, defaults: SamplingDefaults
-) -> dict[str, Any]:
+def _sampling(body: Options, vocab_size: int, defaults: SamplingDefaults) -> dict[str, Any]:
     bias = body.logit_bias or {}
     wrong = [key[:20] for key in bias if not re.fullmatch(TOKEN_ID, key) or int(key) >= vocab_size]
     if wrong:

@@ -18,7 +18,6 @@ from baton.router.admission.entry import Entry, entering, holding
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.parked import Deadline
-from baton.router.api.bodies import ChatOptions
 from baton.router.api.jobs import Job, make_jobs
 from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.api.sessions import session_name
@@ -210,8 +209,8 @@ class Frontend:
             if (tokens := sum(map(len, prepared.prompts))) > expected:
                 entry.expect(tokens)  # before there are lists of them
             entry.receive(sum(len(image.pixels) for images in prepared.images for image in images))
-            body, adapter = prepared.options, self._adapter(prepared.options.model)
-            deadline = Deadline(began, min(limit, math.inf if body.timeout is None else body.timeout))
+            options, adapter = prepared.options, self._adapter(prepared.options.model)
+            deadline = Deadline(began, min(limit, math.inf if options.timeout is None else options.timeout))
             entry.max_wait = min(entry.max_wait, deadline.seconds)
             with named_as_in(kind):
                 async with _until(deadline):
@@ -220,16 +219,16 @@ class Frontend:
                     structure = replace(structure, field=field_in(kind, structure.field))
                 jobs: list[Job] = []
                 for choice_jobs in make_jobs(
-                    body,
+                    options,
                     prepared.prompts,
                     context=self._served.context,
                     vocab_size=self._services.tokenizer.vocab_size,
-                    session=session_name(headers, body.session, body.user),
+                    session=session_name(headers, options.session, options.user),
                     content_root=self._services.pool.content_root,
-                    cache_salt=_salt(entry.account.key.cache_salt, body.cache_salt),
+                    cache_salt=_salt(entry.account.key.cache_salt, options.cache_salt),
                     adapter=b"" if adapter is None else adapter.fingerprint,
                     tenant=entry.account.key.tenant,
-                    priority=entry.among_keys(body.priority),
+                    priority=entry.among_keys(options.priority),
                     structure=structure,
                     reasoning=self._reasoning(prepared, structure),
                     bad_words=prepared.bad_words,
@@ -289,8 +288,7 @@ class Frontend:
 
     def _reasoning(self, prepared: Prepared, structure: Structure | None) -> pb.Reasoning | None:
         """Returns what workers must know of the reasoning. None: nothing. Raises Unsupported."""
-        body, tokenizer = prepared.options, self._services.tokenizer
-        budget = body.reasoning_budget if isinstance(body, ChatOptions) else None
+        budget, tokenizer = prepared.options.reasoning_budget, self._services.tokenizer
         way = tokenizer.reasoning
         if (way is None or way.in_messages) and budget is not None:
             reason = "this model's way to reason is unknown, see --reasoning-parser"

@@ -83,7 +83,7 @@ class OpenAIResponses:
             turn = await self._turn(raw, entry)
             active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
             del raw  # frees the body, which may be large, before the generation, which may be long
-            events = Events() if turn.background and active.body.stream else None
+            events = Events() if turn.background and active.options.stream else None
             builder = self._builder(request, active, turn, events)
             if not turn.background:
                 return await self._generation.respond(request, active, builder)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.router.api.bodies import GenerationBody
+from baton.router.api.options import Options
 from baton.router.errors import ApiError
 from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
@@ -192,17 +192,17 @@ class Choice:
         finish_reason: None until the last delta.
     """
 
-    def __init__(self, tokenizer: ModelTokenizer, body: GenerationBody, stops: StopStrings) -> None:
-        """`stops`: those of the body."""
+    def __init__(self, tokenizer: ModelTokenizer, options: Options, stops: StopStrings) -> None:
+        """`stops`: those of the options."""
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=body.skip_special_tokens)
-        self._include_stop = body.include_stop_str_in_output
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._include_stop = options.include_stop_str_in_output
         self._has_stops = bool(stops.texts)
         self._stops = StopFinder(stops, include=self._include_stop)
-        self._stop_token_ids = frozenset(body.stop_token_ids or ())
-        self._min_tokens = body.min_tokens
-        self._generates = body.max_tokens_wanted != 0  # else the only token adds nothing
+        self._stop_token_ids = frozenset(options.stop_token_ids or ())
+        self._min_tokens = options.min_tokens
+        self._generates = options.max_tokens_wanted != 0  # else the only token adds nothing
 
     def push(self, delta: Delta) -> None:
         """Adds the text of the next token to its delta. The last delta has a finish reason.

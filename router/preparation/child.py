@@ -21,7 +21,7 @@ from baton.processes.sandbox import helper
 from baton.processes.sandbox.client import ForkServer
 from baton.router.admission.keys import ApiKey
 from baton.router.admission.slots import Slots
-from baton.router.api.bodies import ChatOptions, CompletionOptions
+from baton.router.api.messages import Function, Tool
 from baton.router.child_pool import ChildPool
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.preparation import pipe
@@ -50,10 +50,9 @@ CPU_SECONDS = 20
 MEMORY_BYTES = 4 << 30
 """Of one body."""
 MAX_OPTIONS_BYTES = 512 << 10
-"""Limit for the fields beside the prompt, because the router parses them on the event loop."""
+"""Limit for the fields beside the prompt, because the router reads them on the event loop."""
 MAX_OPTIONS_VALUES = 1 << 16
 """Limit for the commas and brackets in them: each value becomes an object. Tools have one in 20 bytes."""
-_PROMPT = {"messages", "prompt", "chat_template_kwargs", "bad_words"}
 
 
 class Preparer:
@@ -194,26 +193,15 @@ def share_pixels(answer: Prepared | bytes | list[str]) -> Prepared | bytes | lis
     return answer
 
 
+_Function = tuple[str, dict[str, Any] | None, bool | None]
+
+
 def _plain(value: Any) -> Any:
-    """What msgspec writes for a value of another type. Raises InvalidRequest when the fields beside the
-    prompt are too large."""
+    """What msgspec writes for a value of another type."""
     if isinstance(value, array):
         return value.tobytes()
-    options = value.model_dump_json(
-        by_alias=True,
-        exclude_unset=True,
-        exclude=_PROMPT,
-        warnings=False,  # about values of a PlainValidator, which pydantic writes nevertheless
-    ).encode()
-    if len(options) > MAX_OPTIONS_BYTES:
-        text = f"the fields beside the prompt take {len(options)} bytes, more than {MAX_OPTIONS_BYTES}"
-        raise InvalidRequest(text)
-    if (values := sum(map(options.count, b",[{"))) > MAX_OPTIONS_VALUES:
-        text = (
-            f"the fields beside the prompt have {values} commas and brackets, more than {MAX_OPTIONS_VALUES}"
-        )
-        raise InvalidRequest(text)
-    return isinstance(value, ChatOptions), options
+    assert isinstance(value, Tool), value
+    return value.function.name, value.function.parameters, value.function.strict
 
 
 def _rich(kind: type, value: Any) -> Any:
@@ -221,13 +209,31 @@ def _rich(kind: type, value: Any) -> Any:
     if kind is array:
         (ids := array("I")).frombytes(value)
         return ids
-    is_chat, options = value
-    return (ChatOptions if is_chat else CompletionOptions).model_validate_json(options)
+    name, parameters, strict = msgspec.convert(value, _Function)
+    function = Function.model_construct(name=name, parameters=parameters, strict=strict)
+    return Tool.model_construct(function=function)
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+_as_json = msgspec.json.Encoder(enc_hook=_plain).encode
+_packed = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+
+
+def encode(answer: Prepared | bytes | list[str]) -> bytes:
+    """Returns an answer as a child writes it. Raises InvalidRequest when the fields beside the prompt are too
+    large."""
+    if isinstance(answer, Prepared):
+        options = _as_json(answer.options)
+        if len(options) > MAX_OPTIONS_BYTES:
+            text = f"the fields beside the prompt take {len(options)} bytes, more than {MAX_OPTIONS_BYTES}"
+            raise InvalidRequest(text)
+        if (values := sum(map(options.count, b",[{"))) > MAX_OPTIONS_VALUES:
+            text = f"the fields beside the prompt have {values} commas and brackets, more than"
+            raise InvalidRequest(f"{text} {MAX_OPTIONS_VALUES}")
+    return _packed(answer)
+
+
 decode = msgspec.msgpack.Decoder(Prepared | bytes | list[str], dec_hook=_rich).decode
-"""An answer, as a child writes it and the router reads it."""
+"""Reads what a child wrote."""
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from baton.router.api.bodies import (
     CompletionBody,
     CompletionOptions,
     DetokenizeBody,
-    GenerationBody,
     RenderedBody,
     TokenizeBody,
     parse_message,
@@ -26,6 +25,7 @@ from baton.router.api.jobs import output_room
 from baton.router.api.messages import Message
 from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.openai_responses.tools import Called
+from baton.router.api.options import Options, options_of
 from baton.router.api.sampling import Body
 from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
@@ -76,10 +76,9 @@ class Served:
 
 
 if TYPE_CHECKING:
-    Options = ChatOptions | CompletionOptions
     Ids = array[int]
-else:  # as msgspec reads them
-    Options, Ids = GenerationBody, array
+else:  # as msgspec reads it
+    Ids = array
 assert array("I").itemsize == 4
 
 
@@ -247,10 +246,7 @@ def prepare(
     marks_cache = kind == "messages" and b'"cache_control"' in raw
     preparation = _Preparation(tokenizer, served, salt, files, in_child, marks_cache)
     with named_as_in(kind):
-        prepared = preparation.of_body(body, kind, history)
-    if isinstance(prepared, Prepared) and prepared.options.bad_words:
-        prepared.bad_words = preparation.bad_words(prepared.options.bad_words)
-    return prepared
+        return preparation.of_body(body, kind, history)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,10 +323,11 @@ class _Preparation:
             elif isinstance(last := body.messages[-1].content, str) and way.continues_reasoning(last):
                 beginning = "reasoning"
         return Prepared(
-            body,
+            options_of(body),
             [array("I", prompt)],
             beginning=beginning,
             images=[placed] if placed else [],
+            bad_words=self._bad_words(body),
             question=question_of(body, self.tokenizer, places),
         )
 
@@ -377,9 +374,9 @@ class _Preparation:
             else:
                 encode = partial(self.tokenizer.encode, add_special_tokens=body.add_special_tokens)
                 prompts.append(array("I", self._encoded(prompt, body, encode)))
-        question = question_of(body, self.tokenizer)
+        question, bad_words = question_of(body, self.tokenizer), self._bad_words(body)
         if not body.echo:
-            return Prepared(body, prompts, question=question)
+            return Prepared(options_of(body), prompts, bad_words=bad_words, question=question)
         echoes: list[str] = []
         starts: list[list[int]] = []
         cut = body.truncate_prompt_tokens is not None and body.truncation_side != "right"
@@ -392,9 +389,10 @@ class _Preparation:
                 starts.append(
                     self.tokenizer.starts(prompt, echo, add_special_tokens=special, from_end=is_text and cut)
                 )
-        return Prepared(body, prompts, echoes, starts, question=question)
+        return Prepared(options_of(body), prompts, echoes, starts, bad_words=bad_words, question=question)
 
-    def bad_words(self, words: Sequence[str]) -> list[Ids]:
+    def _bad_words(self, body: ChatOptions | CompletionOptions) -> list[Ids]:
+        words = body.bad_words or ()
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         token_ids = [array("I", encode(space + word.lstrip())) for word in words for space in ("", " ")]
         if (count := sum(map(len, token_ids))) > MAX_BAD_WORD_TOKENS:

@@ -73,7 +73,7 @@ class AnthropicBuilder(BlocksBuilder):
 
     def _fills_context(self) -> bool:
         """Whether an output of its greatest length ends where the context does, before `max_tokens`."""
-        max_tokens, defaults = self._request.body.max_tokens_wanted, self._request.services.defaults
+        max_tokens, defaults = self._request.options.max_tokens_wanted, self._request.services.defaults
         assert max_tokens is not None
         if defaults.limits_output and defaults.max_tokens is not None:
             max_tokens = min(max_tokens, defaults.max_tokens)

@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 
 from baton.router.active_request import ActiveRequest
-from baton.router.api.bodies import ChatOptions
-from baton.router.api.messages import NamedTool
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
 from baton.router.text.sealed import sealed
@@ -42,8 +40,8 @@ class LogprobEntries:
         self._kept = kept
         self._tokenizer = request.services.tokenizer
         by_default = request.services.config.return_tokens_as_token_ids
-        self._as_ids = request.body.return_tokens_as_token_ids or by_default
-        self._named = bool(request.body.logprob_token_ids)
+        self._as_ids = request.options.return_tokens_as_token_ids or by_default
+        self._named = bool(request.options.logprob_token_ids)
 
     def of_chat(self, delta: Delta) -> msgspec.Raw:
         """Returns the entry of a chat completion, with the alternatives as a list."""
@@ -115,21 +113,21 @@ class OutputParser:
 
     def __init__(self, request: ActiveRequest, *, with_reasoning: bool | None = None) -> None:
         """`with_reasoning`: gives parts of reasoning. None: as the client wants it."""
-        body, tokenizer = request.body, request.services.tokenizer
-        assert isinstance(body, ChatOptions)
-        self._max_calls = 1 if body.parallel_tool_calls is False else None
-        self._only_calls = body.must_call
-        self._named = isinstance(body.tool_choice, NamedTool)
-        tool_format = tokenizer.format_of_calls(forced=body.must_call) if body.offered_tools else None
-        way = tokenizer.reasoning if body.separate_reasoning else None
+        options, tokenizer = request.options, request.services.tokenizer
+        assert options.is_chat
+        self._max_calls = 1 if options.parallel_tool_calls is False else None
+        self._only_calls = options.must_call
+        self._named = options.names_tool
+        tool_format = tokenizer.format_of_calls(forced=options.must_call) if options.offered_tools else None
+        way = tokenizer.reasoning if options.separate_reasoning else None
         self.reasons = way is not None
         # The grammar of a call that is forced begins behind the reasoning, and allows nothing else there.
         self.text = TextParser(
-            request.prepared.beginning, way, tool_format, body.offered_tools,
-            calls_in_reasoning=not body.must_call,
+            request.prepared.beginning, way, tool_format, options.offered_tools,
+            calls_in_reasoning=not options.must_call,
         )  # fmt: skip
-        self._with_reasoning = body.include_reasoning if with_reasoning is None else with_reasoning
-        self._withheld: list[str] | None = None if body.stream_reasoning else []  # reasoning so far
+        self._with_reasoning = options.include_reasoning if with_reasoning is None else with_reasoning
+        self._withheld: list[str] | None = None if options.stream_reasoning else []  # reasoning so far
 
     @property
     def chose_to_call(self) -> bool:

@@ -10,7 +10,6 @@ import msgspec.structs
 
 from baton.router import prompt_logprobs
 from baton.router.active_request import ActiveRequest
-from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, encode, event
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
@@ -46,19 +45,18 @@ class ChoicesBuilder:
 
     def __init__(self, request: ActiveRequest) -> None:
         self._request = request
-        self._entries = LogprobEntries(request, kept=not request.body.stream)
-        self._token_ids = request.body.return_token_ids
+        self._entries = LogprobEntries(request, kept=not request.options.stream)
+        self._token_ids = request.options.return_token_ids
         model, now = request.model, int(time.time())  # noqa: TID251 - a timestamp
         self._frame = {"id": f"{self.prefix}{request.name}", "created": now, "model": model}
-        self._logprobs = request.body.logprobs_wanted is not None
-        options = request.body.stream_options
-        self._generates = request.body.max_tokens_wanted != 0
-        self._prompt_top = request.body.prompt_logprobs
+        self._logprobs = request.options.logprobs_wanted is not None
+        self._generates = request.options.max_tokens_wanted != 0
+        self._prompt_top = request.options.prompt_logprobs
         # Nothing comes before the first token, so it has no probability.
         self._prompt_logprobs: list[list[msgspec.Raw | None]] = [[None] for _ in request.choices]
         forced = request.services.config.enable_force_include_usage
-        self._usage_at_the_end = forced or (options is not None and options.usage_at_the_end)
-        self._usage_in_each_chunk = forced or (options is not None and options.usage_in_each_chunk)
+        self._usage_at_the_end = forced or request.options.usage_at_the_end
+        self._usage_in_each_chunk = forced or request.options.usage_in_each_chunk
         self._parts: dict[int, ChoicePart] = {}
         self._uniform = not (self._logprobs or self._token_ids or self._usage_in_each_chunk)
         self._opens = True  # the first chunk of a choice has more than the text of its token
@@ -68,7 +66,7 @@ class ChoicesBuilder:
 
     def add_prompt(self, index: int, part: pb.PromptLogprobs) -> None:
         """Adds log probabilities of the next tokens of the prompt, before the first delta of the choice."""
-        prompt = self._request.prompts[index // self._request.body.n]
+        prompt = self._request.prompts[index // self._request.options.n]
         of_tokens = zip(prompt[part.position :], prompt_logprobs.read(part), strict=False)
         for token_id, logprob in of_tokens:
             self._add_prompt_token(index, token_id, logprob)
@@ -205,20 +203,19 @@ class CompletionBuilder(ChoicesBuilder):
 
     def __init__(self, request: ActiveRequest) -> None:
         super().__init__(request)
-        body = request.body
-        assert isinstance(body, CompletionOptions)
+        options = request.options
         self._echo = request.prepared.echoes
         self._opens = bool(self._echo)
-        self._n = body.n
+        self._n = options.n
         lengths = map(len, self._echo) if self._echo else [0] * len(request.prompts)
-        self._offsets = [length for length in lengths for _ in range(body.n)]
-        tokenizer, skip = request.services.tokenizer, body.skip_special_tokens
+        self._offsets = [length for length in lengths for _ in range(options.n)]
+        tokenizer, skip = request.services.tokenizer, options.skip_special_tokens
         self._detokenizers = [Detokenizer(tokenizer, skip_special_tokens=skip) for _ in request.choices]
-        self._echo_top = body.logprobs if body.echo else None
+        self._echo_top = options.logprobs_wanted if options.echo else None
         self._echo_logprobs: list[list[Entry]] = [[] for _ in request.choices]
         if self._echo_top is not None:
             for index in range(len(request.choices)):
-                self._add_echo(index, request.prompts[index // body.n][0], None)
+                self._add_echo(index, request.prompts[index // options.n][0], None)
 
     def _add_prompt_token(self, index: int, token_id: int, logprob: PromptLogprob) -> None:
         super()._add_prompt_token(index, token_id, logprob)
@@ -278,13 +275,13 @@ class ChatBuilder(ChoicesBuilder):
     def __init__(self, request: ActiveRequest) -> None:
         super().__init__(request)
         self._parsers = [OutputParser(request) for _ in request.choices]
-        body = request.body
-        self._functions = isinstance(body, ChatOptions) and body.calls_functions
+        options = request.options
+        self._functions = options.calls_functions
         self._called = "function_call" if self._functions else "tool_calls"
 
     def _extra(self) -> dict[str, Any]:
         ids = self._request.prompts[0] if self._token_ids else None
-        if self._request.body.stream:
+        if self._request.options.stream:
             return {"prompt_token_ids": ids} if self._token_ids else {}
         logprobs = None if self._prompt_top is None else self._prompt_logprobs[0]
         return {"prompt_token_ids": ids, "prompt_logprobs": logprobs}

@@ -51,7 +51,7 @@ class OpenAIResponsesBuilder(BlocksBuilder):
         self._input = CustomInput()  # of the open block, if that is a call of a custom tool
         self._on_end, self._on_events = on_end, on_events
         self._entries = LogprobEntries(request, kept=True)
-        self._logprobs = request.body.logprobs_wanted is not None
+        self._logprobs = request.options.logprobs_wanted is not None
         self._pending: list[tuple[str, Any]] = []  # tokens that may be in a message: text and logprobs
         self._sequence_number = 0
         self._frame = {
