@@ -17,6 +17,9 @@ ROOT = GRAFANA.parents[1]
 DOCS = ROOT / "docs"
 DOCUMENTED = DOCS / "reference" / "metrics.md"
 ON_CALL = DOCS / "on-call.md"
+OBSERVABILITY = DOCS / "observability.md"
+TUNING = DOCS / "tuning.md"
+AUTOSCALING = ROOT / "deploy" / "helm" / "baton" / "templates" / "autoscaling.yaml"
 PROTOCOL = DOCS / "protocol.md"
 SERIES = re.compile(r"(?:baton|vllm):[a-z0-9_]+")
 
@@ -79,6 +82,30 @@ def test_every_series_is_documented() -> None:
 def test_on_call_names_the_alerts_that_exist() -> None:
     named = set(re.findall("`(Baton[A-Z][A-Za-z]+)`", ON_CALL.read_text()))
     assert named == {rule["alert"] for rule in rules() if "alert" in rule}
+
+
+def test_the_table_of_alerts_has_their_conditions() -> None:
+    table = dict(re.findall(r"^\| `(Baton\w+)` \| (.+?) \|", OBSERVABILITY.read_text(), re.M))
+    alerts = {rule["alert"]: rule for rule in rules() if "alert" in rule}
+    assert table.keys() == alerts.keys()
+    for name, condition in table.items():
+        expression, lasting = alerts[name]["expr"], alerts[name].get("for", "")
+        read = re.findall("`([^`]+)`", condition)
+        assert read, name
+        assert all(part in expression for part in read), name
+        parts = re.findall(r"(?:[<>]|==) [\d.]+", expression)[:1]
+        parts += [f"in {minutes} min" for minutes in re.findall(r"increase\(.*\[(\d+)m\]", expression)]
+        parts += ["for " + re.sub(r"m$", " min", re.sub(r"s$", " s", lasting))] if lasting else []
+        assert all(part in condition for part in parts), (name, parts)
+
+
+def test_tuning_names_alerts_and_metrics_of_the_autoscaler() -> None:
+    page = TUNING.read_text()
+    named = set(re.findall("`(Baton[A-Z][A-Za-z]+)`", page))
+    assert named
+    assert named <= {rule.get("alert") for rule in rules()}
+    scaling = set(re.findall("`(baton_[a-z_]+)`", page))
+    assert scaling == set(re.findall(r"record: (baton_(?!encode)\w+)", AUTOSCALING.read_text()))
 
 
 def test_every_alert_says_what_to_do() -> None:
