@@ -35,6 +35,7 @@ from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
 from baton.router.preparation import child, pipe
 from baton.router.preparation.child import (
     MAX_OPTIONS_BYTES,
+    MAX_OPTIONS_VALUES,
     SMALL_BYTES,
     Preparer,
     answer_to,
@@ -334,10 +335,7 @@ async def test_a_list_of_messages_has_a_limit_before_objects_are_made(tokenizer:
     ("fields", "refused"),
     [
         ({"user": "x" * MAX_OPTIONS_BYTES}, "the fields beside the prompt take"),
-        (
-            {"tools": [{"function": {"name": "n", "parameters": {"enum": [[]] * 40_000}}}]},
-            "the fields beside the prompt have",
-        ),
+        ({"user": "[" * (MAX_OPTIONS_VALUES + 1)}, "the fields beside the prompt have"),
         ({"bad_words": ["日本" * 500] * 64}, "bad_words: [0-9]+ tokens in all"),
     ],
 )
