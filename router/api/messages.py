@@ -31,6 +31,7 @@ from baton.router.api.fields import (
 )
 from baton.router.api.schemas import in_usual_form
 from baton.router.api.validation import refusing
+from baton.router.errors import InvalidRequest
 
 MAX_TOOLS = 2_048
 """The event loop validates them: 11 ms."""
@@ -82,6 +83,13 @@ class ToolCall(Part):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    @classmethod
+    def made(cls, call_id: str, name: str, arguments: str) -> Self:
+        """Makes a call of what is valid."""
+        return cls.model_construct(
+            id=call_id, function=CalledFunction.model_construct(name=name, arguments=arguments)
+        )
+
 
 _NO_CALLS = {"tool_calls": {"type": ["array", "null"], "maxItems": 0}, "function_call": {"type": "null"}}
 _NO_RESULT = {"tool_call_id": {"type": "null"}}
@@ -98,6 +106,9 @@ _BY_ROLE: list[Any] = [
     {"properties": {"role": {"enum": ["system", "developer", "user"]}} | _NO_CALLS | _NO_RESULT},
 ]
 """What `Message._check_tool_fields` checks, as JSON schemas."""
+
+
+_WITH_IMAGES = "only messages of role user or tool have images"
 
 
 def _content(value: Any, info: ValidationInfo) -> Any:
@@ -129,8 +140,26 @@ class Message(Part):
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise invalid("messages of role tool, and no others, have a tool_call_id")
         if self.images and self.role not in ("user", "tool"):
-            raise invalid("only messages of role user or tool have images")
+            raise invalid(_WITH_IMAGES)
         return self
+
+    @classmethod
+    def made(
+        cls,
+        role: str,
+        content: str | list[ShownText | ShownImage],
+        *,
+        reasoning: str | None = None,
+        calls: list[ToolCall] | None = None,
+        call_id: str | None = None,
+    ) -> Self:
+        """Makes a message of the valid parts of another form of a chat. Raises InvalidRequest."""
+        made = cls.model_construct(
+            role=role, content=content, reasoning=reasoning, tool_calls=calls or None, tool_call_id=call_id
+        )
+        if made.images and role not in ("user", "tool"):
+            raise InvalidRequest(f"messages: {_WITH_IMAGES}", param="messages")
+        return made
 
     @property
     def images(self) -> list[ShownImage]:

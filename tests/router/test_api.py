@@ -9,6 +9,7 @@ import pytest
 
 from baton.router.api.anthropic import body as anthropic
 from baton.router.api.bodies import ChatBody, CompletionBody, TokenizeBody
+from baton.router.api.messages import Message
 from baton.router.api.openai_responses import body as openai
 from baton.router.api.validation import CHAT, COMPLETION, GENERATION, REMEDIES, parse
 from baton.router.errors import InvalidRequest, Unsupported
@@ -401,9 +402,10 @@ CALL = openai.FunctionCallItem(type="function_call", call_id="a", name="f", argu
     ids=["messages", "responses"],
 )
 def test_many_calls_become_one_message_with_work_in_proportion(
-    translate: Callable[[int], list[dict[str, Any]]],
+    translate: Callable[[int], list[Message]],
 ):
     [message] = translate(2_000)
-    assert len(message["tool_calls"]) == 2_000
+    assert message.tool_calls is not None
+    assert len(message.tool_calls) == 2_000
     many, few = work(lambda: translate(2_000)), work(lambda: translate(200))
     assert many < 30 * few, "in the square it would be 100 times the work; longer lists also grow more often"

@@ -28,8 +28,10 @@ from baton.router.api.messages import (
     MAX_TOOLS,
     Arguments,
     Function,
+    Message,
     Parameters,
     Tool,
+    ToolCall,
     described,
     more_tools,
 )
@@ -262,6 +264,29 @@ class InputMessage(Part):
 
 
 @dataclass
+class _Said:
+    """What becomes one message of a chat."""
+
+    role: str
+    content: list[str | ShownImage] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    call_id: str | None = None
+
+    def add(self, more: Self) -> None:
+        self.content += more.content
+        self.reasoning += more.reasoning
+        self.calls += more.calls
+
+    @property
+    def message(self) -> Message:
+        """Raises InvalidRequest."""
+        reasoning = "\n".join(filter(None, self.reasoning)) if self.reasoning else None
+        content = _joined(self.content)
+        return Message.made(self.role, content, reasoning=reasoning, calls=self.calls, call_id=self.call_id)
+
+
+@dataclass
 class Conversation:
     """Makes the messages of a chat from those of Anthropic's API."""
 
@@ -273,9 +298,9 @@ class Conversation:
     loaded: "dict[str, tuple[str, AnthropicTool]]" = field(default_factory=dict)
     """Tools that messages have described, with their places."""
 
-    def chat(self, system: str, messages: Iterable[InputMessage]) -> list[dict[str, Any]]:
+    def chat(self, system: str, messages: Iterable[InputMessage]) -> list[Message]:
         """Returns the messages of the chat. Consecutive messages of a role become one, as at Anthropic."""
-        chat: list[dict[str, Any]] = [{"role": "system", "content": [system]}] if system else []
+        chat = [_Said("system", [system])] if system else []
         for number, message in enumerate(messages):
             for i, block in enumerate(message.content):
                 if isinstance(block, ToolAdditionBlock) and isinstance(added := block.tool, DefinedTool):
@@ -283,37 +308,32 @@ class Conversation:
                         f"messages[{number}].content[{i}].tool.definition",
                         added.definition,
                     )
-                new = self._message(message.role, block)
-                last = chat[-1] if chat else None
-                if last is not None and last["role"] == new["role"] and "tool_call_id" not in new:
-                    for name in new.keys() - {"role"}:
-                        last.setdefault(name, []).extend(new[name])
+                new = self._said(message.role, block)
+                if chat and chat[-1].role == new.role and new.call_id is None:
+                    chat[-1].add(new)
                 else:
                     chat.append(new)
-        for each in chat:
-            for name in each.keys() & {"content", "reasoning"}:
-                each[name] = _joined(each[name])
-        return chat
+        return [said.message for said in chat]
 
-    def _message(self, role: str, block: Part) -> dict[str, Any]:
-        """Returns the message of one block. Its texts are lists, which grow while messages become one."""
+    def _said(self, role: str, block: Part) -> _Said:
         match block:
             case ThinkingBlock():
-                return {"role": role, "content": [], "reasoning": [self._thought(block)]}
+                return _Said(role, reasoning=[self._thought(block)])
             case ToolUseBlock():
-                function = {"name": block.name, "arguments": block.input}
-                calls = [{"id": block.id, "type": "function", "function": function}]
-                return {"role": role, "content": [], "tool_calls": calls}
+                return _Said(role, calls=[ToolCall.made(block.id, block.name, block.input)])
             case ToolResultBlock():
                 # A chat has no mark for a failed call.
-                content = [*(["Error:"] if block.is_error else []), *map(self._piece, block.content)]
+                content: list[str | ShownImage] = [
+                    *(["Error:"] if block.is_error else []),
+                    *map(self._piece, block.content),
+                ]
                 if block.is_error and all(isinstance(each, str) for each in content[1:]):
                     content = ["Error: " + "\n".join(map(str, content[1:]))]
-                return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+                return _Said("tool", content, call_id=block.tool_use_id)
             case RedactedThinkingBlock():
-                return {"role": role, "content": []}
+                return _Said(role)
             case _:
-                return {"role": role, "content": [self._piece(block)]}
+                return _Said(role, [self._piece(block)])
 
     def _thought(self, block: ThinkingBlock) -> str:
         return block.thinking or self.unsealed(block.signature)
@@ -495,7 +515,7 @@ class PromptBody(Body):
             "tools": [*(loaded | tools).values()],
             "reasoning_effort": config.effort,
             # A last message of the assistant is the beginning of the answer.
-            "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
+            "continue_final_message": bool(messages) and messages[-1].role == "assistant",
         }
         if choice is not None:
             fields["tool_choice"] = choice.for_chat

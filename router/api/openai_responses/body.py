@@ -29,7 +29,15 @@ from baton.router.api.fields import (
     text,
     unsupported,
 )
-from baton.router.api.messages import MAX_TOOLS, Arguments, choice_of, described, more_tools
+from baton.router.api.messages import (
+    MAX_TOOLS,
+    Arguments,
+    Message,
+    ToolCall,
+    choice_of,
+    described,
+    more_tools,
+)
 from baton.router.api.openai_responses.tools import (
     HOSTED,
     INPUT,
@@ -85,13 +93,8 @@ class CallItem(Part):
     namespace: str | None = None
 
     @property
-    def function(self) -> dict[str, Any]:
+    def call(self) -> ToolCall:
         raise NotImplementedError
-
-    @property
-    def message(self) -> dict[str, Any]:
-        calls = [{"id": self.call_id, "type": "function", "function": self.function}]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 class FunctionCallItem(CallItem):
@@ -100,8 +103,8 @@ class FunctionCallItem(CallItem):
     arguments: Arguments
 
     @property
-    def function(self) -> dict[str, Any]:
-        return {"name": flat_name(self.name, self.namespace), "arguments": self.arguments}
+    def call(self) -> ToolCall:
+        return ToolCall.made(self.call_id, flat_name(self.name, self.namespace), self.arguments)
 
 
 class CustomCallItem(CallItem):
@@ -110,8 +113,9 @@ class CustomCallItem(CallItem):
     input: str
 
     @property
-    def function(self) -> dict[str, Any]:
-        return {"name": flat_name(self.name, self.namespace), "arguments": json.dumps({INPUT: self.input})}
+    def call(self) -> ToolCall:
+        name, arguments = flat_name(self.name, self.namespace), json.dumps({INPUT: self.input})
+        return ToolCall.made(self.call_id, name, arguments)
 
 
 class LocalShellCallItem(CallItem):
@@ -119,11 +123,11 @@ class LocalShellCallItem(CallItem):
     action: dict[str, Any]
 
     @property
-    def function(self) -> dict[str, Any]:
+    def call(self) -> ToolCall:
         given = {
             key: value for key, value in self.action.items() if key != "type" and value not in (None, {})
         }
-        return {"name": "local_shell", "arguments": json.dumps(given)}
+        return ToolCall.made(self.call_id, "local_shell", json.dumps(given))
 
 
 class ToolSearchCallItem(CallItem):
@@ -133,8 +137,8 @@ class ToolSearchCallItem(CallItem):
     arguments: Arguments
 
     @property
-    def function(self) -> dict[str, Any]:
-        return {"name": "tool_search", "arguments": self.arguments}
+    def call(self) -> ToolCall:
+        return ToolCall.made(self.call_id, "tool_search", self.arguments)
 
 
 class CallOutputItem(Part):
@@ -143,10 +147,6 @@ class CallOutputItem(Part):
     type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     call_id: Annotated[str, Field(validation_alias=AliasChoices("call_id", "id"))]
     output: ResultContent
-
-    @property
-    def message(self) -> dict[str, Any]:
-        return {"role": "tool", "content": self.output, "tool_call_id": self.call_id}
 
 
 class ToolsItem(Part):
@@ -165,19 +165,11 @@ class AdditionalToolsItem(ToolsItem):
     type: Literal["additional_tools"]
     role: Literal["developer", "system", "user", "assistant"] = "developer"
 
-    @property
-    def message(self) -> dict[str, Any]:
-        return {"role": "developer", "content": more_tools(self.shown)}
-
 
 class ToolSearchOutputItem(ToolsItem):
     type: Literal["tool_search_output"]
     call_id: Nullable[str] = ""
     """Empty: OpenAI searched."""
-
-    @property
-    def message(self) -> dict[str, Any]:
-        return {"role": "tool", "content": self.shown, "tool_call_id": self.call_id}
 
 
 AnyItem = Annotated[
@@ -207,40 +199,60 @@ _HISTORY = TypeAdapter(list[Input])
 
 def chat_messages(
     instructions: str | None, items: Iterable[Part], unsealed: Callable[[str], str]
-) -> list[dict[str, Any]]:
+) -> list[Message]:
     """Returns the messages of the chat. `unsealed`: reads reasoning that the cluster has encrypted.
 
-    Reasoning, a message of the assistant, and calls that follow each other become one message.
+    Reasoning, a message of the assistant, and calls that follow each other become one message. Raises
+    InvalidRequest.
     """
-    chat: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    chat = [Message.made("system", instructions)] if instructions else []
+    said: list[Part] = []  # by the assistant, in one message
+    is_full = False  # it has a content or calls: another content begins another message
     for item in items:
-        new = _message(item, unsealed)
-        last = chat[-1] if chat and chat[-1]["role"] == new["role"] == "assistant" else None
-        if last is None or _ends(last, item):
-            chat.append(new)
-        elif "tool_calls" in new:
-            last.setdefault("tool_calls", []).extend(new["tool_calls"])
+        begins = isinstance(item, ReasoningItem) or (is_full and isinstance(item, MessageItem))
+        if said and (begins or not _is_said(item)):
+            chat.append(_message_of(said, unsealed))
+            said, is_full = [], False
+        if _is_said(item):
+            said.append(item)
+            is_full |= isinstance(item, CallItem) or (isinstance(item, MessageItem) and bool(item.content))
         else:
-            last["content"] = new["content"]
-    return chat
+            chat.append(_message(item))
+    return [*chat, _message_of(said, unsealed)] if said else chat
 
 
-def _ends(message: dict[str, Any], item: Part) -> bool:
-    """Returns whether `item` begins another message of the assistant than `message`."""
-    if isinstance(item, CallItem):
-        return False
-    return isinstance(item, ReasoningItem) or bool(message["content"]) or "tool_calls" in message
+def _is_said(item: Part) -> bool:
+    """Returns whether the assistant said it."""
+    if isinstance(item, MessageItem):
+        return item.role == "assistant"
+    return isinstance(item, ReasoningItem | CallItem)
 
 
-def _message(item: Part, unsealed: Callable[[str], str]) -> dict[str, Any]:
+def _message_of(said: list[Part], unsealed: Callable[[str], str]) -> Message:
+    content: Any = ""
+    reasoning, calls = None, list[ToolCall]()
+    for item in said:
+        match item:
+            case ReasoningItem():
+                reasoning = item.content or item.summary or unsealed(item.encrypted_content)
+            case MessageItem():
+                content = item.content
+            case CallItem():
+                calls.append(item.call)
+    return Message.made("assistant", content, reasoning=reasoning, calls=calls)
+
+
+def _message(item: Part) -> Message:
+    """Returns the message of an item that the assistant did not say."""
     match item:
         case MessageItem():
-            return {"role": item.role, "content": item.content}
-        case ReasoningItem():
-            text = item.content or item.summary or unsealed(item.encrypted_content)
-            return {"role": "assistant", "content": "", "reasoning": text}
-        case CallItem() | CallOutputItem() | ToolSearchOutputItem() | AdditionalToolsItem():
-            return item.message
+            return Message.made(item.role, item.content)
+        case CallOutputItem():
+            return Message.made("tool", item.output, call_id=item.call_id)
+        case ToolSearchOutputItem():
+            return Message.made("tool", item.shown, call_id=item.call_id)
+        case AdditionalToolsItem():
+            return Message.made("developer", more_tools(item.shown))
     raise AssertionError(item)
 
 
