@@ -8,7 +8,10 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baton.processes.forks import Adopted
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -57,7 +60,9 @@ def describe_exit(code: int) -> str:
 class Child:
     """A child process that the running event loop watches and reaps."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes], *, session: bool = False) -> None:
+    def __init__(
+        self, name: str, popen: "subprocess.Popen[bytes] | Adopted", *, session: bool = False
+    ) -> None:
         """`session`: it has one of its own. All processes of its group end with it."""
         self.name = name
         self._popen = popen

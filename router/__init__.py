@@ -21,14 +21,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from baton.router.api.jobs import SamplingDefaults
     from baton.router.config import RouterConfig
 
 
 def main(config: "RouterConfig") -> int:
     """Runs the router until SIGTERM (drains) or SIGINT. Raises ValueError for a mistake of the user."""
     # Imported here, so that neither the configuration nor a child process loads a server.
-    with _loading():
+    with loading():
         from baton.router import server
 
         if config.admin_port is None:
@@ -40,18 +39,8 @@ def main(config: "RouterConfig") -> int:
     return run(config)
 
 
-def serve(config: "RouterConfig", tokenizer: bytes, defaults: "SamplingDefaults") -> int:
-    """Runs one process of a router. `tokenizer`: as `ModelTokenizer.state`. As `main`."""
-    with _loading():
-        from baton.router import server
-        from baton.router.text.tokenizer import ModelTokenizer
-
-        loaded = ModelTokenizer.restored(tokenizer), defaults
-    return server.main(config, loaded)
-
-
 @contextlib.contextmanager
-def _loading() -> Iterator[None]:
+def loading() -> Iterator[None]:
     """Imports make no garbage, and collections would slow them by a sixth."""
     gc.disable()
     yield

@@ -1,49 +1,58 @@
-"""A process of a router of several, as its supervisor starts it: `process.py` is the other side."""
+"""The processes of a router of several, as its supervisor starts them: `process.py` is the other side.
+
+This module is also their helper, which has what all of them share (`baton.processes.forks`).
+"""
 
 import logging
-import os
 import pickle
-import signal
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from baton.processes.children import die_with_parent, report
-from baton.processes.spawn import take_given
+from baton.processes import forks
+from baton.processes.children import report
 
 if TYPE_CHECKING:
-    from baton.router.api.jobs import SamplingDefaults
     from baton.router.config import RouterConfig
 
 
-class Given(NamedTuple):
-    """What it gets, pickled. The descriptors in `config` are inherited."""
-
-    parent_pid: int
-    config: "RouterConfig"
-    tokenizer: bytes
-    """`ModelTokenizer.state`"""
-    defaults: "SamplingDefaults"
-
-    @classmethod
-    def taken(cls) -> Self:
-        return cls(*pickle.loads(take_given()))  # noqa: S301  (the parent wrote it)
+def configured(given: bytes, fds: Sequence[int]) -> "RouterConfig":
+    """What `process.RouterProcess` gives."""
+    config = pickle.loads(given)  # noqa: S301  (the supervisor wrote it)
+    ready, control, keys, children = fds
+    return replace(config, ready_fd=ready, control_fd=control, keys_fd=keys, forks_fd=children)
 
 
-def main() -> NoReturn:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the supervisor sends commands
-        signal.signal(number, signal.SIG_IGN)
-    given = Given.taken()
-    config, code = given.config, 1
-    try:
-        die_with_parent(given.parent_pid)
-        from baton.router import serve
+def main(control: int) -> None:
+    from baton import router
 
-        code = serve(config, given.tokenizer, given.defaults)
-    except ValueError as error:  # a mistake of the user
-        report(config.ready_fd, {"error": str(error)})
-    except BaseException:
-        logging.getLogger(__name__).exception("process %s", config.process_number)
-    os._exit(code)
+    with router.loading():
+        from baton.router import server
+        from baton.router.text.tokenizer import ModelTokenizer
+
+    loaded: server.Loaded
+
+    def load(given: bytes) -> str:
+        nonlocal loaded
+        title, tokenizer, defaults = pickle.loads(given)  # noqa: S301  (the supervisor wrote it)
+        with router.loading():
+            loaded = ModelTokenizer.restored(tokenizer), defaults
+            _ = loaded[0].vocabulary_fingerprint  # each process needs it
+        return f"{title} processes"
+
+    def run(given: bytes, fds: Sequence[int]) -> int:
+        config = configured(given, fds)
+        try:
+            return server.main(config, loaded)
+        except ValueError as error:  # a mistake of the user
+            report(config.ready_fd, {"error": str(error)})
+        except BaseException:
+            logging.getLogger(__name__).exception("process %s", config.process_number)
+        return 1
+
+    forks.serve(control, load, run)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -12,15 +12,14 @@ from typing import Any
 
 from baton.processes import ready_pipe
 from baton.processes.children import Child, report
-from baton.processes.spawn import spawn
-from baton.router.api.jobs import SamplingDefaults
+from baton.processes.forks import Forks
 from baton.router.config import RouterConfig
-from baton.router.processes.child import Given
 from baton.router.processes.sockets import ControlClient
 
 log = logging.getLogger(__name__)
 
 MODULE = "baton.router.processes.child"
+"""The helper."""
 
 
 class RouterProcess:
@@ -33,38 +32,41 @@ class RouterProcess:
         replies: its last reply to each command of `asked`.
     """
 
-    def __init__(
-        self, number: int, config: RouterConfig, tokenizer: bytes, defaults: SamplingDefaults
-    ) -> None:
-        """`tokenizer`: as `ModelTokenizer.state`. Raises OSError."""
+    def __init__(self, number: int, config: RouterConfig) -> None:
         self.number = number
         self.ready: Mapping[str, Any] | None = None
         self.keys = config.api_keys
         self.error = ""
         self.replies: dict[str, bytes] = {}
+        self.pid = 0
+        self._config = config
         self._questions: dict[str, asyncio.Task[None]] = {}
         self._client: ControlClient | None = None
+
+    async def start(self, forks: Forks) -> None:
+        """Raises OSError."""
+        assert self._config.keys_fd is not None, "they share it"
+        assert self._config.forks_fd is not None, "they share it"
         with contextlib.ExitStack() as undo:
-            self._control, child_end = socket.socketpair()
-            undo.callback(self._control.close)
+            control, child_end = socket.socketpair()
+            undo.callback(control.close)
             reader, writer = os.pipe()
-            self._pipe = undo.enter_context(open(reader, "rb", 0))
-            with child_end, open(writer, "wb"):
-                fds = {"ready_fd": writer, "control_fd": child_end.fileno()}
-                config = replace(config, id=os.urandom(16), process_number=number, read_api_keys=tuple, **fds)
-                given = Given(os.getpid(), config, tokenizer, defaults)
-                shared = (config.keys_fd, config.forks_fd)
-                inherited = [*fds.values(), *(fd for fd in shared if fd is not None)]
-                popen = spawn("-m", MODULE, given=pickle.dumps(tuple(given)), pass_fds=inherited)
-            self._child = Child(f"router process {number}", popen)
+            self._pipe = undo.enter_context(open(reader, "rb", 0))  # noqa: ASYNC230
+            with child_end, open(writer, "wb"):  # noqa: ASYNC230
+                config = replace(
+                    self._config, id=os.urandom(16), process_number=self.number, read_api_keys=tuple
+                )
+                fds = writer, child_end.fileno(), self._config.keys_fd, self._config.forks_fd
+                adopted = await forks.start(pickle.dumps(config), fds)
+            self.pid = adopted.pid
+            self._child = Child(f"router process {self.number}", adopted)
+            self._client = await ControlClient.connect(control, self.pid)
             undo.pop_all()
-        self.pid = popen.pid
         self.ended = self._child.wait
         self.kill = self._child.kill
 
     async def follow(self, ready_fd: int | None) -> None:
         """Reads its ready pipe until it listens or the pipe ends. Passes its progress on to `ready_fd`."""
-        self._client = await ControlClient.connect(self._control, self.pid)
 
         def ready(line: Mapping[str, Any]) -> None:
             self.ready = line

@@ -14,6 +14,7 @@ import logging
 import logging.config
 import math
 import os
+import pickle
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
@@ -24,6 +25,7 @@ import setproctitle
 from aiohttp import web
 
 from baton.processes.children import report
+from baton.processes.forks import Forks
 from baton.processes.keep import keep
 from baton.processes.restarts import RestartPolicy
 from baton.processes.sandbox.client import ForkServer
@@ -38,7 +40,7 @@ from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen, 
 from baton.router.errors import NotFound
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
-from baton.router.processes.process import RouterProcess
+from baton.router.processes.process import MODULE, RouterProcess
 from baton.router.processes.sockets import reserve
 from baton.router.status import Condition, all_are, health, merged_status, pause_of, scrape_targets
 from baton.router.text.tokenizer import ModelTokenizer
@@ -65,14 +67,11 @@ class _CannotServe(Exception):
 class Supervisor:
     """Owns the processes, the reserved ports, the admin port, and the memory that the processes share."""
 
-    def __init__(
-        self, config: RouterConfig, tokenizer: bytes, defaults: SamplingDefaults, forks: ForkServer
-    ) -> None:
-        """`tokenizer`: as `ModelTokenizer.state`. `forks`: starts the children of all processes."""
+    def __init__(self, config: RouterConfig, processes: Forks, children: ForkServer) -> None:
+        """`processes`: starts these. `children`: starts the children of all."""
         keys_fd = os.memfd_create("baton API keys")
-        self._forks = forks
-        self._config = replace(config, keys_fd=keys_fd, forks_fd=forks.fd)
-        self._tokenizer, self._defaults = tokenizer, defaults
+        self._forks, self._children = processes, children
+        self._config = replace(config, keys_fd=keys_fd, forks_fd=children.fd)
         self._reported = False  # to the parent, that all listen
         self._metrics = MergedMetrics()
         self._key_counts = KeyCounts(keys_fd, config.processes)
@@ -104,7 +103,7 @@ class Supervisor:
                 return await self._serve()
 
     async def _serve(self) -> int:
-        self._forks.start()
+        self._children.start()
         lives = [asyncio.create_task(self._keep(n)) for n in range(self._config.processes)]
         keys = asyncio.create_task(self._follow_keys())
         stopped = asyncio.create_task(self._signals.get())
@@ -126,7 +125,8 @@ class Supervisor:
             for process in self._processes.values():
                 process.kill()
             await asyncio.gather(*lives, return_exceptions=True)
-            await self._forks.close()
+            await self._children.close()
+            self._forks.close()
 
     async def _stop(self, signum: int, lives: list[asyncio.Task[None]]) -> None:
         """Sends the processes the command for this signal, and for later ones, until all have ended."""
@@ -150,8 +150,8 @@ class Supervisor:
 
         async def live() -> tuple[float, str]:
             nonlocal ready_fd, has_listened
-            config = self._config
-            process = RouterProcess(number, config, self._tokenizer, self._defaults)
+            process = RouterProcess(number, self._config)
+            await process.start(self._forks)
             fd, ready_fd = ready_fd, None
             listened, why = await self._live(process, fd)
             has_listened |= listened
@@ -312,6 +312,12 @@ def supervise(config: RouterConfig, load: Callable[[RouterConfig], Loaded]) -> i
     `load`: gives what all processes have."""
     setproctitle.setproctitle(config.process_title)
     logging.config.dictConfig(config.logging())
-    tokenizer, defaults = load(config)
-    forks = fork_server(config.process_title, tokenizer, processes=config.processes)
-    return asyncio.run(Supervisor(config, tokenizer.state, defaults, forks).run())
+    processes = Forks("-m", MODULE)  # it imports while this process loads
+    try:
+        tokenizer, defaults = load(config)
+    except BaseException:
+        processes.close()
+        raise
+    processes.give(pickle.dumps((config.process_title, tokenizer.state, defaults)))
+    children = fork_server(config.process_title, tokenizer, processes=config.processes)
+    return asyncio.run(Supervisor(config, processes, children).run())

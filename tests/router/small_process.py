@@ -3,10 +3,12 @@
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from baton.processes.children import die_with_parent, report
-from baton.router.processes.child import Given
+from baton.processes import forks
+from baton.processes.children import report
+from baton.router.processes.child import configured
 
 REPLIES = {
     "ping\n": b'{"ready": true, "state": "serving", "pause": "none"}',
@@ -14,15 +16,14 @@ REPLIES = {
 }
 
 
-def main() -> None:
-    given = Given.taken()
-    die_with_parent(given.parent_pid)
-    assert given.config.model is not None
-    assert given.config.control_fd is not None
-    if Path(given.config.model).exists():
-        sys.exit(3)
-    report(given.config.ready_fd, {"ready": {"url": "http://nowhere"}}, last=True)
-    control = socket.socket(fileno=given.config.control_fd)
+def run(given: bytes, fds: Sequence[int]) -> int:
+    config = configured(given, fds)
+    assert config.model is not None
+    assert config.control_fd is not None
+    if Path(config.model).exists():
+        return 3
+    report(config.ready_fd, {"ready": {"url": "http://nowhere"}}, last=True)
+    control = socket.socket(fileno=config.control_fd)
     for question in control.makefile():
         if question == "status\n":
             signal.pause()  # as with a worker that is silent
@@ -30,7 +31,8 @@ def main() -> None:
         control.sendall(len(reply).to_bytes(4) + reply)
         if question == "stop\n":
             break
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    forks.serve(int(sys.argv[1]), bytes.decode, run)

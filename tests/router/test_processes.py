@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ import psutil
 import pytest
 
 from baton.kv_names import prompt_hints
+from baton.processes.forks import Adopted, Forks
 from baton.processes.sandbox.client import ForkServer
-from baton.router.api.jobs import SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import listen
-from baton.router.processes import process, sockets, supervise
+from baton.router.processes import sockets, supervise
 from baton.router.processes.sockets import reserve
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
@@ -331,11 +331,12 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch:
 IDLE = ["-c", "import signal; signal.pause()"]
 
 
-def of_small_processes(monkeypatch: pytest.MonkeyPatch, broken: Path) -> supervise.Supervisor:
+def of_small_processes(broken: Path) -> supervise.Supervisor:
     """Its processes do little, and end at once while `broken` exists."""
-    monkeypatch.setattr(process, "MODULE", "tests.router.small_process")
+    forks = Forks("-m", "tests.router.small_process")
+    forks.give(b"small processes")
     config = RouterConfig(model=str(broken), secret=SECRET, port=0, processes=2, admin_port=0)
-    return supervise.Supervisor(config, b"", SamplingDefaults(), ForkServer(IDLE))
+    return supervise.Supervisor(config, forks, ForkServer(IDLE))
 
 
 @pytest.mark.parametrize("failure", ["ends", "no process"])
@@ -343,17 +344,17 @@ async def test_a_failed_restart_leaves_the_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
 ):
     broken = tmp_path / "broken"
-    supervisor = of_small_processes(monkeypatch, broken)
+    supervisor = of_small_processes(broken)
     running = asyncio.create_task(supervisor.run())
     monkeypatch.setattr(supervise, "FIRST_BACKOFF", 0.01)
-    spawn, starts = process.spawn, failure == "ends"
+    begin, starts = Forks.start, failure == "ends"
 
-    def start(*arguments: Any, **options: Any) -> Any:
+    async def start(forks: Forks, given: bytes, fds: Sequence[int]) -> Adopted:
         if not starts and broken.exists():
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return spawn(*arguments, **options)
+        return await begin(forks, given, fds)
 
-    monkeypatch.setattr(process, "spawn", start)
+    monkeypatch.setattr(Forks, "start", start)
 
     async def until(condition: Callable[[], object]) -> None:
         async with asyncio.timeout(WITHIN):
@@ -377,11 +378,9 @@ async def test_a_failed_restart_leaves_the_other_processes(
 
 
 @pytest.mark.parametrize("silent", ["process", "worker"])
-async def test_the_admin_port_answers_from_what_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str
-):
+async def test_the_admin_port_answers_from_what_is_known(tmp_path: Path, silent: str):
     """While a process is stopped, or waits for the status of a worker."""
-    supervisor = of_small_processes(monkeypatch, tmp_path / "never")
+    supervisor = of_small_processes(tmp_path / "never")
     async with supervisor._admin() as admin, aiohttp.ClientSession() as http:
         serving = asyncio.create_task(supervisor._serve())
 
