@@ -8,10 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from baton.processes.forks import Adopted
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -57,12 +54,26 @@ def describe_exit(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}"
 
 
+class Adopted:
+    """A process that this one has adopted, with what `Child` uses of a Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
 class Child:
     """A child process that the running event loop watches and reaps."""
 
-    def __init__(
-        self, name: str, popen: "subprocess.Popen[bytes] | Adopted", *, session: bool = False
-    ) -> None:
+    def __init__(self, name: str, popen: subprocess.Popen[bytes] | Adopted, *, session: bool = False) -> None:
         """`session`: it has one of its own. All processes of its group end with it."""
         self.name = name
         self._popen = popen

@@ -20,29 +20,13 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from baton.processes.children import die_with_parent
+from baton.processes.children import Adopted, die_with_parent
 from baton.processes.spawn import spawn
 
 HANG_SECONDS = 60.0
 _ADOPTED_WITHIN = 10.0
 _MOST_FDS = 16
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-class Adopted:
-    """What `children.Child` uses of a Popen."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 class Forks:

@@ -18,7 +18,7 @@ from baton.router.processes.sockets import ControlClient
 
 log = logging.getLogger(__name__)
 
-MODULE = "baton.router.processes.child"
+MODULE = "baton.router.process_helper"
 """The helper."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton.processes import forks
 from baton.processes.children import report
-from baton.router.processes.child import configured
+from baton.router.process_helper import configured
 
 REPLIES = {
     "ping\n": b'{"ready": true, "state": "serving", "pause": "none"}',

@@ -22,7 +22,8 @@ import psutil
 import pytest
 
 from baton.kv_names import prompt_hints
-from baton.processes.forks import Adopted, Forks
+from baton.processes.children import Adopted
+from baton.processes.forks import Forks
 from baton.processes.sandbox.client import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import listen

@@ -1,4 +1,4 @@
-"""The processes of a router of several, as its supervisor starts them: `process.py` is the other side.
+"""The processes of a router of several, as its supervisor starts them: `processes` is the other side.
 
 This module is also their helper, which has what all of them share (`baton.processes.forks`).
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def configured(given: bytes, fds: Sequence[int]) -> "RouterConfig":
-    """What `process.RouterProcess` gives."""
+    """What `processes.process.RouterProcess` gives."""
     config = pickle.loads(given)  # noqa: S301  (the supervisor wrote it)
     ready, control, keys, children = fds
     return replace(config, ready_fd=ready, control_fd=control, keys_fd=keys, forks_fd=children)
