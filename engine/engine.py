@@ -14,7 +14,8 @@ import numpy as np
 from baton.engine.api.config import EngineConfig, TierCells, versioned
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
 from baton.engine.api.stats import EngineStats
-from baton.engine.core.block_pool import BlockPool, StatePool
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.cells import Cells as Places
 from baton.engine.core.elastic import Budget
 from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
 from baton.engine.core.live_request import LiveRequest, Phase
@@ -110,15 +111,16 @@ def _large(steps: StepModel | None) -> tuple[int, float]:
 
 
 def _pools(
-    size: PoolSize, block_size: int, windows: WindowBlocks | None
-) -> tuple[BlockPool, StatePool | None]:
+    size: PoolSize, block_size: int, windows: WindowBlocks | None, kept: KeptBlocks | None
+) -> tuple[BlockPool, Places[bytes] | None]:
     """The states are None if no layer has states."""
     block_units = slot_units = None
     if (planned := size.elastic) is not None:
         block_units = _units(planned.blocks, planned.blocks.places, planned.present_blocks)
         slot_units = _units(planned.slots, planned.num_slots, planned.present_slots)
-    states = StatePool(size.num_slots, slot_units) if size.num_slots else None
-    return BlockPool(size.num_blocks, block_size, windows, block_units), states
+    states = Places[bytes](slot_units or Units.fixed(size.num_slots)) if size.num_slots else None
+    records = None if kept is None else kept.blocks
+    return BlockPool(size.num_blocks, block_size, windows, block_units, records), states
 
 
 def _units(cells: Cells, places: int, present: int) -> Units:
@@ -128,7 +130,7 @@ def _units(cells: Cells, places: int, present: int) -> Units:
 def _budget(
     started: Started,
     pool: BlockPool,
-    states: StatePool | None,
+    states: Places[bytes] | None,
     copies: StateCopies | None,
     max_num_seqs: int,
 ) -> Budget | None:
@@ -183,9 +185,8 @@ class Engine:
         self._steps = steps = LearnedSteps(*sizes, started.steps)
         budget = config.max_num_batched_tokens
         limit = ChunkLimit(steps, config.itl_target, budget, config.itl_target_steps)
-        pool, states = _pools(started.pool, self.block_size, self._windows(config, started))
         self._kept = started.kept
-        cache = self._prefix_cache(config, started, hooks, pool)
+        pool, states, cache = self._memory_of_requests(config, started, hooks)
         if self._kept is not None:
             hooks.stage("verifying KV", 0.0)
         if cache is not None and (blocks := cache.take_over()):
@@ -243,8 +244,22 @@ class Engine:
         self.offload = lives.offload
         """The tiers below the device, each for blocks or for states. They say what to copy there and back."""
 
+    def _memory_of_requests(
+        self, config: EngineConfig, started: Started, hooks: Hooks
+    ) -> tuple[BlockPool, Places[bytes] | None, PrefixCache | None]:
+        """The blocks, the slots of states and the prefix cache."""
+        kept = None if self._kept is None else KeptBlocks(self._kept.parts, self.block_size)
+        windows = self._windows(config, started, kept)
+        pool, states = _pools(started.pool, self.block_size, windows, kept)
+        return pool, states, self._prefix_cache(config, started, hooks, pool, kept)
+
     def _prefix_cache(
-        self, config: EngineConfig, started: Started, hooks: Hooks, pool: BlockPool
+        self,
+        config: EngineConfig,
+        started: Started,
+        hooks: Hooks,
+        pool: BlockPool,
+        kept: KeptBlocks | None,
     ) -> PrefixCache | None:
         """None: there is no prefix cache."""
         places = tier_places(config, started.pool, self.cache_spec, self.block_size, self.ranks.size)
@@ -273,12 +288,8 @@ class Engine:
             if (planned := started.pool.elastic) is not None:
                 unit = planned.slots.unit
                 units = Units(first, count, unit, planned.present_copies // unit, keeps_first=False)
-            copies = StateCopies(
-                first, count, COPY_TOKENS, self.block_size, started.runner.chunk_tokens, units
-            )
-        kept = None
-        if self._kept is not None:
-            kept = KeptBlocks(self._kept.parts, self.block_size)
+            chunk, records = started.runner.chunk_tokens, None if kept is None else kept.states
+            copies = StateCopies(first, count, COPY_TOKENS, self.block_size, chunk, units, records)
         return PrefixCache(
             pool,
             self.content_root,
@@ -290,14 +301,17 @@ class Engine:
             kept=kept,
         )
 
-    def _windows(self, config: EngineConfig, started: Started) -> WindowBlocks | None:
+    def _windows(
+        self, config: EngineConfig, started: Started, kept: KeptBlocks | None
+    ) -> WindowBlocks | None:
         """None: all layers have the same blocks."""
         if (count := started.pool.window_blocks) is None:
             return None
         windows, tokens, units = windows_of(self.cache_arrays), config.max_num_batched_tokens, None
         if (planned := started.pool.elastic) is not None:
             units = _units(planned.windows, count, planned.present_windows)
-        return WindowBlocks(self.num_blocks, count, self.block_size, windows, tokens, units)
+        records = None if kept is None else kept.windows
+        return WindowBlocks(self.num_blocks, count, self.block_size, windows, tokens, units, records)
 
     # The life of a request
 
@@ -529,6 +543,8 @@ class Engine:
         lives, scheduler, meters = self.lives, self.scheduler, self.meters
         meters.rest(self.loop.idle_seconds)
         limit, cache = meters.chunk_limit, lives.cache
+        if cache is not None:
+            cache.settle()
         batch = scheduler.batch(meters.prefill_position)
         return EngineStats(
             requests_running=len(lives.running),

@@ -37,7 +37,6 @@ class Copies:
         """`block`: positions of a block of KV. Copies are at the ends of blocks."""
         self._block = block
         self._device = StateCopies(0, room.device, room.interval, block, CHUNK_TOKENS)
-        self._device.on_evicted = self._to_host
         self._host: OrderedDict[bytes, None] = OrderedDict()  # the least recently used first
         self._most_in_host = room.host
         self._answers: dict[int, tuple[bytes, int]] = {}  # number of the request → name, slot
@@ -78,27 +77,34 @@ class Copies:
         name = _name(names, position)
         if not self._device.is_of_answer(ANSWER, position):
             self._cache(name)
-        elif (slot := self._device.allocate_for_answer()) is not None:
+        elif self._device.may_write_answer and (slot := self._allocate()) is not None:
             self._forget_answer(number)
             self._answers[number] = name, slot
 
     def end(self, number: int) -> None:
         """The request has ended."""
         if (copies := self._answers.pop(number, None)) is not None:
-            self._device.publish(*copies)
+            name, slot = copies
+            self._device.name(slot, name)
 
     def drop(self, evicted: Iterable[int]) -> None:
         """The KV of these chunks is gone."""
         for chunk in evicted:
             name = _name((chunk,), CHUNK_TOKENS)
-            self._device.drop(name)
+            self._device.forget(name)
             self._host.pop(name, None)
 
     def _cache(self, name: bytes) -> None:
         if name in self._device:
             self._device.use(name)
-        elif (slot := self._device.allocate()) is not None:
-            self._device.publish(name, slot)
+        elif (slot := self._allocate()) is not None:
+            self._device.name(slot, name)
+
+    def _allocate(self) -> int | None:
+        if self._device.free:
+            for name in self._device.evict(1):
+                self._to_host(name)
+        return self._device.allocate()
 
     def _forget_answer(self, number: int) -> None:
         if (copies := self._answers.pop(number, None)) is not None:

@@ -32,13 +32,14 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from baton.engine.api.stats import MemoryStats
-from baton.engine.core.block_pool import BlockPool, StatePool
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.cells import Cells
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks
 
 
-class Cells(IntEnum):
+class Kind(IntEnum):
     """What a unit has."""
 
     BLOCKS = 0
@@ -49,7 +50,7 @@ class Cells(IntEnum):
 class Move(NamedTuple):
     """A unit that gets its memory, or gives it up."""
 
-    cells: Cells
+    kind: Kind
     unit: int
     present: bool
 
@@ -83,7 +84,7 @@ class Budget:
     def __init__(
         self,
         pool: BlockPool,
-        places: StatePool | WindowBlocks,
+        places: Cells[bytes] | WindowBlocks,
         copies: StateCopies | None,
         *,
         block_pages: int,
@@ -109,7 +110,7 @@ class Budget:
         self._pool = pool
         self._places = places
         self._windows = places if isinstance(places, WindowBlocks) else None
-        self._cells = Cells.SLOTS if self._windows is None else Cells.WINDOWS
+        self._kind = Kind.SLOTS if self._windows is None else Kind.WINDOWS
         self._copies = copies
         self._blocks: Units = pool.units
         self._units: Units = places.units
@@ -117,10 +118,6 @@ class Budget:
         self._of_copies = None if copies is None else copies.units
         self._memory = memory
         self._taken: tuple[float, float] | None = None  # blocks and window blocks of a request, on average
-        if copies is not None:
-            copies.grow = self._grow_copies
-        if self._windows is not None:
-            self._windows.on_short = lambda: self.provide(0, 0)
 
     @property
     def more_blocks(self) -> int:
@@ -237,9 +234,9 @@ class Budget:
         moves: list[Move] = []
         self._free_up(wanted, blocks, places, moves, takes_blocks=takes_blocks)
         for _ in range(lacking_blocks):
-            self._add(Cells.BLOCKS, self._blocks, self._pool.put_in, moves)
+            self._add(Kind.BLOCKS, self._blocks, self._pool.put_in, moves)
         for _ in range(lacking_places):
-            self._add(self._cells, self._units, self._places.put_in, moves)
+            self._add(self._kind, self._units, self._places.put_in, moves)
         self._make(moves)
 
     def _lacking_units(self, blocks: int, places: int) -> tuple[int, int]:
@@ -257,15 +254,15 @@ class Budget:
         """Takes memory from idle units until so many pages are free. So many blocks and places stay free."""
 
         def remove(
-            cells: Cells, units: Units, which: Iterable[int], take_out: Callable[[range], None], most: float
+            kind: Kind, units: Units, which: Iterable[int], take_out: Callable[[range], object], most: float
         ) -> None:
             for count, unit in enumerate([*which]):
                 if self.free_pages >= pages or count >= most:
                     return
                 take_out(units.places(unit))
                 units.remove(unit)
-                moves.append(Move(cells, unit, present=False))
-                self.free_pages += self.block_pages if cells is Cells.BLOCKS else self.place_pages
+                moves.append(Move(kind, unit, present=False))
+                self.free_pages += self.block_pages if kind is Kind.BLOCKS else self.place_pages
 
         def idle(units: Units, has_cached: Callable[[range], bool]) -> Iterable[int]:
             """Those with nothing in them first."""
@@ -275,18 +272,18 @@ class Budget:
         pool, of_places, copies, of_copies = self._pool, self._places, self._copies, self._of_copies
         if copies is not None and of_copies is not None:
             empty = (unit for unit in of_copies.idle if not copies.has_cached(of_copies.places(unit)))
-            remove(Cells.SLOTS, of_copies, empty, copies.take_out, float("inf"))
+            remove(Kind.SLOTS, of_copies, empty, copies.take_out, float("inf"))
         if self.free_pages < pages:
             spare = self._beyond(places, of_places.free)
             remove(
-                self._cells, self._units, idle(self._units, of_places.has_cached), of_places.take_out, spare
+                self._kind, self._units, idle(self._units, of_places.has_cached), of_places.take_out, spare
             )
         if takes_blocks:
             units = self._blocks
             spare = (pool.free - blocks) // units.size
-            remove(Cells.BLOCKS, units, idle(units, pool.has_cached), pool.take_out, spare)
+            remove(Kind.BLOCKS, units, idle(units, pool.has_cached), pool.take_out, spare)
         if copies is not None and of_copies is not None:
-            remove(Cells.SLOTS, of_copies, of_copies.idle, copies.take_out, float("inf"))
+            remove(Kind.SLOTS, of_copies, of_copies.idle, copies.take_out, float("inf"))
         assert self.free_pages >= pages, "the caller asked whether there is room"
 
     def ended(self, blocks: int, watermark: int) -> None:
@@ -325,11 +322,11 @@ class Budget:
         free_blocks, free_places = self._pool.free, self._places.free
         return self.has_room(blocks, places, hits, free_blocks=free_blocks, free_places=free_places)
 
-    def _add(self, cells: Cells, units: Units, put_in: Callable[[range], None], moves: list[Move]) -> None:
+    def _add(self, kind: Kind, units: Units, put_in: Callable[[range], None], moves: list[Move]) -> None:
         unit = units.add()
         put_in(units.places(unit))
-        moves.append(Move(cells, unit, present=True))
-        pages = self.block_pages if cells is Cells.BLOCKS else self.place_pages
+        moves.append(Move(kind, unit, present=True))
+        pages = self.block_pages if kind is Kind.BLOCKS else self.place_pages
         self.free_pages -= pages
         self._moved_pages += pages
         self._left -= pages
@@ -339,7 +336,7 @@ class Budget:
         self.move(moves)
         self._seconds += self.clock() - began
 
-    def _grow_copies(self) -> None:
+    def grow_copies(self) -> None:
         """Gives copies one more unit, from free pages and from blocks with nothing in them. Copies with less
         than half of what they may have also take cached blocks, the least recently used ones."""
         copies, pool = self._copies, self._pool
@@ -364,9 +361,9 @@ class Budget:
         for unit in idle[:wanted]:
             pool.take_out(self._blocks.places(unit))
             self._blocks.remove(unit)
-            moves.append(Move(Cells.BLOCKS, unit, present=False))
+            moves.append(Move(Kind.BLOCKS, unit, present=False))
             self.free_pages += self.block_pages
-        self._add(Cells.SLOTS, units, copies.put_in, moves)
+        self._add(Kind.SLOTS, units, copies.put_in, moves)
         self._make(moves)
 
     def assert_whole(self) -> None:

@@ -62,6 +62,7 @@ class CellCopy:
     entry: _Entry
     load: _Load | None = None  # None: from the cell to the place
     let: Callable[[], None] = lambda: None  # of a copy out: ends the lease on the memory of the cell
+    epoch: int = 0  # of the cell of a copy out, when it began
 
     @property
     def place(self) -> int:
@@ -86,6 +87,10 @@ class CellPool(Protocol):
     def unreferenced(self, cells: Iterable[int], /) -> int:
         """How many of these cached cells may be evicted."""
 
+    def epoch(self, cell: int, /) -> int:
+        """It grows whenever the cell loses what it has."""
+        ...
+
     def lease(self, cell: int, /) -> Callable[[], None]:
         """The cell keeps its memory until what this returns is called. It may be evicted meanwhile."""
         ...
@@ -99,6 +104,7 @@ class OffloadTier:
         of_states: the cells are copies of states, and no blocks.
         num_places: places that it may have.
         ready: of these, the first ones, which have memory. All, unless the caller says otherwise.
+        evicted: the names of cells that are not kept here any more. The prefix cache reads and empties it.
     """
 
     def __init__(
@@ -109,18 +115,16 @@ class OffloadTier:
         num_cells: int,
         cell_tokens: int,
         tenant_of: Callable[[bytes], bytes | None],
-        left: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         """`num_cells`: of the pool. `cell_tokens`: positions with KV in a cell. 0: it has states. `tenant_of`
-        a cell that the cache has, by its name. `left` is called with the name of each cell that is not kept
-        here any more."""
+        a cell that the cache has, by its name."""
         self.tier = tier
         self.of_states = not cell_tokens
         self.num_places = self.ready = num_places
         self._pool = pool
         self._cell_tokens = cell_tokens
         self._tenant_of = tenant_of
-        self._left = left
+        self.evicted: list[bytes] = []
         # At most half of the places: otherwise all cells of this tier would also be in the pool.
         self._clean = min(max(1, num_cells // CLEAN_SHARE), num_places // 2)
         self._free = list(range(num_places - 1, -1, -1))
@@ -172,10 +176,6 @@ class OffloadTier:
 
     # Copies out
 
-    def evicted(self, name: bytes) -> None:
-        """The pool gave out the cell with this name."""
-        self._saving.pop(name, None)
-
     def drop(self, name: bytes) -> None:
         """Forgets what it has under this name, if it has something."""
         self._saving.pop(name, None)
@@ -194,21 +194,28 @@ class OffloadTier:
         copies: list[CellCopy] = []
         while self._to_save and len(copies) < most:
             cell, name = self._to_save.popleft()
-            is_evictable = self._pool.lookup([name]) == [cell] and self._pool.unreferenced([cell])
             tenant = self._tenant_of(name)
+            is_evictable = self._pool.lookup([name]) == [cell] and self._pool.unreferenced([cell])
             if not (is_evictable and self._pool.may_save(name) and self._lacks(name)) or tenant is None:
                 continue
             place = self._take_place()
             if place is None:
                 break
             let = self._pool.lease(cell)
-            copy = self._saving[name] = CellCopy(name, cell, _Entry(place, tenant), let=let)
+            copy = self._saving[name] = CellCopy(
+                name, cell, _Entry(place, tenant), let=let, epoch=self._pool.epoch(cell)
+            )
             copies.append(copy)
         self._copies += len(copies)
         return copies
 
     def _lacks(self, name: bytes) -> bool:
-        return name not in self._entries and name not in self._saving
+        copy = self._saving.get(name)
+        return name not in self._entries and (copy is None or not self._is_intact(copy))
+
+    def _is_intact(self, copy: CellCopy) -> bool:
+        """Whether its cell has what it had when the copy out began."""
+        return self._pool.epoch(copy.cell) == copy.epoch
 
     def _take_place(self) -> int | None:
         """A place for one more cell. If all are taken, the tenant with most cells gives up the one that is
@@ -232,7 +239,7 @@ class OffloadTier:
             del self._by_tenant[entry.tenant]
         if not entry.readers:
             self._free.append(entry.place)
-        self._left(name)
+        self.evicted.append(name)
 
     # Copies in
 
@@ -271,17 +278,18 @@ class OffloadTier:
             self._in(copy, copy.load, intact)
             return
         copy.let()
-        if self._saving.get(copy.name) is not copy:
+        is_last = self._saving.get(copy.name) is copy
+        if is_last:
+            del self._saving[copy.name]
+        if not is_last or not self._is_intact(copy):
             # The cell was given out meanwhile, so the bytes may be of another prompt.
             self._free.append(copy.place)
             self._dropped += 1
         elif not intact:
-            del self._saving[copy.name]
             self._free.append(copy.place)
             self._failed += 1
             self._paused_until = time.monotonic() + PAUSE
         else:
-            del self._saving[copy.name]
             self._entries[copy.name] = copy.entry
             self._by_tenant.setdefault(copy.entry.tenant, OrderedDict())[copy.name] = copy.entry
             self._saved += 1

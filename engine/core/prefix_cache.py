@@ -8,9 +8,9 @@ thin blocks if no window reaches back to them. A block that has all positions ta
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from types import MappingProxyType
-from typing import NamedTuple
 
 from baton.engine.api.config import TierCells
 from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks
@@ -23,9 +23,12 @@ from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.kv_names.cache_kinds import Window, first_read, last_unread
 
 
-class _Cached(NamedTuple):
+@dataclass(slots=True)
+class _Cached:
     block: CachedBlock
     tenant: bytes
+    tier: Tier = Tier.DEVICE
+    """The fastest one that has it, as the hooks know it."""
 
 
 class PrefixCache:
@@ -71,7 +74,6 @@ class PrefixCache:
         self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
         # By name, the blocks that are in any tier. The last used one is last.
         self._cached: OrderedDict[bytes, _Cached] = OrderedDict()
-        pool.on_evicted, pool.on_window_lost = self._evicted, self._window_lost
         tiers: list[OffloadTier] = []
         for (tier, of_states), places in sorted(offload_places.items()):
             if of_states:
@@ -79,20 +81,10 @@ class PrefixCache:
                 tiers.append(OffloadTier(tier, places, copies, copies.count, 0, self._tenant_of))
                 continue
             cells = pool, pool.num_blocks, pool.block_size
-            tiers.append(OffloadTier(tier, places, *cells, self._tenant_of, self._left))
+            tiers.append(OffloadTier(tier, places, *cells, self._tenant_of))
         self.offload: Sequence[OffloadTier] = tiers
         self._block_tiers = [tier for tier in tiers if not tier.of_states]
         self._state_tiers = [tier for tier in tiers if tier.of_states]
-        if copies is not None:
-            copies.on_evicted = self._states_evicted
-        if kept is not None:
-            pool.on_allocated = kept.blocks.remove
-            if kept.windows is not None:
-                assert pool.windows is not None, "layers with windows have blocks of their own"
-                pool.windows.on_allocated = kept.windows.remove
-            if kept.states is not None:
-                assert copies is not None, "the model has states"
-                copies.on_allocated = kept.states.remove
 
     def names(self, request: EngineRequest) -> PrefixNames:
         """Names for the tokens of a request. A prompt is looked up for a fetch, and again when it is added.
@@ -116,12 +108,14 @@ class PrefixCache:
         self._pool.clear()
         if self.copies is not None:
             self.copies.clear()
+        self._read_evictions()
 
     def publish(
         self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int, *, thin: Sequence[range] = ()
     ) -> None:
         """Offers the blocks with indices [start, stop) of a block table. Their KV is verified. Those with
         indices in `thin` are thin, and those without a window block."""
+        self._read_evictions()
         entered: list[int] = []
         published: dict[bytes, int] = {}  # name → block
         for index in range(start, stop):
@@ -158,7 +152,7 @@ class PrefixCache:
             if name not in self._thin and self._pool.has_window(block)
         }
         kept.add(
-            KeptBlock(block, *self._cached[name])
+            KeptBlock(block, self._cached[name].block, self._cached[name].tenant)
             for name, block in (windowed if kept.windows is None else blocks).items()
         )
         if kept.windows is not None and (windows := self._pool.windows) is not None:
@@ -179,7 +173,8 @@ class PrefixCache:
             self._blocks_of[name] = chunk, names[first : index + 1]
 
     def settle(self) -> None:
-        """Called often: what the next engine may use becomes known after a while."""
+        """Called often: what is evicted, and what the next engine may use, becomes known after a while."""
+        self._read_evictions()
         if self._kept is not None:
             self._kept.settle()
 
@@ -211,7 +206,7 @@ class PrefixCache:
         if (copies := self.copies) is not None:
             for name, slot in left.states.items():
                 if name in block_of:
-                    copies.put_cached(name, slot)
+                    copies.put_cached(slot, name)
         if kept_blocks:
             self._hooks.cached([kept.cached for kept in kept_blocks])
         return len(kept_blocks)
@@ -223,8 +218,7 @@ class PrefixCache:
         self._pool.forget(name)
         for tier in self._block_tiers:
             tier.drop(name)
-        if name in self._cached:  # else it was in no tier but the pool
-            self._gone(name)
+        self._gone(name)
 
     def _forget_half(self, name: bytes) -> None:
         """A block with this name takes the place of that on the device, which is thin."""
@@ -258,6 +252,7 @@ class PrefixCache:
     def last_used(self) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yields the salts and the chunks of cached prefixes, the last used first. None is the beginning of
         one before it."""
+        self._read_evictions()
         seen: set[bytes] = set()
         for last in reversed(list(self._cached)):
             if last in seen:
@@ -276,6 +271,7 @@ class PrefixCache:
         """How many of these cached blocks a request can begin with. No window reaches from there to a thin
         block. For a model with states, these are the blocks before the last copy of the states, in any tier
         or on the device. `loads`: blocks that are thin on the device alone are loaded."""
+        self._read_evictions()
         ends: Sequence[int] = range(1, len(names) + 1)
         if self._thin or (self._halved and not loads):
             thin = [name in self._thin or (not loads and name in self._halved) for name in names]
@@ -298,6 +294,7 @@ class PrefixCache:
     def usable_before(self, names: Sequence[bytes], position: int) -> int:
         """How many of these cached blocks a request can begin with, if the KV behind them comes from another
         worker for the token at `position`: no window reaches from there to a thin block."""
+        self._read_evictions()
         read = range(first_read(self.windows, position) // self._block_size, -(-position // self._block_size))
         return next((i for i in read if i < len(names) and self._is_thin_here(names[i])), len(names))
 
@@ -306,6 +303,7 @@ class PrefixCache:
 
     def sendable(self, chunks: Sequence[bytes], first_chunk: int) -> Sequence[int]:
         """Behind how many of these cached chunks another worker can go on, ascending."""
+        self._read_evictions()
         if not self._thin and not self._halved:
             return range(1, len(chunks) + 1)
         return self._readable([not self.is_whole(name) for name in chunks], CHUNK_TOKENS, first_chunk)
@@ -316,6 +314,7 @@ class PrefixCache:
 
     def known(self, names: Sequence[bytes]) -> int:
         """How many of these blocks are in any tier, from the first on."""
+        self._read_evictions()
         return sum(1 for _ in takewhile(self._cached.__contains__, names))
 
     def remnant(
@@ -392,6 +391,7 @@ class PrefixCache:
     def restore(self, name: bytes, block: int) -> None:
         """Offers a block with KV from a tier below, which is verified. The tier had it when the copy
         began."""
+        self._read_evictions()
         if name in self._halved and self._pool.has_window(block):
             self._forget_half(name)
         if name in self._cached and self._pool.publish(block, name):
@@ -403,7 +403,7 @@ class PrefixCache:
     def restore_states(self, name: bytes, slot: int) -> None:
         """Offers a copy of the states after the block of this name. They are verified."""
         assert self.copies is not None, "the model has states"
-        if self.copies.publish(name, slot) and self._kept is not None:
+        if self.copies.name(slot, name) and self._kept is not None:
             self._kept.add_states(name, slot)
 
     def table(self, chunks: Sequence[bytes], first_chunk: int, most: int) -> tuple[int, list[int]]:
@@ -423,52 +423,51 @@ class PrefixCache:
             table.update(zip(indices, blocks, strict=True))
         return len(chunks), list(table.values())
 
-    def _evicted(self, name: bytes) -> None:
-        self._halved.discard(name)
-        for tier in self._block_tiers:
-            tier.evicted(name)
-        self._place_changed(name)
-
-    def _window_lost(self, name: bytes) -> None:
-        for tier in self._block_tiers:
-            tier.evicted(name)  # a copy under way may read another block
-        self._has_half(name)
+    def _read_evictions(self) -> None:
+        """Reads what blocks, window blocks and tiers have evicted since the last call."""
+        pool, windows = self._pool, self._pool.windows
+        if windows is not None and windows.lost:
+            for name in filter(None, (pool.cell(block).name for block in windows.lost)):
+                if name in self._cached and not pool.has_window(*pool.lookup([name])):
+                    self._has_half(name)
+            windows.lost.clear()
+        for evicted in (pool.evicted, *(tier.evicted for tier in self.offload)):
+            for name in evicted:
+                self._place_changed(name)
+            evicted.clear()
 
     def _has_half(self, name: bytes) -> None:
         """The block of this name on the device has no window block."""
         if name not in self._thin:
             (self._thin if self.tier_of(name) is None else self._halved).add(name)
 
-    def _states_evicted(self, name: bytes) -> None:
-        for tier in self._state_tiers:
-            tier.evicted(name)
-
     def _tenant_of(self, name: bytes) -> bytes | None:
         """Of a block that any tier has, or of the states after it."""
+        self._read_evictions()
         block = self._cached.get(name)
         return None if block is None else block.tenant
 
-    def _left(self, name: bytes) -> None:
-        if name in self._halved and self.tier_of(name) is None:
+    def _place_changed(self, name: bytes) -> None:
+        """A block came to the pool or to a tier below, or left it."""
+        if (cached := self._cached.get(name)) is None:
+            return  # it was a remnant, or another tier had lost it before
+        below, tier = self.tier_of(name), Tier.DEVICE
+        if not self._pool.lookup([name]):
+            self._halved.discard(name)
+            if below is None:
+                self._gone(name)
+                return
+            tier = below.tier
+        elif name in self._halved and below is None:
             self._halved.discard(name)
             self._thin.add(name)
-        if not self._pool.lookup([name]):
-            self._place_changed(name)
-
-    def _place_changed(self, name: bytes) -> None:
-        """A block came to the pool, or left it, or left a tier below."""
-        if self._pool.lookup([name]):
-            tier = Tier.DEVICE
-        elif (below := self.tier_of(name)) is not None:
-            tier = below.tier
-        else:
-            self._gone(name)
-            return
-        self._hooks.moved(name, tier)
+        if tier is not cached.tier:
+            cached.tier = tier
+            self._hooks.moved(name, tier)
 
     def _gone(self, name: bytes) -> None:
         if self.copies is not None:
-            self.copies.drop(name)
+            self.copies.forget(name)
             for tier in self._state_tiers:
                 tier.drop(name)
         self._thin.discard(name)

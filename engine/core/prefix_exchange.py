@@ -23,6 +23,7 @@ from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_names import PrefixNames
+from baton.engine.core.request_memory import RequestMemory
 from baton.engine.core.state_copies import CopyLease
 from baton.engine.core.window_blocks import WindowSpan
 from baton.kv_names import CHUNK_TOKENS
@@ -101,6 +102,7 @@ class PrefixExchange:
         self,
         pool: BlockPool,
         cache: PrefixCache,
+        memory: RequestMemory,
         may_take: Callable[[int, int, Collection[int]], bool],
     ) -> None:
         """`may_take`: whether an import or a pin may take so many free blocks, so many window blocks, and
@@ -108,6 +110,7 @@ class PrefixExchange:
         self._block_size = pool.block_size
         self._pool = pool
         self._cache = cache
+        self._memory = memory
         self._may_take = may_take
         self._windows = pool.windows
         self._open = set[Pin | Import]()
@@ -172,7 +175,7 @@ class PrefixExchange:
         blocks = self._pool.allocate(len(wanted))
         if copies is not None and lacks_states:
             # After the blocks: copies may take the memory of those that nothing holds.
-            if (slot := copies.allocate()) is None:
+            if (slot := self._allocate_copy()) is None:
                 self._pool.release([*cached, *blocks])
                 return False
             states = chunks[-1], slot
@@ -250,8 +253,9 @@ class PrefixExchange:
         first = 1 + max((i for i in range(first, len(table)) if not windows.has(table[i])), default=first - 1)
         if not self._may_take(0, len(table) - first, ()):
             return False
-        windows.promise(span, len(table) - first)
         windows.begin(span, table, first, len(table))
+        self._memory.provide(0, len(table) - first)
+        windows.promise(span, len(table) - first)
         return True
 
     def _may_import(self, count: int, hits: Sequence[int]) -> bool:
@@ -266,8 +270,14 @@ class PrefixExchange:
         if (windows := self._windows) is None:
             return 0
         read = count if self._may_take(count, count, ()) else windows.need(count)
+        self._memory.provide(count, read)
         windows.promise(span, read)
         return read
+
+    def _allocate_copy(self) -> int | None:
+        states = self._memory.states
+        assert states is not None, "the model has states"
+        return states.allocate_copy()
 
     def _read_windows(self, span: WindowSpan, table: Sequence[int], count: int) -> None:
         """Gives the last blocks the window blocks that were promised."""
@@ -299,10 +309,10 @@ class PrefixExchange:
             return None
         span = WindowSpan()
         if self._windows is not None:
-            self._windows.promise(span, 1)
+            self._memory.provide(0, 1)
             if not self._pool.has_remnant(chunk):  # its memory became that of window blocks
-                self._windows.promise(span, 0)
                 return None
+            self._windows.promise(span, 1)
         block = self._pool.adopt(chunk)
         pin = Pin(1, [*self._before(position), block], [block], self, chunk, windows=span)
         self._read_windows(span, pin.table, 1)
@@ -366,7 +376,7 @@ class PrefixExchange:
         self._pool.share(missing.hits)
         read = self._promise(span, last - first)
         blocks = self._pool.allocate(last - first)
-        if copies is not None and (slot := copies.allocate()) is None:  # as in `bring`
+        if copies is not None and (slot := self._allocate_copy()) is None:  # as in `bring`
             self._pool.release([*missing.hits, *blocks])
             return None
         started = Import(missing, [*[0] * first, *blocks], blocks, slot, self, windows=span)

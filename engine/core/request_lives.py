@@ -40,7 +40,8 @@ from itertools import chain
 from typing import Any
 
 from baton.engine.api.request import EngineRequest
-from baton.engine.core.block_pool import BlockPool, StatePool
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Budget
 from baton.engine.core.fair_shares import FairShares
 from baton.engine.core.leases import Leases
@@ -72,7 +73,7 @@ class RequestLives:
         max_num_seqs: int,
         max_model_len: int = sys.maxsize,
         cache: PrefixCache | None = None,
-        states: StatePool | None = None,
+        states: Cells[bytes] | None = None,
         budget: Budget | None = None,
     ) -> None:
         """Makes no request yet.
@@ -91,10 +92,10 @@ class RequestLives:
         """The tiers of the prefix cache below the device, the fastest first."""
         self.max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
+        self.memory = RequestMemory(pool, states, cache, budget)
         self.prefix_exchange: PrefixExchange | None = None
         if cache is not None:
-            self.prefix_exchange = PrefixExchange(pool, cache, self._may_take)
-        self.memory = RequestMemory(pool, states, cache, budget)
+            self.prefix_exchange = PrefixExchange(pool, cache, self.memory, self._may_take)
         self._loads = None if cache is None else RequestLoads(pool, cache, self.memory)
         self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order
         self.waiting = self._of_phase[Phase.WAITING]

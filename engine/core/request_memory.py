@@ -3,7 +3,8 @@
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 
-from baton.engine.core.block_pool import BlockPool, StatePool
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Budget
 from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
 from baton.engine.core.prefix_cache import PrefixCache
@@ -20,13 +21,15 @@ class RequestMemory:
     def __init__(
         self,
         pool: BlockPool,
-        states: StatePool | None,
+        states: Cells[bytes] | None,
         cache: PrefixCache | None,
         budget: Budget | None = None,
     ) -> None:
         """`states`: of a model with state layers. `cache`: None if there is no prefix cache. `budget`: None
         if the pools keep their sizes."""
-        self.states = None if states is None else RequestStates(states, pool.block_size, cache, self.names)
+        self.states = (
+            None if states is None else RequestStates(states, pool.block_size, cache, budget, self.names)
+        )
         """None: the model has no state layers."""
         self._pool = pool
         self._states = states
@@ -110,9 +113,10 @@ class RequestMemory:
             return False
         if keep and not self.is_at_once(lacking, 0, lacks_windows):
             return False
+        self.provide(lacking, lacks_windows)
         if self._windows is not None and lacks_windows:
             self._windows.promise(live.windows, live.windows.promised + lacks_windows)
-        live.blocks.extend(self.allocate(lacking))
+        live.blocks.extend(self._pool.allocate(lacking))
         return True
 
     def can_grow(self, running: Sequence[LiveRequest], *, one_block: bool) -> bool:
@@ -270,14 +274,16 @@ class RequestMemory:
         lacking, copy = self.blocks_for(num_tokens) - len(hits), None
         if self.states is not None:
             copy = self.states.lend(live, len(hits))
-        if self._windows is not None:
-            self._begin_windows(live, num_tokens, hits)
-        if self._budget is not None:  # which takes no memory of these hits, nor of the copy
-            self._budget.provide(lacking, 0 if self.states is None else 1)
+        promised = {} if self._windows is None else self._begin_windows(live, num_tokens, hits)
+        places = sum(promised.values()) if self.states is None else 1
+        self.provide(lacking, places)  # which takes no memory of these hits, nor of the copy
+        for span, count in promised.items():
+            assert self._windows is not None
+            self._windows.promise(span, count)
         known, remnant = self._adopt(live, hits)
         if self.states is not None:
             self.states.take(live, copy, self._branch(live, len(hits)))
-        live.blocks = array("i", [*hits, *remnant, *self.allocate(lacking - len(remnant))])
+        live.blocks = array("i", [*hits, *remnant, *self._pool.allocate(lacking - len(remnant))])
         live.num_cached = known
         if self._windows is not None:
             self._reach_windows(live)
@@ -297,19 +303,22 @@ class RequestMemory:
             return len(live.token_ids)
         return max(cached, next((each.start for each in live.shared.ranges if each.stop > cached), 0))
 
-    def _begin_windows(self, live: LiveRequest, num_tokens: int, hits: Sequence[int]) -> None:
-        """Keeps what the request reads of these cached blocks in layers with windows."""
+    def _begin_windows(
+        self, live: LiveRequest, num_tokens: int, hits: Sequence[int]
+    ) -> dict[WindowSpan, int]:
+        """Keeps what the request reads of these cached blocks in layers with windows. Returns what each span
+        is to be promised."""
         windows, cached = self._windows, len(hits) * self._block_size
         assert windows is not None, "layers with windows have blocks of their own"
         most = windows.need(self.blocks_for(num_tokens))
-        windows.promise(live.windows, most)
-        spans = {self._next(live, cached): live.windows}
+        promised, spans = {live.windows: most}, {self._next(live, cached): live.windows}
         for position, count in self._kept_at(live.shared, cached, most, windows).items():
             spans[position] = live.shared.spans[position] = WindowSpan()
-            windows.promise(spans[position], count)
+            promised[spans[position]] = count
         for position, span in spans.items():
             stop = min(len(hits), self.blocks_for(position))
             windows.begin(span, hits, windows.first(position), stop)
+        return promised
 
     def _reach_windows(self, live: LiveRequest) -> None:
         """Gives the request window blocks for what it begins with, and for what comes."""
@@ -332,9 +341,14 @@ class RequestMemory:
 
     def allocate(self, blocks: int) -> list[int]:
         """As `BlockPool.allocate`, with memory of states where needed. There is room for them."""
-        if self._budget is not None and blocks > self._pool.free:
-            self._budget.provide(blocks, 0)
+        self.provide(blocks, 0)
         return self._pool.allocate(blocks)
+
+    def provide(self, blocks: int, places: int) -> None:
+        """So many blocks and slots, or window blocks, are free then. There is room for them. The memory of
+        what nothing holds may become theirs."""
+        if self._budget is not None:
+            self._budget.provide(blocks, places)
 
     def _branch(self, live: LiveRequest, hits: int) -> int:
         """As in `Wanted`: the end of what any tier has of the request, past the `hits`."""

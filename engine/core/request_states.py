@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from baton.engine.core.block_pool import StatePool
+from baton.engine.core.cells import Cells
+from baton.engine.core.elastic import Budget
 from baton.engine.core.live_request import LiveRequest, Phase, States
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_names import PrefixNames
@@ -25,12 +26,14 @@ class RequestStates:
 
     def __init__(
         self,
-        pool: StatePool,
+        pool: Cells[bytes],
         block_size: int,
         cache: PrefixCache | None,
+        budget: Budget | None,
         names_of: Callable[[LiveRequest, PrefixCache], PrefixNames],
     ) -> None:
-        """`cache`: None if there is no prefix cache."""
+        """`cache`: None if there is no prefix cache. `budget`: None if the pools keep their sizes."""
+        self._budget = budget
         self._pool = pool
         self._block_size = block_size
         self._cache = cache
@@ -50,7 +53,8 @@ class RequestStates:
 
     def take(self, live: LiveRequest, copy: CopyLease | None, branch: int) -> None:
         """Gives the request a slot. It begins with the copy. `branch`: as in `Wanted`."""
-        live.states = States(self._pool.allocate(), branch=branch)
+        [slot] = self._pool.take(1)
+        live.states = States(slot, branch=branch)
         live.states.copy = copy
         live.states.begins_with = None if copy is None else copy.slot
 
@@ -72,7 +76,7 @@ class RequestStates:
         if name in copies:
             self.begin_with(live, name)
             return StatesLoad(None, lambda _: None)
-        if (slot := copies.allocate()) is None:
+        if (slot := self.allocate_copy()) is None:
             return None
 
         def loaded(is_right: bool) -> None:
@@ -113,7 +117,7 @@ class RequestStates:
             return
         self.forget_restore(live)
         self.choose(live, newest=True)
-        self._pool.release(states.slot)
+        self._pool.end(states.slot)
         self._release_copies(states)
         if states.of_answer is not None:
             self._publish_copy(live, states.of_answer)
@@ -144,7 +148,7 @@ class RequestStates:
         states = live.states
         assert states is not None, "it has blocks"
         states.begins_with = states.kept = states.slot
-        states.slot = self._pool.allocate()
+        [states.slot] = self._pool.take(1)
         return True
 
     def choose(self, live: LiveRequest, *, newest: bool) -> None:
@@ -152,7 +156,7 @@ class RequestStates:
         if (states := live.states) is not None and states.kept is not None:
             copy, kept = states.slot, states.kept
             states.slot, unused = (copy, kept) if newest else (kept, copy)
-            self._pool.release(unused)
+            self._pool.end(unused)
             states.kept = None
 
     def most_drafts(self, live: LiveRequest, chunk: range) -> int:
@@ -162,6 +166,14 @@ class RequestStates:
         return self._copies.next_position(_wanted(live), chunk.start, len(live.token_ids)) - chunk.stop - 1
 
     # Copies of states
+
+    def allocate_copy(self) -> int | None:
+        """As `StateCopies.allocate`, with memory of blocks if there is some."""
+        copies = self._copies
+        assert copies is not None, "the cache has copies"
+        if self._budget is not None and not copies.unused:
+            self._budget.grow_copies()
+        return copies.allocate()
 
     def until_copy(self, live: LiveRequest, count: int) -> int:
         """`count` tokens, or fewer, so that the next chunk of a request ends where a copy is taken."""
@@ -216,7 +228,7 @@ class RequestStates:
                 if len(written) >= copies.most_written:
                     slot = written.pop(0).slot
                 else:
-                    slot = copies.allocate_for_answer() if of_answer else copies.allocate()
+                    slot = None if of_answer and not copies.may_write_answer else self.allocate_copy()
                 if slot is not None:
                     written.append(Copy(position, slot, of_answer))
                     saves.append(Save(live.states.slot, position, slot))

@@ -84,6 +84,11 @@ class Units:
         return [place for unit in units for place in self.places(unit)]
 
     @property
+    def all_places(self) -> range:
+        """Those that have memory, and those that could have it."""
+        return range(self._begin * self.size, self._end * self.size)
+
+    @property
     def is_whole(self) -> bool:
         """Whether each unit is present or absent, and none is held."""
         return not any(self._held) and self.present + len(self.absent) == self._end - self._begin

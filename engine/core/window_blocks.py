@@ -13,17 +13,16 @@ between two steps. The window blocks of a chunk of a prompt come on top, from th
 These are free again when the step has landed, so a chunk is cut to what there is, and never waits in a
 circle.
 
-A part of the window blocks may have no memory (`elastic`). These are in no state.
+The window blocks are places of `Cells`; the name of one is the number of the block that has it. A part of
+them may have no memory (`elastic`). These are in no state.
 """
 
-import heapq
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
+from baton.engine.core.cells import Cells, Records
 from baton.engine.core.units import Units
 from baton.kv_names.cache_kinds import Window, first_read, window_blocks
 
@@ -53,10 +52,8 @@ class WindowBlocks:
         of: int32 [blocks]: the window block of each block. `NULL`: it has none.
         windows: those of the layers.
         most: window blocks that a request reads between two steps, at most.
-        present: window blocks that have memory, with `NULL`.
-        on_lost: is called with each block that another one took the window block from.
-        on_allocated: is called with each window block that will be written anew.
-        on_short: is called when more was promised than has memory. It makes `free` 0.
+        lost: blocks that another one took the window block from. The prefix cache reads and empties it.
+        losses: by block, how often each block has lost its window block.
     """
 
     def __init__(
@@ -67,26 +64,30 @@ class WindowBlocks:
         windows: Collection[Window],
         step_tokens: int,
         units: Units | None = None,
+        records: Records | None = None,
     ) -> None:
         """`num_blocks`: of the block pool. `count`: window blocks, with `NULL`. `step_tokens`: most tokens of
         a step. `units`: those of window blocks that have memory. None: all have."""
         self.of = np.zeros(num_blocks, dtype=np.int32)
         self.units = units = Units.fixed(count) if units is None else units
-        self.present = units.present * units.size
         self.most = window_blocks(windows, block_size)
-        self.on_lost: Callable[[int], None] = lambda _: None
-        self.on_allocated: Callable[[int], None] = lambda _: None
-        self.on_short: Callable[[], None] = lambda: None
+        self.lost: dict[int, None] = {}
+        self.losses = [0] * num_blocks
         self.windows = windows
         self._shortest = max(1 if window.chunked else window.length for window in windows)
         self._block_size = block_size
         self._for_steps = -(-step_tokens // block_size)
-        self._free = list(range(NULL + 1, self.present))  # a heap, so that few units are in use
-        self._block_of: dict[int, int] = {}  # by window block
-        self._readers: dict[int, int] = {}  # by block
-        self._idle: OrderedDict[int, None] = OrderedDict()  # blocks; the least recently used first
+        self._cells: Cells[int] = Cells(units, records)
+        taken = self._cells.take(1)
+        assert taken == [NULL], "it is the lowest"
+        units.let(NULL)  # its unit stays anyway
         self._promised = self._owed = 0
         assert self.free >= self.most, f"{count} window blocks are too few for one request"
+
+    @property
+    def present(self) -> int:
+        """Window blocks that have memory, with `NULL`."""
+        return self.units.present * self.units.size
 
     @property
     def free(self) -> int:
@@ -96,7 +97,7 @@ class WindowBlocks:
     @property
     def spare(self) -> int:
         """Window blocks that chunks of prompts may take now, beyond what was promised."""
-        return len(self._free) + len(self._idle) - self._owed
+        return self._cells.free - self._owed
 
     @property
     def unused(self) -> bool:
@@ -118,13 +119,11 @@ class WindowBlocks:
     # Spans
 
     def promise(self, span: WindowSpan, count: int) -> None:
-        """The reader may read so many window blocks. So many more must be `free`, or can be had."""
+        """The reader may read so many window blocks. So many more must be `free`."""
         self._owed -= span.owed
         self._promised += count - span.promised
         span.promised = count
         self._owed += span.owed
-        if self.free < 0:
-            self.on_short()
 
     def begin(self, span: WindowSpan, table: Sequence[int], first: int, stop: int) -> None:
         """The reader reads from this index of its table on."""
@@ -168,51 +167,44 @@ class WindowBlocks:
         return span.stop + span.owed + max(0, self.spare)
 
     def _read(self, block: int) -> None:
-        if not self.has(block):
-            if not self._free:
-                lost, _ = self._idle.popitem(last=False)
-                self._take_from(lost)
-                self.on_lost(lost)
-            self.of[block] = place = heapq.heappop(self._free)
-            self._block_of[place] = block
-            self.on_allocated(place)
-        self._idle.pop(block, None)
-        readers = self._readers[block] = self._readers.get(block, 0) + 1
-        if readers == 1:
-            self.units.hold(int(self.of[block]))
+        cells = self._cells
+        if self.has(block):
+            cells.share([int(self.of[block])])
+            return
+        if not cells.unused:
+            self._lose(cells.evict(1))
+        [place] = cells.take(1)
+        cells.publish(place, block)
+        self.of[block] = place
 
     def _unread(self, block: int) -> None:
-        self._readers[block] -= 1
-        if not self._readers[block]:
-            del self._readers[block]
-            self._idle[block] = None
-            self.units.let(int(self.of[block]))
+        self._cells.end(int(self.of[block]))
+
+    def _lose(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._has_none(block)
+            self.lost[block] = None
+
+    def _has_none(self, block: int) -> None:
+        self.of[block] = NULL
+        self.losses[block] += 1
 
     def next_lost(self, most: int) -> Iterator[int]:
         """The blocks that would lose their window blocks to the next `most` that need one, in order."""
-        return islice(self._idle, max(0, most - len(self._free)))
+        return (block for _, block in self._cells.next_evicted(most))
 
     def freed(self, block: int) -> None:
         """The block has no content any more."""
         if self.has(block):
-            assert block not in self._readers, "a free block has no reader"
-            del self._idle[block]
-            self._take_from(block)
+            assert not self._cells.cell(int(self.of[block])).leases, "a free block has no reader"
+            self._cells.forget(block)
+            self._has_none(block)
 
     def put_cached(self, blocks: Mapping[int, int]) -> None:
         """These blocks have these free window blocks, whose KV is theirs. The first ones lose them first."""
         for block, place in blocks.items():
+            self._cells.put_cached(place, block)
             self.of[block] = place
-            self._block_of[place] = block
-            self._idle[block] = None
-        self._free = [place for place in self._free if place not in self._block_of]
-        heapq.heapify(self._free)
-
-    def _take_from(self, block: int) -> None:
-        place = int(self.of[block])
-        self.of[block] = NULL
-        del self._block_of[place]
-        heapq.heappush(self._free, place)
 
     # Memory
 
@@ -228,40 +220,29 @@ class WindowBlocks:
 
     def has_cached(self, places: range) -> bool:
         """Whether a block has one of these window blocks."""
-        return any(place in self._block_of for place in places)
+        return self._cells.has_cached(places)
 
     def put_in(self, places: range) -> None:
         """These window blocks have memory now, and are free."""
-        for place in places:
-            heapq.heappush(self._free, place)
-        self.present += len(places)
+        self._cells.put_in(places)
 
     def take_out(self, places: range) -> None:
         """These window blocks, which nothing reads, lose their memory."""
-        for block in [self._block_of[place] for place in places if place in self._block_of]:
-            del self._idle[block]
-            self._take_from(block)
-            self.on_lost(block)
-        self._free = [place for place in self._free if place not in places]
-        heapq.heapify(self._free)
-        self.present -= len(places)
+        self._lose(self._cells.take_out(places))
 
     def assert_consistent(self) -> None:
         """Asserts that each window block has one owner, and that no chunk can take what was promised."""
-        owned = self.of[self.of != NULL].tolist()
-        present = self.units.with_memory()
-        assert sorted([NULL, *self._free, *owned]) == present, "one was lost or has two owners"
-        assert self._block_of == {int(self.of[block]): int(block) for block in self.of.nonzero()[0]}
-        blocks = {int(block) for block in self.of.nonzero()[0]}
-        assert blocks == self._readers.keys() | self._idle.keys()
-        assert not self._readers.keys() & self._idle.keys()
-        unread = len(self._free) + len(self._idle)
-        assert unread >= self._owed, "chunks have taken what was promised"
+        self._cells.assert_consistent()
+        owners = {int(block): int(self.of[block]) for block in self.of.nonzero()[0]}
+        assert {block: self._cells.lookup([block]) for block in self._cells.names} == {
+            block: [place] for block, place in owners.items()
+        }
+        assert self._cells.free >= self._owed, "chunks have taken what was promised"
         assert self.free >= 0
 
     def assert_whole(self) -> None:
         """Asserts that nothing reads a window block."""
         self.assert_consistent()
-        assert not self._readers, f"blocks still read: {sorted(self._readers)}"
+        assert self._cells.held == 1, "blocks are still read"
         assert not self._promised
         assert not self._owed

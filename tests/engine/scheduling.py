@@ -7,7 +7,8 @@ import torch
 
 from baton.engine import Engine
 from baton.engine.api.request import EngineRequest, Hooks
-from baton.engine.core.block_pool import BlockPool, StatePool
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Budget
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_cache import PrefixCache
@@ -59,7 +60,7 @@ def make(
         pool,
         max_num_seqs=seqs,
         cache=PrefixCache(pool, ROOT, **cache) if prefix_cache else None,
-        states=StatePool(states) if states else None,
+        states=Cells[bytes](Units.fixed(states)) if states else None,
         budget=memory,
     )
     return Scheduler(

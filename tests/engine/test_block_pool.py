@@ -138,8 +138,7 @@ def test_remnants_are_given_out_before_cached_blocks_the_oldest_first() -> None:
 
 def test_copies_are_evicted_first_until_no_other_worker_has_them() -> None:
     """A block that is used here after a handover is no copy."""
-    pool, evicted = BlockPool(8, 16), list[bytes]()
-    pool.on_evicted = evicted.append
+    pool = BlockPool(8, 16)
     blocks = {name: pool.allocate(1) for name in (b"a", b"b", b"c", b"d", b"e", b"f")}
     for name, block in blocks.items():
         pool.publish(block[0], name)
@@ -153,7 +152,7 @@ def test_copies_are_evicted_first_until_no_other_worker_has_them() -> None:
     assert [name for _, name in pool.next_evicted(8)] == order
     assert (pool.free, pool.spare) == (8, 2 + 2), "two blocks were never used, and two are copies"
     pool.allocate(8)
-    assert evicted == order
+    assert pool.evicted == order
     pool.assert_consistent()
     pool = BlockPool(4, 16)
     table = pool.allocate(4)

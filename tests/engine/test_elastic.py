@@ -12,8 +12,9 @@ import torch
 
 from baton.bench.lab.shapes import BAMBA, write_shape
 from baton.engine import Engine, EngineRequest, SamplingParams
-from baton.engine.core.block_pool import BlockPool, StatePool
-from baton.engine.core.elastic import Budget, Cells, Lacking, Move
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.cells import Cells
+from baton.engine.core.elastic import Budget, Kind, Lacking, Move
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
@@ -40,25 +41,25 @@ class Pages:
 
     def __init__(self, budget: Budget, lives: RequestLives) -> None:
         self.lives = lives
-        self.present: set[tuple[Cells, int]] = set()
+        self.present: set[tuple[Kind, int]] = set()
         self.moved = 0  # pages
         budget.move = self.move
         budget.clock = lambda: self.moved / 1000
 
     def move(self, moves: Sequence[Move]) -> None:
-        used = {(Cells.BLOCKS, block // UNIT) for live in self.lives for block in live.blocks}
-        used |= {(Cells.SLOTS, live.states.slot // 2) for live in self.lives if live.states is not None}
+        used = {(Kind.BLOCKS, block // UNIT) for live in self.lives for block in live.blocks}
+        used |= {(Kind.SLOTS, live.states.slot // 2) for live in self.lives if live.states is not None}
         for cells, unit, present in moves:
             assert ((cells, unit) in self.present) is not present
             if present:
                 self.present.add((cells, unit))
-                self.moved += 3 if cells is Cells.BLOCKS else 8
+                self.moved += 3 if cells is Kind.BLOCKS else 8
             else:
                 assert (cells, unit) not in used
                 self.present.remove((cells, unit))
 
-    def of(self, cells: Cells) -> int:
-        return sum(kind is cells for kind, _ in self.present)
+    def of(self, kind: Kind) -> int:
+        return sum(each is kind for each, _ in self.present)
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def lives() -> RequestLives:
     """68 pages: 4 units of blocks, 4 of states and 1 of copies have 12 + 32 + 8 at the start, 16 are free.
     There could be 20 units of blocks, or 7 of states."""
     pool = BlockPool(20 * UNIT, BLOCK, units=Units(0, 20 * UNIT, UNIT, 4, keeps_first=True))
-    states = StatePool(14, Units(0, 14, 2, 4, keeps_first=True))
+    states = Cells[bytes](Units(0, 14, 2, 4, keeps_first=True))
     copies = StateCopies(14, 6, 256, BLOCK, 1, Units(14, 6, 2, 1, keeps_first=False))
     cache = PrefixCache(pool, ROOT, copies=copies)
     budget = Budget(pool, states, copies, block_pages=3, place_pages=8, page_bytes=1, free_pages=16)
@@ -77,8 +78,8 @@ def lives() -> RequestLives:
 def pages(lives: RequestLives) -> Pages:
     assert lives.budget is not None
     pages = Pages(lives.budget, lives)
-    pages.present = {(Cells.BLOCKS, unit) for unit in range(4)} | {(Cells.SLOTS, unit) for unit in range(4)}
-    pages.present.add((Cells.SLOTS, 7))
+    pages.present = {(Kind.BLOCKS, unit) for unit in range(4)} | {(Kind.SLOTS, unit) for unit in range(4)}
+    pages.present.add((Kind.SLOTS, 7))
     return pages
 
 
@@ -97,7 +98,7 @@ def test_idle_slots_become_blocks_and_come_back(lives: RequestLives, pages: Page
     assert total == 80 == lives.pool.num_blocks
     long = start(lives, 1, 78)
     assert long is not None, "a request may need nearly all memory"
-    assert (pages.of(Cells.BLOCKS), pages.of(Cells.SLOTS)) == (20, 1)
+    assert (pages.of(Kind.BLOCKS), pages.of(Kind.SLOTS)) == (20, 1)
     second = start(lives, 2, 1)
     assert second is not None, "the first unit of slots has two"
     assert start(lives, 3, 1) is None, "no memory for a third slot"
@@ -108,7 +109,7 @@ def test_idle_slots_become_blocks_and_come_back(lives: RequestLives, pages: Page
     lives.assert_whole()
     short = [start(lives, 10 + n, 1) for n in range(14)]
     assert None not in short
-    assert (pages.of(Cells.BLOCKS), pages.of(Cells.SLOTS)) == (4, 7)
+    assert (pages.of(Kind.BLOCKS), pages.of(Kind.SLOTS)) == (4, 7)
     for live in filter(None, short):
         lives.drop(live)
     assert room(lives) == total
@@ -118,11 +119,11 @@ def test_idle_slots_become_blocks_and_come_back(lives: RequestLives, pages: Page
 def test_a_growing_request_takes_idle_slots_before_it_preempts(lives: RequestLives, pages: Pages) -> None:
     live = start(lives, 1, 30)
     assert live is not None
-    before = pages.of(Cells.SLOTS)
+    before = pages.of(Kind.SLOTS)
     while lives.memory.has_room(1, 0):
         live.blocks.extend(lives.memory.allocate(1))
     assert len(live.blocks) == 80
-    assert pages.of(Cells.SLOTS) < before
+    assert pages.of(Kind.SLOTS) < before
     lives.drop(live)
     lives.assert_whole()
 
@@ -132,7 +133,7 @@ def test_what_a_tier_copies_keeps_its_memory(lives: RequestLives, pages: Pages) 
     let = lives.pool.lease(13)
     assert room(lives) == 80
     short = [start(lives, n, 1) for n in range(13)]
-    assert (Cells.BLOCKS, 13 // UNIT) in pages.present
+    assert (Kind.BLOCKS, 13 // UNIT) in pages.present
     let()
     for live in filter(None, short):
         lives.drop(live)
@@ -159,29 +160,30 @@ def test_the_states_that_a_request_begins_with_are_no_memory_for_it(
     assert most.num_cached == 4 * BLOCK
     assert most.states is not None
     assert most.states.begins_with == slot
-    assert (pages.of(Cells.BLOCKS), pages.of(Cells.SLOTS)) == (17, 2)
-    assert (Cells.SLOTS, slot // 2) in pages.present
+    assert (pages.of(Kind.BLOCKS), pages.of(Kind.SLOTS)) == (17, 2)
+    assert (Kind.SLOTS, slot // 2) in pages.present
     lives.drop(most)
     whole = lives.start(request_of(3, prompt + [7] * (75 * BLOCK)))
     assert whole is not None, "it gives up the states, so that it can have all memory"
     assert whole.num_cached == 0
-    assert (pages.of(Cells.BLOCKS), pages.of(Cells.SLOTS)) == (20, 1)
+    assert (pages.of(Kind.BLOCKS), pages.of(Kind.SLOTS)) == (20, 1)
     lives.drop(whole)
     lives.assert_whole()
 
 
 def test_few_copies_take_the_memory_of_cached_blocks(lives: RequestLives, pages: Pages) -> None:
     """Those that are more than half of what they may be take only that of blocks with nothing in them."""
-    copies = None if lives.cache is None else lives.cache.copies
+    states, copies = lives.memory.states, None if lives.cache is None else lives.cache.copies
+    assert states is not None
     assert copies is not None
     cached = lives.start(request_of(1, range(70 * BLOCK)))
     assert cached is not None
     lives.memory.publish(cached, 70 * BLOCK)
     lives.drop(cached)
     assert lives.pool.cached == 70
-    before = pages.of(Cells.SLOTS)
-    held = [copies.allocate() for _ in range(6)]
-    assert pages.of(Cells.SLOTS) == before + 2, "the first slots find two units, and then there are enough"
+    before = pages.of(Kind.SLOTS)
+    held = [states.allocate_copy() for _ in range(6)]
+    assert pages.of(Kind.SLOTS) == before + 2, "the first slots find two units, and then there are enough"
     assert held.count(None) == 2
     assert lives.pool.cached < 70
     for slot in held:
@@ -287,9 +289,9 @@ def test_cached_blocks_of_a_request_stay_while_memory_moves_for_it() -> None:
 def test_random_lives_keep_every_page(lives: RequestLives, pages: Pages, seed: int) -> None:
     rng = random.Random(seed)
     running: list[LiveRequest] = []
-    budget, copies = lives.budget, None if lives.cache is None else lives.cache.copies
+    budget, states = lives.budget, lives.memory.states
     assert budget is not None
-    assert copies is not None
+    assert states is not None
     for number in range(1, 400):
         choice = rng.random()
         if choice < 0.5:
@@ -302,7 +304,7 @@ def test_random_lives_keep_every_page(lives: RequestLives, pages: Pages, seed: i
         elif running:
             live = rng.choice(running)
             full = len(live.token_ids) // BLOCK
-            slot = copies.allocate() if rng.random() < 0.5 and full else None
+            slot = states.allocate_copy() if rng.random() < 0.5 and full else None
             lives.memory.publish(live, full * BLOCK)
             if slot is not None:
                 assert lives.cache is not None
@@ -311,7 +313,7 @@ def test_random_lives_keep_every_page(lives: RequestLives, pages: Pages, seed: i
             wanted = rng.choice((1, 9))
             if lives.memory.has_room(wanted, 0):
                 live.blocks.extend(lives.memory.allocate(wanted))
-        used = 3 * pages.of(Cells.BLOCKS) + 8 * pages.of(Cells.SLOTS)
+        used = 3 * pages.of(Kind.BLOCKS) + 8 * pages.of(Kind.SLOTS)
         assert used + budget.free_pages == 68
         lives.pool.assert_consistent()
     for live in running:
@@ -515,7 +517,7 @@ def test_the_shape_of_bamba_holds_short_requests_and_then_long_ones(tmp_path: Pa
     assert planned is not None
     assert (planned.blocks.unit, planned.slots.unit) == (8, 1)
     pool, states = _pools(
-        PoolSize(planned.blocks.places, 131072, planned.num_slots, 2, None, planned), 128, None
+        PoolSize(planned.blocks.places, 131072, planned.num_slots, 2, None, planned), 128, None, None
     )
     assert states is not None
     budget = Budget(

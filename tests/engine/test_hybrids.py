@@ -580,13 +580,13 @@ def test_a_lent_copy_is_neither_evicted_nor_written() -> None:
     for name in (b"a", b"b"):
         slot = copies.allocate()
         assert slot is not None
-        copies.publish(name, slot)
+        copies.name(slot, name)
     lent = copies.lend(b"a")
     assert lent is not None
     leases = [lent, copies.lend(b"a")]
     assert copies.allocate() == 1 - lent.slot
     assert b"b" not in copies, "it was used later, and is evicted first"
-    copies.drop(b"a")
+    copies.forget(b"a")
     for lease in leases:
         assert copies.allocate() is None
         assert lease is not None

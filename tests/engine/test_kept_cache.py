@@ -183,6 +183,7 @@ def test_what_was_evicted_or_never_published_is_not_found(tiny_engine: MakeEngin
     assert cache._kept is not None
     of_first = first.lives.cache
     assert of_first is not None
+    of_first.settle()
     assert set(cache._cached) == {*of_first._cached}
     assert answer(second)[0] == tokens
 
@@ -444,8 +445,8 @@ def test_a_cache_that_forgets_leaves_what_it_has(
     assert after._thin == before._thin
     assert bool(before._thin) == (kind == "GptOss"), "window blocks went to other blocks"
     if before.copies is not None and after.copies is not None:
-        assert before.copies._slot_of
-        assert {*after.copies._slot_of} == {*before.copies._slot_of}
+        assert before.copies.names
+        assert {*after.copies.names} == {*before.copies.names}
     assert [answer(second, prompt=prompt)[0] for prompt in prompts] == right
     # What the first one gives out to be written has no record any more.
     kept = before._kept
@@ -521,11 +522,11 @@ def test_what_came_back_from_a_tier_is_kept(
     settle(first)
     second = tiny_engine(kept_files=[memory], **settings)
     after = cache_of(second)
-    assert {*after._pool._block_of} == {*before._pool._block_of} >= {*names}
+    assert {*after._pool.names} == {*before._pool.names} >= {*names}
     assert after._thin == before._thin | before._halved
     if before.copies is not None and after.copies is not None:
-        on_device = {name for name in before.copies._slot_of if before._pool.lookup([name])}
-        assert {*after.copies._slot_of} == on_device >= {names[-1]}
+        on_device = {name for name in before.copies.names if before._pool.lookup([name])}
+        assert {*after.copies.names} == on_device >= {names[-1]}
     assert answer(second, prompt=turn)[1] == 64
     for each in pumps:
         each.close()

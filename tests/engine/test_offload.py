@@ -16,6 +16,7 @@ from baton.engine.api.request import CachedBlock, EngineRequest, Hooks
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core import offload_tier
 from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.cells import Rank
 from baton.engine.core.link import RETRY
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import CellCopy, OffloadTier
@@ -324,8 +325,8 @@ def test_a_pool_block_behind_a_gap_is_shared_and_not_loaded() -> None:
     names = worker.scheduler.lives.memory.names(live, worker.scheduler.lives.cache).blocks  # type: ignore[arg-type]
     worker.scheduler.lives.drop(live)
     blocks = pool.lookup(names[:6])
-    pool._unreferenced.move_to_end(blocks[0], last=False)
-    pool._unreferenced.move_to_end(blocks[1], last=False)
+    for block in blocks[:2]:
+        pool._idle[Rank.ONLY].move_to_end(block, last=False)
     worker.tier._clean, worker.tier._looked = 24, -1
     while worker.start_copies():
         while worker.under_way:
@@ -457,9 +458,11 @@ def test_a_block_is_loaded_from_the_fastest_tier_and_reported_there() -> None:
         for copy in tier.next_saves(count):
             tier.ended(copy, True)
     pool.release(pool.allocate(8))
+    cache.settle()
     last, second_last = names.blocks[3], names.blocks[2]  # the end is evicted first
     assert (seen[last], seen[second_last], seen[names.blocks[0]]) == (Tier.HOST, Tier.DISK, None)
     host._forget(last, host._entries[last])
+    cache.settle()
     assert seen[last] is Tier.DISK
     block, ended = pool.allocate(1), list[bool]()
     cache.load([(last, block[0])], ended.append)

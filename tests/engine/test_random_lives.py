@@ -249,9 +249,9 @@ class Lives:
     def garble(self, engine: Engine) -> None:
         """Overwrites all free blocks and slots of states: no request may depend on their content."""
         scheduler = engine.scheduler
-        states = [] if scheduler.lives.states is None else scheduler.lives.states._free
+        states = [] if scheduler.lives.states is None else [*scheduler.lives.states._free]
         if scheduler.lives.cache is not None and scheduler.lives.cache.copies is not None:
-            states = states + scheduler.lives.cache.copies._free
+            states = [*states, *scheduler.lives.cache.copies._free]
         self.overwrite(engine, [*scheduler.lives.pool._free], states)
 
     def overwrite(self, engine: Engine, blocks: Sequence[int], states: Sequence[int]) -> None:

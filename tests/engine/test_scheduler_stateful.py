@@ -175,7 +175,9 @@ class Operations:
     def reserve(self, length: int, family: int) -> None:
         request = self.request(length, family)
         tokens = len(request.prompt_ids)
-        free, referenced = self.free, {*self.scheduler.lives.pool._references}
+        pool = self.scheduler.lives.pool
+        free = self.free
+        referenced = {block for block in range(pool.num_blocks) if pool.cell(block).leases}
         live = self.scheduler.lives.reserve(request)
         if live is not None:
             assert len(live.blocks) * self.block >= tokens + 1
@@ -413,14 +415,25 @@ class Operations:
         )
         if scheduler.lives.cache is None or (copies := scheduler.lives.cache.copies) is None:
             return
-        owned = [*copies._free, *copies._slot_of.values(), *({*copies._lent} - {*copies._slot_of.values()})]
+        cells, lent = [copies.cell(slot) for slot in range(SLOTS, SLOTS + COPIES)], self.lent()
+        owned = [
+            *copies._free,
+            *(cell.place for cell in cells if cell.name is not None or cell.place in lent),
+        ]
         owned += [slot for live in everyone if live.states for _, slot, _ in live.states.copies]
         of_answers = [live.states.of_answer for live in everyone if live.states]
         owned += [copy.slot for copy in of_answers if copy is not None]
         self.done["answers"] += any(of_answers)
         owned += [each.state_slot for each in self.importing if each.state_slot is not None]
         assert sorted(owned) == list(range(SLOTS, SLOTS + COPIES)), "a copy has two owners, or none"
-        assert {*copies._lent}.isdisjoint(copies._free)
+        assert lent.isdisjoint(copies._free)
+
+    def lent(self) -> set[int]:
+        """The copies that steps under way, or those that come, begin with."""
+        of_steps = [copy for flight in self.flights for copy in flight.schedule.copies]
+        lives = [*self.scheduler.lives, *self.scheduler.lives.leaving]
+        of_lives = [live.states.copy for live in lives if live.states and live.states.copy]
+        return {copy.slot for copy in (*of_steps, *of_lives)}
 
     def steps_own_what_they_use(self, scheduler: Scheduler) -> None:
         """What launched steps use belongs to no import and no reservation: these are written at once."""

@@ -46,6 +46,8 @@ class Worker:
         return [live.num_cached for live in lives]
 
     def receive_changes(self) -> None:
+        assert self.scheduler.lives.cache is not None
+        self.scheduler.lives.cache.settle()
         if (changed := self.observer.take()) is not None:
             assert {*changed.tiers.values()} <= {Tier.DEVICE, None}
             self.known |= changed.tiers.keys()
