@@ -148,7 +148,7 @@ def moves(engine: Engine, budget: Budget) -> list[float]:
         stats = budget.stats
         most = min(GB, (stats.state_bytes + stats.free_bytes) // 2)
         blocks = pool.free + min(int(most / budget.block_bytes), budget.more_blocks)
-        for sizes in ((blocks, 0), (0, states.num_slots)):
+        for sizes in ((blocks, 0), (0, len(states.units.all_places))):
             slots = sizes[1]
             while slots and not budget.has_room(0, slots, free_blocks=pool.free, free_places=states.free):
                 slots -= 1
