@@ -5,7 +5,7 @@ Life of a request here:
 1. `Preparer` receives its bytes. A thread prepares a small body: most of its time is the tokenizer's, which
    computes without the GIL. A larger body goes to a child process, because JSON, pydantic and Jinja hold the
    GIL, and their thread would block the event loop.
-2. `prepare` parses and validates it, renders the chat template and tokenizes. The result is `Prepared`.
+2. `Preparation` parses and validates it, renders the chat template and tokenizes. The result is `Prepared`.
 3. `child` has the `Preparer`, the process, and the messages between both. `pipe` is what all children do.
 4. `grammar_checker` composes and compiles the grammar that a `demand` needs, in a child process of its own.
 """

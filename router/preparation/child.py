@@ -31,9 +31,9 @@ from baton.router.preparation.prepare import (
     Kind,
     NeedsChild,
     NeedsFiles,
+    Preparation,
     Prepared,
     Served,
-    prepare,
 )
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.system import memory_share
@@ -75,10 +75,10 @@ class Preparer:
         history: bytes = b"",
         files: Mapping[str, bytes] = NO_FILES,
     ) -> Prepared | bytes:
-        """Does the same as `prepare.prepare`. `key` is the client's. Raises ApiError and NeedsFiles."""
+        """Does the same as `Preparation.prepare`. `key` is the client's. Raises ApiError and NeedsFiles."""
         if len(raw) + len(history) <= SMALL_BYTES and not files:
-            tokenizer, salt = self._tokenizer, key.cache_salt
-            small = partial(prepare, kind, raw, tokenizer, served, history, salt, in_child=False)
+            here = Preparation(self._tokenizer, served, history, key.cache_salt, in_child=False)
+            small = partial(here.prepare, kind, raw)
             in_thread = asyncio.get_running_loop().run_in_executor
             with suppress(NeedsChild):
                 return await self._turns.run(key.name, partial(in_thread, self._thread, small))
@@ -172,9 +172,8 @@ def answer_to(tokenizer: ModelTokenizer, request: bytes) -> Prepared | bytes | l
         files[url] = payload[end : end + size]
         end += size
     try:
-        return prepare(
-            head.kind, payload[end:], tokenizer, head.served, payload[: head.history], head.salt, files
-        )
+        preparation = Preparation(tokenizer, head.served, payload[: head.history], head.salt, files)
+        return preparation.prepare(head.kind, payload[end:])
     except NeedsFiles as needed:
         return needed.urls
 

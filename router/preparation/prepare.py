@@ -212,78 +212,53 @@ class NeedsFiles(Exception):
         self.urls = urls
 
 
-def prepare(
-    kind: Kind,
-    raw: Raw,
-    tokenizer: ModelTokenizer,
-    served: Served,
-    history: bytes = b"",
-    salt: bytes = b"",
-    files: Mapping[str, bytes] = NO_FILES,
-    *,
-    in_child: bool = True,
-) -> Prepared | bytes:
-    """Returns a request to generate, or the JSON response of an endpoint that only counts or converts. For a
-    peek returns a `Peek` as MessagePack.
-
-    `history`: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
-    `salt`: of the client's API key.
-    `files`: those that the router has fetched, by URL.
-    `in_child`: this process may decode images.
-
-    Raises InvalidRequest and ModelNotFound. Raises NeedsFiles for a body with URLs that are not in `files`.
-    Without `in_child`, raises NeedsChild for a body with images.
-    """
-    if kind == "peek":
-        return msgspec.msgpack.encode(peek(raw))
-    if kind == "input_items":
-        return input_items(history, msgspec.json.decode(raw, type=Query))
-    if kind == "invocation":
-        kind = kind_of(raw)
-    body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
-    if body.model not in (None, *served.model_names):
-        raise ModelNotFound.of(body.model, served.model_names)
-    marks_cache = kind == "messages" and b'"cache_control"' in raw
-    preparation = _Preparation(tokenizer, served, salt, files, in_child, marks_cache)
-    with named_as_in(kind):
-        return preparation.of_body(body, kind, history)
-
-
 @dataclass(frozen=True, slots=True)
-class _Preparation:
-    """Prepares one body."""
+class Preparation:
+    """Makes token ids of bodies. Pure."""
 
     tokenizer: ModelTokenizer
     served: Served
-    salt: bytes
-    files: Mapping[str, bytes]
-    in_child: bool
-    marks_cache: bool
+    history: bytes = b""
+    """The earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs."""
+    salt: bytes = b""
+    """Of the client's API key."""
+    files: Mapping[str, bytes] = field(default_factory=lambda: NO_FILES)
+    """Those that the router has fetched, by URL."""
+    in_child: bool = True
+    """This process may decode images."""
 
-    @property
-    def context(self) -> int:
-        return self.served.context
+    def prepare(self, kind: Kind, raw: Raw) -> Prepared | bytes:
+        """Returns a request to generate, or the JSON response of an endpoint that only counts or converts.
+        For a peek returns a `Peek` as MessagePack.
 
-    def _unsealed(self, signature: str) -> str:
-        return unsealed(signature, self.served.seal_key)
+        Raises InvalidRequest and ModelNotFound. Raises NeedsFiles for a body with URLs that are not in
+        `files`. Without `in_child`, raises NeedsChild for a body with images.
+        """
+        if kind == "peek":
+            return msgspec.msgpack.encode(peek(raw))
+        if kind == "input_items":
+            return input_items(self.history, msgspec.json.decode(raw, type=Query))
+        if kind == "invocation":
+            kind = kind_of(raw)
+        body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
+        if body.model not in (None, *self.served.model_names):
+            raise ModelNotFound.of(body.model, self.served.model_names)
+        with named_as_in(kind):
+            prepared = self._of_body(body, kind)
+        if kind == "messages":
+            assert isinstance(prepared, Prepared)
+            prepared.marks_cache = b'"cache_control"' in raw
+        return prepared
 
-    def of_body(self, body: Body, kind: Kind, history: bytes) -> Prepared | bytes:
+    def _of_body(self, body: Body, kind: Kind) -> Prepared | bytes:
         match body:
             case ChatBody():
                 prepared = self._chat(body)
-            case ResponsesBody() if kind == "input_tokens":
-                chat, _ = body.chat(history, self._unsealed)
-                prepared = self._count_tokens(chat, {"object": "response.input_tokens"})
             case ResponsesBody():
-                chat, called = body.chat(history, self._unsealed)
-                may_call = (called[tool.function.name] for tool in chat.callable_tools)
-                prepared = self._chat(chat, {name: call.field for name, call in called.items()})
-                prepared.repeated, prepared.called = body.repeated, called
-                prepared.unenforced = [call.field for call in may_call if not call.enforced]
-                prepared.seals_reasoning = body.seals_reasoning
+                prepared = self._responses(body, kind)
             case MessagesBody():
                 prepared = self._chat(*body.chat_with_places(self._unsealed))
-                prepared.seals_reasoning, prepared.marks_cache = body.seals_reasoning, self.marks_cache
+                prepared.seals_reasoning = body.seals_reasoning
             case CompletionBody():
                 prepared = self._completion(body)
             case TokenizeBody():
@@ -294,6 +269,24 @@ class _Preparation:
                 prepared = self._count_tokens(body.chat(self._unsealed))
             case _:
                 raise AssertionError(body)
+        return prepared
+
+    @property
+    def context(self) -> int:
+        return self.served.context
+
+    def _unsealed(self, signature: str) -> str:
+        return unsealed(signature, self.served.seal_key)
+
+    def _responses(self, body: ResponsesBody, kind: Kind) -> Prepared | bytes:
+        chat, called = body.chat(self.history, self._unsealed)
+        if kind == "input_tokens":
+            return self._count_tokens(chat, {"object": "response.input_tokens"})
+        may_call = (called[tool.function.name] for tool in chat.callable_tools)
+        prepared = self._chat(chat, {name: call.field for name, call in called.items()})
+        prepared.repeated, prepared.called = body.repeated, called
+        prepared.unenforced = [call.field for call in may_call if not call.enforced]
+        prepared.seals_reasoning = body.seals_reasoning
         return prepared
 
     def _chat(self, body: ChatBody, places: Mapping[str, str] = NO_PLACES) -> Prepared:

@@ -31,7 +31,7 @@ from baton.router.preparation.child import (
     request_head,
     share_pixels,
 )
-from baton.router.preparation.prepare import NeedsChild, NeedsFiles, Prepared, Served, prepare
+from baton.router.preparation.prepare import NeedsChild, NeedsFiles, Preparation, Prepared, Served
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.vision.images import ImageSettings
 from tests.engine.conftest import IMAGE_TOKEN, save_seeing_tokenizer, save_tiny
@@ -74,7 +74,7 @@ def chat(*urls: str, **more: Any) -> dict[str, Any]:
 
 
 def prepared(tokenizer: ModelTokenizer, body: Any, kind: Any = "chat", **how: Any) -> Prepared:
-    found = prepare(kind, json.dumps(body).encode(), tokenizer, SERVED, **how)
+    found = Preparation(tokenizer, SERVED, **how).prepare(kind, json.dumps(body).encode())
     assert isinstance(found, Prepared)
     return found
 
@@ -155,7 +155,7 @@ def test_tokens_of_images_stand_where_the_template_puts_them(tokenizer: ModelTok
     sent = read_prepared(answer_to(ModelTokenizer.restored(tokenizer.state), raw))
     assert isinstance(sent, Prepared)
     assert (sent.prompts, sent.images) == (found.prompts, found.images)
-    counted = prepare("tokenize", json.dumps(chat(*urls)).encode(), tokenizer, SERVED)
+    counted = Preparation(tokenizer, SERVED).prepare("tokenize", json.dumps(chat(*urls)).encode())
     assert json.loads(bytes(counted))["count"] == len(found.prompts[0])  # type: ignore[arg-type]
     with pytest.raises(NeedsChild):
         prepared(tokenizer, chat(*urls), in_child=False)
@@ -223,7 +223,7 @@ def test_a_request_has_a_limit_of_images(tokenizer: ModelTokenizer) -> None:
     body = json.dumps(chat(*["https://a.example/1"] * 3)).encode()
     for most, error, text in ((3, NeedsFiles, "a.example"), (2, InvalidRequest, "has 3 images, more than 2")):
         with pytest.raises(error, match=text):
-            prepare("chat", body, tokenizer, Served(("vl",), 256, most))
+            Preparation(tokenizer, Served(("vl",), 256, most)).prepare("chat", body)
 
 
 def test_a_repeated_image_is_decoded_once(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ from baton.router.preparation.child import (
     read_prepared,
     request_head,
 )
-from baton.router.preparation.prepare import _BODIES, Kind, Prepared, Served, prepare
+from baton.router.preparation.prepare import _BODIES, Kind, Preparation, Prepared, Served
 from baton.router.text.chat import ChatTemplate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import inference_pb2 as ipb
@@ -115,7 +115,7 @@ def restored(tokenizer: ModelTokenizer) -> ModelTokenizer:
 )
 def test_a_child_prepares_as_the_router_does(tokenizer: ModelTokenizer, kind: Kind, body: Any):
     raw = json.dumps(body).encode() if isinstance(body, dict) else body.SerializeToString()
-    here, there = prepare(kind, raw, tokenizer, SERVED), in_child(kind, raw, tokenizer)
+    here, there = Preparation(tokenizer, SERVED).prepare(kind, raw), in_child(kind, raw, tokenizer)
     if not isinstance(here, Prepared):
         assert there == here
         return
@@ -144,7 +144,7 @@ def test_a_child_prepares_as_the_router_does(tokenizer: ModelTokenizer, kind: Ki
 def test_a_child_that_a_client_has_taken_over_is_not_believed(
     tokenizer: ModelTokenizer, wrong: dict[str, Any]
 ):
-    answer = encode(prepare("chat", json.dumps(CHAT).encode(), tokenizer, SERVED))
+    answer = encode(Preparation(tokenizer, SERVED).prepare("chat", json.dumps(CHAT).encode()))
     assert isinstance(decode(answer), Prepared)
     with pytest.raises(msgspec.ValidationError):
         decode(msgspec.msgpack.encode(_merged(msgspec.msgpack.decode(answer), wrong)))
@@ -157,7 +157,7 @@ def _merged(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_child_has_left_the_pixels_that_it_names(tokenizer: ModelTokenizer):
     for sizes in ([9], [4, 4], [9, -1], [-1, 9, 0]):
-        found = prepare("chat", json.dumps(CHAT).encode(), tokenizer, SERVED)
+        found = Preparation(tokenizer, SERVED).prepare("chat", json.dumps(CHAT).encode())
         assert isinstance(found, Prepared)
         found.images = [[PlacedImage(b"", at, 1, 1, memoryview(b"")) for at in range(len(sizes))]]
         found.pixel_bytes = sizes
@@ -172,7 +172,7 @@ def test_a_child_returns_tools_unchanged(directory: Path, tmp_path: Path):
     choice = {"type": "function", "function": {"name": "look"}}
     body = CHAT | {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": choice}
     raw = json.dumps(body).encode()
-    here, there = prepare("chat", raw, tokenizer, SERVED), in_child("chat", raw, tokenizer)
+    here, there = Preparation(tokenizer, SERVED).prepare("chat", raw), in_child("chat", raw, tokenizer)
     assert isinstance(here, Prepared)
     assert isinstance(there, Prepared)
     assert there.prompts == here.prompts
@@ -198,9 +198,10 @@ def test_a_child_returns_tools_unchanged(directory: Path, tmp_path: Path):
 )
 def test_a_child_refuses_as_the_router_does(tokenizer: ModelTokenizer, kind: Kind, raw: bytes):
     refused: list[ApiError] = []
-    for attempt in (prepare, lambda kind, raw, tokenizer, _: in_child(kind, raw, tokenizer)):
+    in_router = Preparation(tokenizer, SERVED).prepare
+    for attempt in (in_router, functools.partial(in_child, tokenizer=tokenizer)):
         with pytest.raises(ApiError) as refusal:
-            attempt(kind, raw, tokenizer, SERVED)
+            attempt(kind, raw)
         refused.append(refusal.value)
     here, there = refused
     assert here.status in (400, 404)
@@ -222,7 +223,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     ]
     for kind, body in bodies:
         with pytest.raises(ContextLengthExceeded, match="maximum context length is 8192"):
-            prepare(kind, json.dumps(body).encode(), tokenizer, SERVED)
+            Preparation(tokenizer, SERVED).prepare(kind, json.dumps(body).encode())
     monkeypatch.setattr(ChatTemplate, "render", lambda *_, **__: "a" * (most + 1))
     bodies = [
         ("chat", CHAT), ("tokenize", CHAT), ("count_tokens", CHAT), ("input_tokens", {"input": "x"}),
@@ -230,7 +231,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     ]  # fmt: skip
     for kind, body in bodies:
         with pytest.raises(ContextLengthExceeded, match=f"{most + 1} characters"):
-            prepare(kind, json.dumps(body).encode(), tokenizer, SERVED)
+            Preparation(tokenizer, SERVED).prepare(kind, json.dumps(body).encode())
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -248,7 +249,7 @@ def test_only_the_part_of_a_text_that_is_kept_is_tokenized(
     expected = whole(tokenizer, text)
     monkeypatch.setattr(ModelTokenizer, "encode", encode)
     body = {"prompt": text, "truncate_prompt_tokens": 90, "truncation_side": side}
-    prepared = prepare("completion", json.dumps(body).encode(), tokenizer, Served(("fake",), 100))
+    prepared = Preparation(tokenizer, Served(("fake",), 100)).prepare("completion", json.dumps(body).encode())
     assert isinstance(prepared, Prepared)
     assert prepared.prompts == [array("I", expected[:90] if side == "right" else expected[-90:])]
     assert max(lengths) <= (100 + 1024) * tokenizer.longest_token < len(text)
@@ -328,7 +329,7 @@ async def test_a_large_body_with_millions_of_errors_gets_its_answer(cluster: Clu
 async def test_a_list_of_messages_has_a_limit_before_objects_are_made(tokenizer: ModelTokenizer):
     raw = json.dumps({"messages": [{"role": "user"}] * (MAX_ITEMS + 1)}).encode()
     with pytest.raises(InvalidRequest, match=f"messages: list should have at most {MAX_ITEMS} items"):
-        prepare("chat", raw, tokenizer, SERVED)
+        Preparation(tokenizer, SERVED).prepare("chat", raw)
 
 
 @pytest.mark.parametrize(
@@ -352,13 +353,13 @@ async def test_small_bodies_of_keys_take_turns(cluster: Cluster, monkeypatch: py
     order: list[str] = []
     first, all_wait = threading.Event(), threading.Event()
 
-    def noted(*given: Any, **more: Any) -> Prepared | bytes:
+    def noted(preparation: Preparation, *_: Any) -> Prepared | bytes:
         first.set()
         assert all_wait.wait(WITHIN)
-        order.append(given[5].decode())
+        order.append(preparation.salt.decode())
         return b""
 
-    monkeypatch.setattr("baton.router.preparation.child.prepare", noted)
+    monkeypatch.setattr(Preparation, "prepare", noted)
     preparer = cluster.router.frontend._preparer
 
     async def send(key: str) -> None:
@@ -381,21 +382,23 @@ async def test_many_bodies_at_once_do_not_hold_the_event_loop_up(
     turned, at_once = threading.Event(), threading.Semaphore(1)
     prepared = 0
 
-    def waiting(*given: Any, **more: Any) -> Prepared | bytes:
+    prepare = Preparation.prepare
+
+    def waiting(preparation: Preparation, kind: Kind, raw: bytes) -> Prepared | bytes:
         nonlocal prepared
         assert at_once.acquire(blocking=False)
         prepared += 1
         turned.clear()
         assert turned.wait(WITHIN), "the event loop prepares it"
         at_once.release()
-        return prepare(*given, **more)
+        return prepare(preparation, kind, raw)
 
     async def turn() -> None:
         while True:
             turned.set()
             await asyncio.sleep(0)
 
-    monkeypatch.setattr("baton.router.preparation.child.prepare", waiting)
+    monkeypatch.setattr(Preparation, "prepare", waiting)
     preparer, turning = cluster.router.frontend._preparer, asyncio.create_task(turn())
     small = json.dumps({"prompt": "x", "bad_words": ["a b"] * 60}).encode()
     await asyncio.gather(*(preparer.prepare("completion", small, SERVED, ApiKey("", b"")) for _ in range(40)))
@@ -437,7 +440,7 @@ def test_a_defect_in_a_child_is_logged_without_the_clients_text(
     def broken(*_: Any) -> Any:
         raise RuntimeError("of a ".join(["text", "client"]))
 
-    monkeypatch.setattr("baton.router.preparation.child.prepare", broken)
+    monkeypatch.setattr(Preparation, "prepare", broken)
     with pytest.raises(ApiError) as failure:
         in_child("chat", b"{}", tokenizer)
     assert failure.value.status == 500
@@ -613,6 +616,6 @@ async def test_grpc_authorizes_before_it_parses(tokenizer: ModelTokenizer, tmp_p
 def test_an_echo_of_ids_that_are_cut_off(tokenizer: ModelTokenizer):
     """Only the ids that are kept were checked. The tokenizer remembers each id that it has seen."""
     body = {"prompt": [4_000_000_000, 200, 300, 301], "truncate_prompt_tokens": 2, "echo": True}
-    prepared = prepare("completion", json.dumps(body).encode(), tokenizer, SERVED)
+    prepared = Preparation(tokenizer, SERVED).prepare("completion", json.dumps(body).encode())
     assert isinstance(prepared, Prepared)
     assert prepared.echoes == [tokenizer.decode([300, 301])]
