@@ -257,7 +257,7 @@ class ActiveRequest:
     def _choice_ended(self, index: int, choice: Choice) -> None:
         self._unfinished -= 1
         names, cut = self.jobs[index].answer_names, choice.finish_reason == "length"
-        self.services.pool.answers.ended(names, choice.num_tokens, cut=cut)
+        self.services.pool.desk.answers.ended(names, choice.num_tokens, cut=cut)
         self._generations[index].cancel()
 
     @contextmanager

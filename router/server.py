@@ -184,8 +184,8 @@ async def running(
         pool=pool,
         admission=Admission(
             prompt_tokens(config),
-            pool.prefill_window,
-            pool.free_capacity,
+            pool.desk.window,
+            pool.desk.free_capacity,
             max_body_bytes=body_bytes(config),
             max_wait=config.max_wait,
             shared=len(config.api_keys) > 1,

@@ -17,8 +17,11 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
 
 from baton.engine.core.meters import LONG
+from baton.router.policy.prefill import PrefillPolicy, sticky
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.placement_outcome import PlacementOutcome
@@ -36,6 +39,14 @@ WARM_UP = 0.1
 POOLS: tuple[Pool, Pool] = ("prefill", "decode")
 FlipPolicy = Callable[[float, Mapping[Pool, Sequence[pb.WorkerStatus]]], Mapping[Pool, int]]
 """Takes the time and the reports of each pool. Returns the sizes that the pools should have."""
+
+
+class Change(NamedTuple):
+    """At this time a worker gets the new work of a pool. None: it gets none, and its requests go on."""
+
+    at: float
+    row: int
+    pool: Pool | None
 
 
 @dataclass
@@ -61,13 +72,15 @@ class _Cluster:
         self._turns = [itertools.count(router * count // routers) for router in range(routers)]
         self._silent: set[int] = set()  # rows whose reports would say the same until a request arrives
         self._bound: dict[int, int] = {}  # key of a session → colocated engine
-        self._pools: dict[int, Pool] = dict.fromkeys(range(count), "decode")
+        self._pools: dict[int, Pool] = {}
 
-    def run(self, prefills: int, at_a_time: int, flips: FlipPolicy | None) -> None:
+    def run(
+        self, prefills: int, at_a_time: int, flips: FlipPolicy | None, changes: Sequence[Change] = ()
+    ) -> None:
         for row, worker in enumerate(self.workers):
             worker.cache_changed = partial(self._cache_changed, row)
-        for row in range(prefills):
-            self._move(row, "prefill")
+        for row in range(len(self.workers)):
+            self._move(row, "prefill" if row < prefills else "decode")
         first = at_a_time or len(self.sessions)
         self._later = (session for _, session in self.sessions[first:])
         for row in range(len(self.workers)):  # before the first request, as when a router attaches
@@ -76,6 +89,8 @@ class _Cluster:
             self.clock.after(at, partial(self._ask, session, 0))
         if flips is not None:
             self.clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
+        for change in changes:
+            self.clock.after(change.at, partial(self._move, change.row, change.pool))
         self.clock.run()
         assert all(worker.idle for worker in self.workers), "requests left at workers"
         assert all(router.idle for router in self.routers), "requests left in the view of a router"
@@ -131,8 +146,11 @@ class _Cluster:
             self.clock.after(after, partial(self._report, row))
         self._silent.clear()
 
-    def _move(self, row: int, pool: Pool) -> None:
-        self._pools[row] = pool
+    def _move(self, row: int, pool: Pool | None) -> None:
+        if pool is None:
+            self._pools.pop(row, None)
+        else:
+            self._pools[row] = pool
         for router in self.routers:
             router.move(row, pool)
 
@@ -172,6 +190,9 @@ def simulate(
     splits: bool = True,
     machine: Machine = H200_8B,
     prefill_machine: Machine | None = None,
+    policy: PrefillPolicy = sticky,
+    changes: Sequence[Change] = (),
+    slowness: Mapping[int, float] = MappingProxyType({}),
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times, or sessions. Times depend on the load and the seed only.
 
@@ -184,7 +205,8 @@ def simulate(
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
     as `--max-num-seqs` and the gap target in fastest steps. `ttft_target`: in seconds. `splits`: whether the
     policy may split prompts. `machine`: of each worker. `prefill_machine`: of those that begin in the prefill
-    pool, if theirs is another one.
+    pool, if theirs is another one. `policy`: chooses prefill workers. `slowness`: how many times as long the
+    steps of a worker take, by its row.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -205,10 +227,13 @@ def simulate(
         )
         for row in range(workers)
     ]
+    for row, times in slowness.items():
+        engines[row].slowness = times
     seen_by = [
-        Router(engines, seats, kind, splits, clock, random.Random(seed), outcome, ttft_target)
-        for _ in range(routers)
+        Router(engines, seats, kind, splits, clock, seed, outcome, ttft_target) for _ in range(routers)
     ]
+    for router in seen_by:
+        router.desk.policy = policy
     cluster = _Cluster(sessions, kind, engines, seen_by, clock, rng, outcome, warm_up, max_answer)
-    cluster.run(prefills, at_a_time, flips)
+    cluster.run(prefills, at_a_time, flips, changes)
     return outcome

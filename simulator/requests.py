@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.kv_names import CHUNK_TOKENS
-from baton.router.admission.fairness import Ticket
 from baton.router.policy.split import HOP_SECONDS
 from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import Answer
@@ -33,7 +32,7 @@ def _nothing() -> None: ...
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request for at least two tokens.
+    """One request.
 
     Attributes:
         key: of its session.
@@ -45,8 +44,6 @@ class Request:
         branch: where the prompt left what the worker had, if it could not begin there. 0: it did.
         untaken: prompt tokens that no step has taken.
         computed: the position from which the next step computes.
-        in_window: what its prompt takes of the router's window.
-        ticket: its place in the router's queue.
         due: when the prompt should be computed.
         token_at: time of its first token.
         started: called when the first step takes tokens of the prompt.
@@ -70,8 +67,6 @@ class Request:
     branch: int = 0
     untaken: int = 0
     computed: int = 0
-    in_window: int = 0
-    ticket: Ticket | None = None
     due: float = 0.0
     gap_cost: float = 0.0
     token_at: float = 0.0
@@ -110,7 +105,7 @@ class Request:
     def answered(self, now: float) -> Answer:
         """What the client has seen, with the last token."""
         ttft = self.token_at - self.arrived + OVERHEAD_SECONDS + self.prompt * TOKENIZE_SECONDS
-        gap = (now - self.token_at) / (self.answer - 1)
+        gap = (now - self.token_at) / max(1, self.answer - 1)
         return Answer(self.first, self.prompt, self.cached, self.answer, ttft, gap)
 
     def earliest_end(self, worker: Wakeable, seconds: float) -> float:

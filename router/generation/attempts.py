@@ -159,7 +159,7 @@ class AttemptPair:
             job.chunks,
             avoid,
             arrival=self.pool.prompts,
-            answer=self.pool.answers.expected(job.answer_names, emitted, self.tokens_left),
+            answer=self.pool.desk.answers.expected(job.answer_names, emitted, self.tokens_left),
             # Log probabilities of the prompt come before its first token.
             one_token=self.tokens_left == 1 or (job.scores_prompt and not emitted),
             interrupted=self.retried,
@@ -359,7 +359,7 @@ class AttemptPair:
     def _promise(self, prefill: PrefillAttempt, positions: int) -> None:
         """Keeps so many positions for its decode. 0: its decode is submitted, or it needs none."""
         if positions != prefill.promised:
-            self.pool.promise(bool(positions) - bool(prefill.promised), positions - prefill.promised)
+            self.pool.desk.promise(bool(positions) - bool(prefill.promised), positions - prefill.promised)
             prefill.promised = positions
 
     # ------------------------------------------------------------ end

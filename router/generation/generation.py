@@ -20,7 +20,7 @@ from baton.router.generation.output import Delta, TokenQueue, WeightsVersions
 from baton.router.history import EVENTS, Event
 from baton.router.metrics import Metrics
 from baton.router.policy.plan import Plan
-from baton.router.policy.planner import Lack, plan
+from baton.router.policy.planner import Lack
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Attempt, AttemptEvent, NotEncoded, Worker
 from baton.rpc import worker_pb2 as pb
@@ -111,7 +111,7 @@ class Generation:
         if self.pair.decode is None:
             if self.turn.is_new:
                 tokens = len(self.job.prompt_ids)
-                self.turn.computes(uncached := self.pool.uncached(self.job.chunks, tokens))
+                self.turn.computes(uncached := self.pool.desk.uncached(self.job.chunks, tokens))
                 if self._cached_before is None:
                     self._cached_before = tokens - uncached
             self.turn.wait(self._start)
@@ -137,7 +137,7 @@ class Generation:
         # Without budget there is no plan: in a storm of retries the loop would make thousands in vain.
         if pair.loses or (pair.prefill is None and not self._waits.may_prefill()):
             return TurnResult.PARKED
-        planned = plan(pair.request(), pair.held(), self.pool.fleet())
+        planned = self.pool.desk.plan(pair.request(), pair.held())
         match planned:
             case Lack.TURN:
                 pair.end_decode()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.prefill import PrefillRequest
+from baton.rpc import worker_pb2 as pb
 
 
 class FreeCapacity(NamedTuple):
@@ -43,6 +44,12 @@ class DecodeLoad:
     full: bool = False
     router_requests: int = 0
     pool: "DecodePool | None" = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, worker: str, description: pb.WorkerDescription) -> "DecodeLoad":
+        """Of a worker without a report."""
+        described = description
+        return cls(worker, described.block_size, described.num_blocks, described.max_num_seqs)
 
     def reported(self, *, blocks_free: int, running: int) -> None:
         self.blocks_free, self.full = blocks_free, False

@@ -1,8 +1,8 @@
 """The workers as one router sees them when it plans a request."""
 
 import random
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.router.policy.decode import CACHED_PRESSURE, DecodeCaches, DecodeLoad, DecodePool, two_choices
@@ -13,11 +13,13 @@ from baton.steps.step_model import StepModel
 
 
 class Seen(Protocol):
-    """What plans read of an attached worker. The router's `Worker` is one, and the simulator has another."""
+    """What plans read of an attached worker. The router's `Worker` is one. `SeenWorker` is no connection."""
 
     row: int
     """-1: it is not attached."""
     address: str
+    pool: "pb.Pool"
+    """In which it gets new work, if it is ready."""
     description: pb.WorkerDescription
     status: pb.WorkerStatus
     step_model: StepModel | None
@@ -42,18 +44,37 @@ class Seen(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(eq=False)
+class SeenWorker:
+    """A worker of a simulation, or of a recording."""
+
+    address: str
+    description: pb.WorkerDescription
+    row: int = -1
+    pool: "pb.Pool" = pb.POOL_UNSPECIFIED
+    ready: bool = True
+    status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
+    step_model: StepModel | None = None
+    prefix_links: dict[tuple[int, int], pb.PrefixLink] = field(default_factory=dict)
+    shown_images: Sequence[bytes] = ()
+
+    def __post_init__(self) -> None:
+        self.load = DecodeLoad.of(self.address, self.description)
+
+    def ready_in(self, pool: "pb.Pool") -> bool:
+        return self.ready and self.pool == pool
+
+
+@dataclass(kw_only=True)
 class Fleet:
-    """Owned by a router, or a simulated one. A plan reads it and changes nothing. Made for each plan: frozen
-    it would take 2 µs more.
+    """A plan reads it and changes nothing. `Desk` keeps it.
 
     Attributes:
-        now: the time, by the clock of `loads`.
-        named: workers by address, also those that are not attached.
-        workers: the attached ones, by row.
+        now: the time of the last event, by the clock of `loads`.
+        named: the attached workers by address.
+        workers: the same by row.
         attached_rows: these rows, as a set of bits.
-        decodes: those that get new work of the decode pool.
-        decoders: those that decode new requests: prefill workers if the decode pool has lost its last worker.
+        prefills, decodes: those that get new work of the pool.
         caches: the prefix caches and loads of all.
         promised_slots, promised_positions: room at decode workers that prompts need when they start.
         policy: chooses prefill workers.
@@ -62,15 +83,16 @@ class Fleet:
         splits: several workers may compute a prompt.
         prefix_fetches: a worker may fetch what another one has cached.
         apart: prefill workers leave all decodes to decode workers with room, as in `regime`.
+        had_decode: the decode pool had a worker once.
     """
 
     now: float
     rng: random.Random
-    named: Mapping[str, Seen]
-    workers: Mapping[int, Seen]
+    named: dict[str, Seen]
+    workers: dict[int, Seen]
     attached_rows: int
+    prefills: DecodePool
     decodes: DecodePool
-    decoders: DecodePool
     loads: PrefillLoads
     caches: DecodeCaches
     policy: PrefillPolicy
@@ -81,10 +103,17 @@ class Fleet:
     splits: bool = True
     prefix_fetches: bool = True
     apart: bool = False
+    had_decode: bool = False
 
     @property
     def lost_decode(self) -> bool:
-        return self.decoders is not self.decodes
+        """The decode pool has lost its last worker. A pool that never had one is only starting."""
+        return self.overflow and self.had_decode and not self.decodes
+
+    @property
+    def decoders(self) -> DecodePool:
+        """The workers that decode new requests: prefill workers, if the decode pool has none any more."""
+        return self.prefills if self.lost_decode else self.decodes
 
     def has_weights(self, version: str, rows: Iterable[int | None]) -> bool:
         """Whether all of these workers have the weights of this version."""

@@ -4,6 +4,6 @@
 2. The `pool` keeps a `stream` to each address, which is opened again whenever it ends.
 3. A `worker` is what the router knows of one worker, with the open attempts and the messages to it.
 4. `checks` refuses a worker of another model, and says what the router believes of the reports of a worker.
-5. The `roster` keeps the tables from which plans are made. The `pool` shows them to a plan as a `Fleet`.
+5. The `roster` and the connections tell `policy.desk` what happens. It has the tables and makes plans.
 6. A circuit `breaker` keeps requests away from a worker that fails repeatedly.
 """

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from baton.kv_names import CHUNK_TOKENS
-from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
-from baton.router.policy.prefill_loads import PrefillLoads
+from baton.router.policy.decode import DecodePool
+from baton.router.policy.desk import Desk
 from baton.router.workers.adapters import KnownAdapters, set_of
 from baton.router.workers.checks import (
     NEW_WEIGHTS,
@@ -47,8 +47,6 @@ class _Ready:
     def __init__(self) -> None:
         self.workers: dict[Worker, None] = {}
         self.open: dict[Worker, asyncio.TimerHandle] = {}  # these breakers are open until the timer runs
-        self.serving: dict[Worker, DecodeLoad] = {}  # get work
-        self.loads = DecodePool()  # of `serving`
 
     @property
     def all_open(self) -> bool:
@@ -64,17 +62,14 @@ class Roster:
         on_capacity: called when a worker comes or goes, and when a decode worker may have free capacity.
         on_ready: called when a worker becomes ready.
         listed: the workers that discovery lists, by address.
-        by_row: the attached workers, by their row in `loads` and `decode_caches`.
-        attached_rows: these rows, as a set of bits.
-        decodes: the decode loads of workers of the decode pool that get new work.
-        prefills: likewise, of the prefill pool.
+        desk: makes plans, by what is told of the workers here.
+        by_row: the attached workers, by their row in its tables.
         adapters: that clients can name as models.
         encoders: of images. They are in no other table.
-        had_decode: the decode pool had a worker once.
         pool_changes: how often an attached worker moved to another pool.
     """
 
-    def __init__(self, model: RouterModel, worker_wait: float = math.inf) -> None:
+    def __init__(self, model: RouterModel, desk: Desk, worker_wait: float = math.inf) -> None:
         """`worker_wait`: seconds that an image waits for an encoder."""
         self.encoders = Encoders(worker_wait)
         self.changed = asyncio.Event()
@@ -83,14 +78,10 @@ class Roster:
         self.on_ready: Callable[[], None] = lambda: None
         self.listed: dict[str, Worker] = {}
         self.by_row: dict[int, Worker] = {}
-        self.attached_rows = 0
-        self.loads = PrefillLoads()
-        self.decode_caches = DecodeCaches(self.loads.index)
+        self.desk = desk
         self.adapters = KnownAdapters()
-        self.had_decode = False
         self.pool_changes = 0
         self._ready = {pool: _Ready() for pool in POOL_NAMES}
-        self.prefills, self.decodes = (self._ready[p].loads for p in (pb.POOL_PREFILL, pb.POOL_DECODE))
         self._model = model
         self._accepted: dict[tuple[str, ...], dict[Worker, None]] = {}  # by what must agree; none is empty
         self._with_numerics: dict[str, set[str]] = {}  # addresses of accepted workers; none is empty
@@ -103,6 +94,16 @@ class Roster:
         at the same time do not stall it."""
         async with self._turns:
             await asyncio.sleep(0)
+
+    @property
+    def prefills(self) -> DecodePool:
+        """The loads of the workers that get new work of the prefill pool."""
+        return self.desk.prefills
+
+    @property
+    def decodes(self) -> DecodePool:
+        """Likewise, of the decode pool."""
+        return self.desk.decodes
 
     def ready(self, pool: "pb.Pool") -> list[Worker]:
         """The workers that take the new work of a pool."""
@@ -160,7 +161,9 @@ class Roster:
         same, unless workers get them some after others. Raises RefusedWorker."""
         if worker.encodes:
             raise RefusedWorker("it is an encoder, and has described itself before")
-        if worker.redescribed(description):
+        weights_changed = worker.redescribed(description)
+        self.desk.described(worker.row, worker.description)
+        if weights_changed:
             self.release(worker)
             newest = must_agree(worker.description)
             outdated = [other for key, same in self._accepted.items() if key != newest for other in same]
@@ -252,22 +255,18 @@ class Roster:
         before = worker.pool
         changed = worker.report(status)
         self.pool_changes += worker.pool != before
-        self._apply_report(worker)
+        self.desk.reported(worker.row)
         if changed:  # first: requests that start now must not go to a worker that drains or has left
             self.availability_changed(worker)
         else:
             worker.on_load()
 
-    def _apply_report(self, worker: Worker) -> None:
-        alone = worker.pool == pb.POOL_PREFILL
-        self.loads.reported(worker.row, worker.status, time.monotonic(), alone=alone)
-
     def cache_changed(self, worker: Worker, events: pb.CacheEvents) -> None:
         """Raises RefusedWorker if more chunks are cached than its blocks hold, on its host included."""
         if worker.encodes:
             raise RefusedWorker("it is an encoder, and reports chunks of a cache")
-        described, index = worker.description, self.loads.index
-        index.apply(worker.row, events)
+        described, index = worker.description, self.desk.loads.index
+        self.desk.cached(worker.row, events)
         blocks = described.num_blocks + described.offload_blocks
         if index.reported(worker.row) > blocks * -(-described.block_size // CHUNK_TOKENS):
             raise RefusedWorker(f"it reports more cached chunks than fit into {blocks} blocks")
@@ -322,44 +321,25 @@ class Roster:
                     ready.open[worker] = loop.call_later(seconds, self.breaker_changed, worker)
             for changed in (worker, *(ready.workers if ready.all_open is not all_open else ())):
                 serves = changed in ready.workers and (ready.all_open or changed not in ready.open)
-                self._serve(changed, pool, serves)
-        self.had_decode |= bool(self.decodes)
+                self.desk.serve(changed.row, pool, serves)
+        if worker.row >= 0:
+            self.desk.placed(worker.row, worker.ready)
 
     # ------------------------------------------------------------ tables
 
     def _join(self, worker: Worker) -> None:
-        block_size = worker.description.block_size
-        now = time.monotonic()
-        worker.row = self.loads.join(worker.address, block_size=block_size, now=now, serving=False)
-        self.decode_caches.join(worker.row, worker.load)
+        self.desk.join(worker)
         self.by_row[worker.row] = worker
-        self.attached_rows |= 1 << worker.row
-        self._apply_report(worker)
         self.adapters.told(worker, set_of(worker.description))
 
     def _leave(self, worker: Worker) -> None:
-        for row in self.loads.index.sole_partners(worker.row):
+        for row in self.desk.loads.index.sole_partners(worker.row):
             if (partner := self.by_row.get(row)) is not None:
                 partner.send(pb.RouterMessage(only_copies=pb.OnlyCopies(all=True)))
-        self.loads.leave(worker.row)
-        self.decode_caches.leave(worker.row)
         del self.by_row[worker.row]
-        self.attached_rows ^= 1 << worker.row
+        self.desk.leave(worker.row)
         self.adapters.left(worker)
         worker.row = -1
-
-    def _serve(self, worker: Worker, pool: "pb.Pool", serves: bool) -> None:
-        """`serves`: the worker gets the new work of this pool."""
-        ready = self._ready[pool]
-        if serves is (worker in ready.serving):
-            return
-        if serves:
-            ready.serving[worker] = worker.load
-            ready.loads.add(worker.load)
-        else:
-            ready.loads.remove(ready.serving.pop(worker))
-        table = self.loads if pool == pb.POOL_PREFILL else self.decode_caches
-        table.serve(worker.row, serves)
 
     def _limit(self, worker: Worker) -> None:
         """Counts the limits that the worker sets now, in place of those before."""

@@ -198,12 +198,7 @@ class WorkerStream:
         worker.described(described)
         worker.staged_version = status.staged_version
         self._roster.accept(worker)
-        worker.decode_load = DecodeLoad(
-            worker=worker.address,
-            block_size=described.block_size,
-            blocks_total=described.num_blocks,
-            max_running=described.max_num_seqs,
-        )
+        worker.decode_load = DecodeLoad.of(worker.address, described)
         worker.report(status)
         worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
         if self._flaps.count:  # it flaps

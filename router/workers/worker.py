@@ -25,8 +25,9 @@ import grpc.aio
 
 from baton.router.errors import ApiError
 from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.desk import Desk
 from baton.router.policy.plan import Plan
-from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
+from baton.router.policy.prefill_loads import PrefillWork
 from baton.router.workers.breaker import CircuitBreaker
 from baton.router.workers.checks import clear_invalid_rates, step_model
 from baton.rpc import worker_pb2 as pb
@@ -189,7 +190,7 @@ class Worker:
     """The connection to one worker, without the task that keeps it open."""
 
     address: str
-    loads: PrefillLoads
+    desk: Desk
     on_load: Callable[[], None]
     """Called when the worker may have capacity for another decode."""
     on_breaker: Callable[["Worker"], None]
@@ -307,8 +308,6 @@ class Worker:
         self.status, self.reported_at = status, time.monotonic()
         self._invalid_rates = bool(invalid)
         self.prefix_links = {(link.incarnation, link.tier): link for link in status.prefix_links}
-        running = status.requests_running + status.reservations
-        self.load.reported(blocks_free=status.blocks_free, running=running)
         serving = status.health == pb.WorkerStatus.HEALTH_SERVING
         self.state = WorkerState.READY if serving else WorkerState.DRAINING
         self.pool = status.pool
@@ -357,8 +356,6 @@ class Worker:
         generation.traceparent = attempt.span.traceparent
         attempt.weights_version = self.description.weights.version
         self.attempts[attempt.id] = attempt
-        if attempt.tokens:
-            self.load.sent(attempt.tokens)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "request %s, attempt %s: %s at %s",
@@ -368,8 +365,9 @@ class Worker:
             self.on_breaker(self)
         self.send(message)
         if attempt.work is not None:
-            self.loads.sent(self.row, attempt.work, time.monotonic())
+            self.desk.sent(attempt.id, self.row, attempt.work)
         if attempt.tokens:
+            self.desk.reserved(self.row, attempt.tokens)
             self.on_load()
 
     def cancel(self, attempt_id: bytes, failure: str = "", *, holds_kv: bool = False) -> None:
@@ -389,7 +387,7 @@ class Worker:
         attempt.ended(failure)
         self.prefilled(attempt, computed=False)
         if attempt.tokens:
-            self.load.ended(attempt.tokens, full=full)
+            self.desk.released(self.row, attempt.tokens, full=full)
             self.on_load()
         self.on_end()
         return True
@@ -427,7 +425,7 @@ class Worker:
             return
         if not attempt.tokens:
             attempt.span.end()
-        self.loads.ended(self.row, work, computed=computed, now=time.monotonic())
+        self.desk.ended(attempt.id, computed=computed)
 
     def lacks_pixels(self, image: "PlacedImage", cached: int) -> bool:
         """Whether the worker may have neither the embeddings of an image nor its KV. If it seems to have
@@ -447,6 +445,7 @@ class Worker:
             self.shown_images.move_to_end(image.name)
             while self.shown_tokens > self.description.kept_image_tokens:
                 self.shown_tokens -= self.shown_images.popitem(last=False)[1]
+            self.desk.shown(self.row, self.shown_images)
 
     def send(self, message: pb.RouterMessage) -> None:
         if self.send_queue is not None:

@@ -381,4 +381,4 @@ async def prefills_at(cluster: Cluster, speed: float) -> None:
         worker.status.prefill_tokens_per_s = speed
         worker.report()
     known = len(cluster.prefills) * speed
-    await cluster.until(lambda: cluster.pool.loads.tokens_per_s() == known)
+    await cluster.until(lambda: cluster.pool.desk.loads.tokens_per_s() == known)

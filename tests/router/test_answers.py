@@ -69,7 +69,7 @@ def test_later_answers_weigh_more_and_names_are_forgotten(monkeypatch: pytest.Mo
 
 async def test_an_answer_that_a_stop_string_ends_counts(cluster: Cluster) -> None:
     """One that is cut tells no length."""
-    lengths = cluster.pool.answers
+    lengths = cluster.pool.desk.answers
     await cluster.complete(max_tokens=2)
     assert lengths.expected(("",), 0, 4_096) == 4_096
     stopped = await cluster.complete(max_tokens=99, stop=["France"])

@@ -6,8 +6,9 @@ from typing import cast
 import pytest
 
 from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.desk import Desk
 from baton.router.policy.plan import Plan
-from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
+from baton.router.policy.prefill_loads import PrefillWork
 from baton.router.workers.worker import Attempt, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
 from baton.system.tracing import Span
@@ -31,10 +32,12 @@ class RecordedSpan:
 
 def worker_with(span: RecordedSpan, tokens: int, work: PrefillWork) -> Worker:
     """A worker with 10 blocks of 16 positions, and one attempt "a" of so many positions."""
-    loads = PrefillLoads()
-    worker = Worker("w", loads, lambda: None, lambda _: None)
-    worker.row = loads.join("w", block_size=16, now=time.monotonic())
-    worker.decode_load = DecodeLoad("w", 16, 10, 4, blocks_free=10)
+    desk = Desk(time.monotonic, seed=1)
+    worker = Worker("w", desk, lambda: None, lambda _: None)
+    worker.description = pb.WorkerDescription(block_size=16, num_blocks=10, max_num_seqs=4)
+    worker.decode_load = DecodeLoad.of("w", worker.description)
+    worker.status.blocks_free = 10
+    desk.join(worker)
     worker.state = WorkerState.READY
     attempt = Attempt(
         worker=worker,
@@ -103,10 +106,10 @@ def test_the_work_of_a_prefill_ends_once() -> None:
     span = RecordedSpan()
     worker = worker_with(span, 0, PrefillWork(100))
     attempt = worker.attempts[b"a"]
-    assert worker.loads.router_tokens(worker.row) == 100
+    assert worker.desk.loads.router_tokens(worker.row) == 100
     for _ in range(2):
         worker.prefilled(attempt, computed=True)
-    assert worker.loads.router_tokens(worker.row) == 0
+    assert worker.desk.loads.router_tokens(worker.row) == 0
     assert span.ends == [""]
     assert len(worker.attempts) == 1, "the attempt is open until it ends"
 

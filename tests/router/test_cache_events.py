@@ -4,7 +4,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -123,7 +122,7 @@ async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
 
 def reported(cluster: Cluster) -> list[int]:
     """Returns how many chunks each worker has, as far as the router knows."""
-    index = cluster.pool.loads.index
+    index = cluster.pool.desk.loads.index
     return [index.reported(cluster.connection(worker).row) for worker in cluster.prefills]
 
 
@@ -162,7 +161,7 @@ async def test_the_chunks_of_a_lost_worker_are_forgotten(caching: Cluster):
     worker.change_cache([1, 2, 3])
     await caching.until(lambda: reported(caching)[0] == 3)
     port = int(worker.address.rpartition(":")[2])
-    index = caching.pool.loads.index
+    index = caching.pool.desk.loads.index
     await worker.kill()
     await caching.until(lambda: not len(index))
     worker.cache = {8}
@@ -201,7 +200,7 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
         return submitted.content.incarnation if submitted.HasField("content") else None
 
     assert await source() is None
-    index = caching.pool.loads.index
+    index = caching.pool.desk.loads.index
     decode.change_cache(prompt_hints(prompt, b"", b"")[:3])
     await caching.until(lambda: len(index) == 3)
     assert await source() == decode.incarnation
@@ -216,14 +215,14 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     assert await source() == decode.incarnation
     pool = caching.pool
     connection = caching.connection(decode)
-    monkeypatch.setattr(pool, "_config", replace(pool._config, prefix_fetches=False))
+    monkeypatch.setattr(pool.desk, "prefix_fetches", False)
     assert await source() is None
     monkeypatch.undo()
     other = next(w for w in caching.prefills if w is not home)
     home_there, other_there = caching.connection(home), caching.connection(other)
     chunks = prompt_hints(prompt, b"", b"")
     index.expect(other_there.row, chunks)
-    found = {prefix_source(pool.fleet(), home_there.row, chunks, 500) for _ in range(9)}
+    found = {prefix_source(pool.desk, home_there.row, chunks, 500) for _ in range(9)}
     assert found == {PrefixSource(connection, Tier.DEVICE, 256)}, (
         "the other one will have it, but has nothing to send yet"
     )
@@ -235,7 +234,7 @@ async def test_a_decode_worker_that_computes_a_prompt_gets_the_name_of_the_worke
 ):
     prompt, [decode], holder = list(range(3, 503)), caching.decodes, caching.prefills[0]
     await caching.complete(prompt=prompt)
-    index = caching.pool.loads.index
+    index = caching.pool.desk.loads.index
     holder.change_cache(prompt_hints(prompt, b"", b""))
     await caching.until(lambda: len(index) == 7)
     await caching.complete(prompt=prompt)
@@ -261,7 +260,7 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
     for worker in (slow, fast):
         worker.change_cache(chunks)
     slow.change_cache([], tiers={Tier.HOST: chunks[2:]})
-    index = caching.pool.loads.index
+    index = caching.pool.desk.loads.index
     slow_row, fast_row = caching.connection(slow).row, caching.connection(fast).row
     await caching.until(lambda: index.slowest_tier(slow_row, chunks) is Tier.HOST)
     await caching.until(lambda: index.reported(fast_row) == 7)
@@ -276,7 +275,7 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
         asker.status.tokens_waiting += 1
         asker.report()
         await caching.until(lambda: asking.status.tokens_waiting == asker.status.tokens_waiting)
-        found = {prefix_source(caching.pool.fleet(), asking.row, chunks, 500) for _ in range(9)}
+        found = {prefix_source(caching.pool.desk, asking.row, chunks, 500) for _ in range(9)}
         [only] = found
         return only
 
@@ -305,11 +304,11 @@ async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):
         asker.status.prefix_links.add(incarnation=worker.incarnation, wait=0.01 * number, tokens_per_s=1e6)
     asker.status.prefill_tokens_per_s = 1000.0
     asker.report()
-    index = caching.pool.loads.index
+    index = caching.pool.desk.loads.index
     await caching.until(lambda: bool(asking.status.prefix_links))
     await caching.until(lambda: sum(map(index.reported, range(4))) == 21)
-    caching.pool._rng = random.Random(0)
-    found = Counter(prefix_source(caching.pool.fleet(), asking.row, chunks, 500) for _ in range(300))
+    caching.pool.desk.rng = random.Random(0)
+    found = Counter(prefix_source(caching.pool.desk, asking.row, chunks, 500) for _ in range(300))
     assert len(found) == 2, "of any two the faster one"
     assert max(found.values()) < 240
 

@@ -1,5 +1,6 @@
 """Each output index is emitted once, in order, and only from a current attempt, in any order of messages."""
 
+import time
 from typing import cast
 
 import pytest
@@ -10,14 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
 from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict
+from baton.router.policy.desk import Desk
 from baton.router.policy.plan import Plan
-from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Attempt, Worker
 from baton.rpc import worker_pb2 as pb
 from baton.system.tracing import Span
 
-WORKER = Worker("w", PrefillLoads(), lambda: None, lambda _: None)
+WORKER = Worker("w", Desk(time.monotonic, seed=1), lambda: None, lambda _: None)
 PLAN = Plan("handover", decode=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from baton.router.config import RouterConfig
 from baton.router.errors import Failed, NoWorker
 from baton.router.metrics import Metrics
 from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.desk import Desk
 from baton.router.policy.plan import Plan
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.pool import WorkerPool
@@ -36,13 +38,13 @@ class Fleet:
     """Two encoders, and a worker that fetches from them."""
 
     def __init__(self, roster: Roster | None = None) -> None:
-        self.roster = roster or Roster(RouterModel("m", 9, ""), WAIT)
+        self.roster = roster or Roster(RouterModel("m", 9, ""), Desk(time.monotonic, seed=1), WAIT)
         self.encoders = [self.attach(f"e{i}:1", pb.POOL_ENCODE) for i in range(2)]
         self.worker = self.attach("w:1", pb.POOL_PREFILL, image_fingerprint="images=1")
         self.told: dict[str, list[Any]] = {}
 
     def attach(self, address: str, pool: pb.Pool, **fields: Any) -> Worker:
-        worker = Worker(address, self.roster.loads, lambda: None, self.roster.breaker_changed)
+        worker = Worker(address, self.roster.desk, lambda: None, self.roster.breaker_changed)
         self.roster.listed[address] = worker
         fingerprint = "images=1" if pool == pb.POOL_ENCODE else "model=1"
         worker.described(
@@ -210,7 +212,7 @@ async def test_metrics_have_a_pool_of_encoders_once_there_was_one() -> None:
     """Before, a pool without workers would be an alert."""
     pool = WorkerPool(RouterConfig(model="m", secret=b"s", port=0), RouterModel("m", 9, ""))
     metrics = Metrics("m")
-    metrics.follow(pool, Admission(9, pool.prefill_window))
+    metrics.follow(pool, Admission(9, pool.desk.window))
     assert 'pool="encode"' not in metrics.exposition().decode()
     fleet = Fleet(pool)
     text = metrics.exposition().decode()

@@ -144,10 +144,10 @@ async def test_a_worker_keeps_its_known_cache_in_both_pools(
         def cached(pool_of: "pb.Pool") -> int:
             """Cached tokens of the prompt at the worker, as the choice in that pool sees it."""
             if pool_of == PREFILL:
-                found = plan(PrefillRequest(0, 641, chunks, one_token=True), NOTHING, pool.fleet())
+                found = plan(PrefillRequest(0, 641, chunks, one_token=True), NOTHING, pool.desk)
                 assert isinstance(found, Plan)
                 return found.cached if found.ranges[0].worker == connection.row else 0
-            return dict(pool.decode_caches.candidates(connection.row, PrefillRequest(0, 641, chunks), RNG))[
+            return dict(pool.desk.caches.candidates(connection.row, PrefillRequest(0, 641, chunks), RNG))[
                 connection.row
             ]
 
@@ -168,7 +168,7 @@ async def test_a_worker_with_an_open_breaker_serves_when_the_others_leave_its_po
 
     def chosen() -> set[str]:
         asked = [PrefillRequest(key << 60, 10, one_token=True) for key in range(16)]
-        plans = [plan(request, NOTHING, pool.fleet()) for request in asked]
+        plans = [plan(request, NOTHING, pool.desk) for request in asked]
         return {pool.by_row[found.ranges[0].worker].address for found in plans if isinstance(found, Plan)}
 
     for _ in range(3):

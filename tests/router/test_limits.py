@@ -13,7 +13,7 @@ from baton.router.api.structured import Structure
 from baton.router.preparation.demand import Demand
 from baton.router.preparation.grammar_checker import GrammarChecker
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.workers import pool
+from baton.router.policy import desk
 from baton.rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, make_cluster, prefills_at
@@ -31,7 +31,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """At the router's bound, at that of a header, or at the deadline, in the form of each API."""
-    monkeypatch.setattr(pool, "WINDOW_SECONDS", 0.0)
+    monkeypatch.setattr(desk, "WINDOW_SECONDS", 0.0)
     chat = {"messages": CHAT, "max_tokens": 1}
     paths: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "x"},
@@ -46,10 +46,10 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once(
         small.decode_factor = small.prompt_factor = 1
         prefill.status.step_model.CopyFrom(small)
         await prefills_at(cluster, 2.0)
-        assert cluster.pool.prefill_window().tokens_per_s == 0, "a step of few tokens shows no speed"
+        assert cluster.pool.desk.window().tokens_per_s == 0, "a step of few tokens shows no speed"
         prefill.status.step_model.tokens[:] = [2048]
         prefill.report()
-        await cluster.until(lambda: cluster.pool.prefill_window().tokens_per_s == 2.0)
+        await cluster.until(lambda: cluster.pool.desk.window().tokens_per_s == 2.0)
         prefill.steps = asyncio.Semaphore(0)
         first = asyncio.create_task(cluster.complete(prompt=[5] * 80))
         await prefill.until(lambda w: w.submitted)

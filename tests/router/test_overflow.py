@@ -3,7 +3,6 @@
 import asyncio
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +66,7 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
         await cluster.until(lambda: all(worker.attached for worker in cluster.workers))
         await offering(cluster, tokens=100)
         holder = cluster.decodes[1]
-        index = cluster.pool.loads.index
+        index = cluster.pool.desk.loads.index
         sent: list[int] = []
         monkeypatch.setattr(
             PrefillLoads,
@@ -175,18 +174,18 @@ async def test_without_prefill_workers_decode_workers_set_the_window(cluster: Cl
     await offering(cluster)
     await cluster.prefills[0].kill()
     await cluster.until(lambda: not cluster.pool.complete)
-    cluster.pool._window_until = 0.0
-    assert cluster.pool.prefill_window().tokens == 2 * 64
-    cluster.pool._config = replace(cluster.pool._config, overflow=False)
-    assert cluster.pool.prefill_window().tokens == math.inf, "without overflow requests park instead"
+    cluster.pool.desk.renew_window()
+    assert cluster.pool.desk.window().tokens == 2 * 64
+    cluster.pool.desk.overflow = False
+    assert cluster.pool.desk.window().tokens == math.inf, "without overflow requests park instead"
 
 
 async def test_the_window_follows_a_small_pool_at_once(pair: Cluster) -> None:
-    before = pair.pool.prefill_window().tokens
+    before = pair.pool.desk.window().tokens
     pair.prefills[0].status.health = pb.WorkerStatus.HEALTH_DRAINING
     pair.prefills[0].report()
     await pair.until(lambda: len(pair.pool.ready(pb.POOL_PREFILL)) == 1)
-    assert pair.pool.prefill_window().tokens == before / 2
+    assert pair.pool.desk.window().tokens == before / 2
 
 
 async def test_after_the_last_prefill_worker_is_lost_decode_prefills_its_reservation(
@@ -258,10 +257,10 @@ async def test_no_overflow_turns_it_off(tokenizer: ModelTokenizer, tmp_path: Pat
 
 
 async def test_spare_speed_of_decode_workers_widens_the_window(cluster: Cluster) -> None:
-    before = cluster.pool.prefill_window().tokens
+    before = cluster.pool.desk.window().tokens
     await offering(cluster)
-    cluster.pool._window_until = 0.0
-    assert cluster.pool.prefill_window().tokens == pytest.approx(before * (1 + 64 / 0.015 / 1.0))
+    cluster.pool.desk.renew_window()
+    assert cluster.pool.desk.window().tokens == pytest.approx(before * (1 + 64 / 0.015 / 1.0))
 
 
 async def test_the_regime_is_decided_with_the_window(
@@ -272,6 +271,5 @@ async def test_the_regime_is_decided_with_the_window(
         "apart",
         lambda prefills, decodes, demand: len(prefills) == len(decodes) == 1 and demand is None,
     )
-    cluster.pool._window_until = 0.0
-    cluster.pool.prefill_window()
-    assert cluster.pool.fleet().apart
+    cluster.pool.desk.renew_window()
+    assert cluster.pool.desk.apart

@@ -21,11 +21,11 @@ from baton.router.admission.parked import Deadline
 from baton.router.admission.queue import Admission
 from baton.router.api.jobs import Job
 from baton.router.config import RouterConfig
-from baton.router.generation import generation
 from baton.router.generation.failures import MAX_FAILURES, MAX_LOSSES
 from baton.router.generation.generation import Generation
 from baton.router.generation.output import Consumers, Delta, TokenQueue, WeightsVersions
 from baton.router.metrics import Metrics
+from baton.router.policy import desk
 from baton.router.policy.planner import plan
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.pool import WorkerPool
@@ -90,8 +90,8 @@ class Life:
         rng = self.rng
         made = RouterConfig(model="m", secret=b"s", port=0, **config)
         self.pool = pool = WorkerPool(made, RouterModel("m", 10, ""))
-        pool._rng = random.Random(seed)
-        self.admission = Admission(10**9, pool.prefill_window, pool.free_capacity)
+        pool.desk.rng = random.Random(seed)
+        self.admission = Admission(10**9, pool.desk.window, pool.desk.free_capacity)
         pool.on_capacity, pool.on_ready = self.admission.dispatch, self.admission.parked.worker_ready
         self.streams: list[Stream] = []
         self.works: dict[Worker, dict[bytes, Work]] = {}
@@ -104,7 +104,7 @@ class Life:
         self.output = [rng.randrange(3, 10) for _ in range(rng.choice([1, 2, 3, 6]) - 1)] + [STOP]
         self.pools = pools or [PREFILL] * rng.choice([1, 2]) + [DECODE] * rng.choice([1, 1, 2, 3])
         for number, first in enumerate(self.pools):
-            worker = Worker(f"w{number}", pool.loads, lambda: pool.on_capacity(), pool.breaker_changed)
+            worker = Worker(f"w{number}", pool.desk, lambda: pool.on_capacity(), pool.breaker_changed)
             pool.listed[worker.address], self.works[worker] = worker, {}
             self.streams.append(Stream(worker, pool, made))
             self.attach(self.streams[-1], first)
@@ -375,7 +375,7 @@ class Life:
                 assert worker.load.router_requests == sum(
                     each.tokens > 0 for each in worker.attempts.values()
                 )
-        assert self.pool._promised_slots == pair.queues
+        assert self.pool.desk.promised_slots == pair.queues
         assert pair.failures._failures <= MAX_FAILURES
         assert pair.failures._losses <= MAX_LOSSES
 
@@ -419,19 +419,19 @@ class Life:
         pool, entering = self.pool, self.entering
         entering.__exit__(None, None, None)
         assert not any(worker.attempts for worker in self.works)
-        assert (pool._promised_slots, pool._promised_positions) == (0, 0)
+        assert (pool.desk.promised_slots, pool.desk.promised_positions) == (0, 0)
         assert (self.account.running, self.account.positions, self.admission.waiting_tokens) == (0, 0, 0)
         assert self.admission.uncached_tokens == 0
         assert not len(self.admission.queue)
         for worker, works in self.works.items():
-            assert not worker.attached or pool.loads._worker(worker.row).router_tokens == 0
+            assert not worker.attached or pool.desk.loads._worker(worker.row).router_tokens == 0
             assert not works or not worker.attached, "each reservation has ended at its worker, too"
 
 
 async def test_nothing_is_planned_without_retry_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """One lost worker may have thousands of requests, and a plan takes long."""
     plans = []
-    monkeypatch.setattr(generation, "plan", lambda *args: plans.append(1) or plan(*args))
+    monkeypatch.setattr(desk, "plan", lambda *args: plans.append(1) or plan(*args))
     life = Life(0)
     parked = life.admission.parked
     while parked._budget.take(time.monotonic()):

@@ -118,31 +118,31 @@ async def test_the_decode_of_a_queued_prompt_finds_room(
 ) -> None:
     """A later request does not take it, but waits before its prefill."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
-    [load], wanted, fleet = cluster.pool.decodes, PrefillRequest(0, TOKENS), cluster.pool.fleet
+    [load], wanted, fleet = cluster.pool.decodes, PrefillRequest(0, TOKENS), cluster.pool.desk
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert not fleet().choose_decode(wanted, TOKENS + 1)
-    assert fleet().choose_decode(wanted, TOKENS + 1, promised=True)
+    assert not fleet.choose_decode(wanted, TOKENS + 1)
+    assert fleet.choose_decode(wanted, TOKENS + 1, promised=True)
     start(prefill, 3)
     await decode.until(lambda w: len(decodes(w)) == 3)
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert fleet().choose_decode(wanted, TOKENS + 1), "the promise was kept"
+    assert fleet.choose_decode(wanted, TOKENS + 1), "the promise was kept"
 
 
 async def test_the_end_of_a_queued_prompt_ends_its_promise(
     cluster: Cluster, queue: list[asyncio.Task[None]]
 ) -> None:
     [decode], [load] = cluster.decodes, cluster.pool.decodes
-    wanted, fleet = PrefillRequest(0, TOKENS), cluster.pool.fleet
+    wanted, fleet = PrefillRequest(0, TOKENS), cluster.pool.desk
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert not fleet().choose_decode(wanted, TOKENS + 1)
+    assert not fleet.choose_decode(wanted, TOKENS + 1)
     queue[2].cancel()
-    await cluster.until(lambda: bool(fleet().choose_decode(wanted, TOKENS + 1)))
+    await cluster.until(lambda: bool(fleet.choose_decode(wanted, TOKENS + 1)))
 
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["held", "dropped"])

@@ -253,7 +253,7 @@ async def test_a_defect_of_a_plan_ends_its_request_alone(
     both = [asyncio.create_task(pair.events("/v1/completions", **BODY)) for _ in range(2)]
     await pair.until(lambda: sum(len(decodes(w)) for w in pair.decodes) == 2)
     with monkeypatch.context() as patch:
-        patch.setattr("baton.router.generation.generation.plan", defect)
+        patch.setattr("baton.router.policy.desk.plan", defect)
         for worker in pair.decodes:
             await worker.kill()
         for events in await asyncio.gather(*both):

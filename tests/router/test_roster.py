@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.desk import Desk
 from baton.router.policy.prefill import PrefillRequest, Ring
 from baton.router.workers.checks import RefusedWorker, RouterModel
 from baton.router.workers.roster import Roster
@@ -56,8 +57,8 @@ def detach(roster: Roster, worker: Worker) -> None:
 
 
 def made(count: int) -> tuple[Roster, list[Worker]]:
-    roster = Roster(RouterModel("m", 9, ""))
-    workers = [Worker(f"w{i}:1", roster.loads, lambda: None, roster.breaker_changed) for i in range(count)]
+    roster = Roster(RouterModel("m", 9, ""), Desk(time.monotonic, seed=1))
+    workers = [Worker(f"w{i}:1", roster.desk, lambda: None, roster.breaker_changed) for i in range(count)]
     roster.listed = {worker.address: worker for worker in workers}
     return roster, workers
 
@@ -117,7 +118,7 @@ def check(roster: Roster, workers: list[Worker]) -> None:
     accepted = [worker for same in roster._accepted.values() for worker in same]
     assert Counter(accepted) == Counter(worker for worker in listed if worker.attached)
     assert {*roster.by_row.values()} == {worker for worker in workers if worker.attached}
-    snapshot = roster.loads.snapshot(PrefillRequest(key=5, tokens=10), now)
+    snapshot = roster.desk.loads.snapshot(PrefillRequest(key=5, tokens=10), now)
     prefilling = sorted(serving[pb.POOL_PREFILL], key=lambda worker: worker.address)
     assert (snapshot is not None) == bool(prefilling)
     if snapshot is not None:
@@ -182,7 +183,7 @@ def calls_of_changes(count: int) -> int:
                 roster.availability_changed(worker)
                 assert roster.max_positions
                 assert roster.content_root
-                roster.loads.snapshot(PrefillRequest(key=number, tokens=10), 1e9)
+                roster.desk.loads.snapshot(PrefillRequest(key=number, tokens=10), 1e9)
             for _ in range(3):
                 worker.attempt_failed()
             worker.load.sent(100)

@@ -114,7 +114,7 @@ async def test_a_worker_that_decodes_takes_no_part(cluster: Cluster) -> None:
 async def test_a_prompt_that_a_shared_store_has_is_not_split(cluster: Cluster) -> None:
     """A worker that computes a part reads nothing from the store."""
     chunks = prompt_hints(PROMPT, b"", b"")
-    cluster.pool.loads.index.apply(0, pb.CacheEvents(stored=chunks[:20]))
+    cluster.pool.desk.loads.index.apply(0, pb.CacheEvents(stored=chunks[:20]))
     await answered(cluster)
     assert await splits(cluster) == 1, "these workers have no store"
     for worker in cluster.workers:
@@ -123,7 +123,7 @@ async def test_a_prompt_that_a_shared_store_has_is_not_split(cluster: Cluster) -
     await cluster.until(lambda: all(c.status.store == "open" for c in cluster.pool.connections))
     await answered(cluster)
     assert await splits(cluster) == 1
-    cluster.pool.loads.index.apply(0, pb.CacheEvents(not_stored=chunks[:20]))
+    cluster.pool.desk.loads.index.apply(0, pb.CacheEvents(not_stored=chunks[:20]))
     await answered(cluster)
     assert await splits(cluster) == 2
 

@@ -176,7 +176,7 @@ async def test_a_restarted_worker_is_a_new_incarnation(cluster: Cluster):
 
 
 def open_stream(pool: WorkerPool) -> WorkerStream:
-    worker = Worker("127.0.0.1:1", pool.loads, lambda: None, lambda _: None)
+    worker = Worker("127.0.0.1:1", pool.desk, lambda: None, lambda _: None)
     return WorkerStream(worker, pool, RouterConfig(model=None, secret=b"x" * 16))
 
 
@@ -279,7 +279,7 @@ async def test_invalid_rates_count_as_unknown(cluster: Cluster, caplog: pytest.L
         status = await made.ask()
         assert status is not None
         assert status.long_chunk_seconds == 0
-    assert cluster.pool.prefill_window().tokens < math.inf
+    assert cluster.pool.desk.window().tokens < math.inf
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
     warned = [record.message for record in caplog.records if "impossible rates" in record.message]
     assert len(warned) == 2
