@@ -52,6 +52,33 @@ def test_an_overlay_of_ones_own(customized: list[Object]) -> None:
         kubernetes_validate.validate(each, "1.35", strict=True)
 
 
+def test_the_page_has_the_ports_of_units_and_chart() -> None:
+    section = (ROOT / "docs" / "secure.md").read_text().partition("## Ports\n")[2].partition("\n## ")[0]
+    table = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    units, chart = table[0].index("units"), table[0].index("chart")
+    commands = [
+        (units, re.findall(r"^ExecStart=\S+ (.*)$", unit.read_text(), re.M)[0].split())
+        for unit in (ROOT / "deploy" / "systemd").glob("*.service")
+    ]
+    values = {"gateway": {"enabled": True, "className": "istio"}, "store": {"enabled": True}}
+    for pod in pod_templates(list(rendered(values).values())):
+        commands += [(chart, container["args"]) for container in pod.containers]
+    assert len(commands) == 4 + 6
+    for column, (role, *flags) in commands:
+        owner = "worker" if role in ("prefill", "decode") else role
+        for name, port in (flag.split("=") for flag in flags if re.match(r"--([\w-]+-)?port=", flag)):
+            [shown] = [row[column] for row in table if owner in row[0] and re.search(rf"{name}\b", row[1])]
+            assert port in re.findall(r"\d+", shown), (role, name)
+
+
+def test_kv_is_encrypted_as_the_page_says() -> None:
+    [value] = re.findall(r"--set-string settings.(\w+=\w+)`", (ROOT / "docs" / "secure.md").read_text())
+    name, _, text = value.partition("=")
+    objects = rendered({"settings": {name: text}})
+    [settings] = [each for (kind, key), each in objects.items() if kind == "ConfigMap" and "settings" in key]
+    assert settings["data"]["BATON_KV_ENCRYPT"] == "true"
+
+
 def test_the_values_of_a_cluster_render() -> None:
     objects = list(rendered(VALUES).values())
     for each in objects:
