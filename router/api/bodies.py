@@ -390,7 +390,7 @@ class BatchBody(BaseModel):
     input_file_id: Short
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[Short, Short], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[Short, Short], Field(max_length=16, fail_fast=True)] | None = None
     output_expires_after: ExpiresAfter | None = None
     """Of the files with the results, from the end of the batch on."""
 

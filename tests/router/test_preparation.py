@@ -20,16 +20,16 @@ import grpc
 import msgspec
 import psutil
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from baton.processes.sandbox import helper
 from baton.router import child_pool, server
 from baton.router.active_request import ActiveRequests
 from baton.router.admission.entry import entering
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey
+from baton.router.api.bodies import BatchBody
 from baton.router.api.fields import MAX_ITEMS
 from baton.router.api.jobs import PlacedImage
-from baton.router.api.sampling import Body
 from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
 from baton.router.preparation import child, pipe
@@ -268,7 +268,8 @@ NESTED: dict[Kind, dict[str, Any]] = {
     },
     "messages": {
         "messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{}]}]}],
-        "max_tokens": 5, "tools": [{"name": "a", "input_schema": {}}], "thinking": {},
+        "max_tokens": 5, "thinking": {},
+        "tools": [{"name": "a", "input_schema": {}, "input_examples": [{}]}],
         "output_config": {"format": {}},
         "metadata": {}, "system": [{}], "tool_choice": {},
     },
@@ -293,18 +294,25 @@ def flooded(value: Any) -> Iterator[Any]:
             yield copy
 
 
-@pytest.mark.parametrize("kind", NESTED)
-def test_validation_stops_at_the_first_errors(kind: Kind):
+BATCH = {
+    "input_file_id": "a", "endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"a": "b"},
+    "output_expires_after": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "body"), [(BatchBody, BATCH), *((_BODIES[kind], body) for kind, body in NESTED.items())]
+)
+def test_validation_stops_at_the_first_errors(model: type[BaseModel], body: dict[str, Any]):
     """An error takes 500 bytes: those of 16 MB of zeros once were more than a child may allocate."""
-    model = _BODIES[kind]
-    bodies = [*flooded(NESTED[kind])]
-    bodies += [NESTED[kind] | {name: flood} for name in model.model_fields for flood in FLOODS]
+    bodies = [*flooded(body)]
+    bodies += [body | {name: flood} for name in model.model_fields for flood in FLOODS]
     counts = [errors_of(model, body) for body in bodies]
     assert max(counts) < 2000
     assert counts.count(0) < len(bodies) // 2
 
 
-def errors_of(model: type[Body], body: Any) -> int:
+def errors_of(model: type[BaseModel], body: Any) -> int:
     """How many errors pydantic makes."""
     try:
         model.model_validate_json(json.dumps(body))

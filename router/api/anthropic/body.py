@@ -385,7 +385,7 @@ class AnthropicTool(Part):
     description: str | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None
+    input_examples: Items[dict[str, Any]] | None = None
 
     _refuse_unsupported = refusing(_TOOL_FIELDS, nested=True)
 
