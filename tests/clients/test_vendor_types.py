@@ -255,7 +255,8 @@ SEEN = {"type": "text", "text": "Read."}
 def test_what_a_tool_returns_is_taken_by_messages(part: dict[str, Any]) -> None:
     """The client cannot know it, and would send it again with each turn."""
     result = {"type": "tool_result", "tool_use_id": "t", "content": [SEEN, part]}
-    assert messages(result).messages[-1].content == f"Read.\n[a {part['type']}, which this model cannot see]"
+    shown = f"Read.\n[a part of type {part['type']}, which this model cannot see]"
+    assert messages(result).messages[-1].content == shown
     with pytest.raises(Unsupported):
         messages(part)
 
