@@ -214,6 +214,7 @@ def router_config(flags: RouterRole, resolved: model.ResolvedModel | None, secre
         overflow=not flags.front.no_overflow,
         prefix_fetches=not flags.front.no_prefix_fetches,
         split_prompts=not flags.front.no_split_prompts,
+        record_plans=flags.front.record_plans,
         access_log=not flags.front.no_access_log,
         workers=tuple(flags.membership.worker),
         discovery=_kubernetes(flags.membership.kubernetes_service, "grpc"),

@@ -98,6 +98,8 @@ class RouterConfig:
     """Whether each request is logged, at level info."""
     otlp_endpoint: str | None = None
     """http://HOST:PORT of an OTLP/gRPC receiver of traces. None: no traces."""
+    record_plans: str | None = None
+    """Beginning of the path of a file: what plans follow from is written to it. None: to none."""
     processes: int = 1
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None

@@ -368,6 +368,9 @@ class FrontOptions(ServerTlsOptions):
     no_split_prompts: bool = advanced(
         False, "Each prompt is computed by one worker, and never by several at once."
     )
+    record_plans: str | None = advanced(
+        None, "Write what plans follow from to a file whose name begins so, to find a defect.", "PATH"
+    )
     no_access_log: bool = advanced(
         False, "Write no line to the router's log for each request: key, status, tokens and times."
     )

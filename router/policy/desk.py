@@ -44,6 +44,7 @@ class Desk(Fleet):
     Attributes:
         answers: how long answers will be.
         listener: is told each event and each plan. None: nothing listens.
+        settings: as given.
     """
 
     def __init__(
@@ -76,6 +77,15 @@ class Desk(Fleet):
             splits=splits,
             prefix_fetches=prefix_fetches,
         )
+        self.settings = {
+            "seed": seed,
+            "routing_policy": routing_policy,
+            "ttft_target": ttft_target,
+            "overflow": overflow,
+            "splits": splits,
+            "prefix_fetches": prefix_fetches,
+            "decode_only": decode_only,
+        }
         self.answers = AnswerLengths()
         self.listener: Listener | None = None
         self._clock = clock
@@ -94,14 +104,14 @@ class Desk(Fleet):
 
     def join(self, worker: Seen) -> None:
         """Adds a worker, which gets no work yet, and applies its report. Sets its row."""
-        self._event("join", worker.address, worker.description)
+        self._event("join", worker.address, worker.description, worker.status)
         block_size = worker.description.block_size
         row = self.loads.join(worker.address, block_size=block_size, now=self.now, serving=False)
         worker.row = row
         self.caches.join(row, worker.load)
         self.workers[row] = self.named[worker.address] = worker
         self.attached_rows |= 1 << row
-        self.reported(row)
+        self._reported(worker)
 
     def leave(self, row: int) -> None:
         """Its open attempts are lost."""
@@ -145,11 +155,14 @@ class Desk(Fleet):
     def reported(self, row: int) -> None:
         """Applies the status of the worker."""
         worker = self.workers[row]
+        self._event("reported", row, worker.status)
+        self._reported(worker)
+
+    def _reported(self, worker: Seen) -> None:
         status = worker.status
-        self._event("reported", row, status)
         running = status.requests_running + status.reservations
         worker.load.reported(blocks_free=status.blocks_free, running=running)
-        self.loads.reported(row, status, self.now, alone=worker.pool == pb.POOL_PREFILL)
+        self.loads.reported(worker.row, status, self.now, alone=worker.pool == pb.POOL_PREFILL)
 
     def cached(self, row: int, events: pb.CacheEvents) -> None:
         """The cache of the worker has changed."""

@@ -7,6 +7,7 @@ import time
 
 from baton.router.config import RouterConfig
 from baton.router.policy.desk import Desk
+from baton.router.policy.recording import record
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.roster import Roster
 from baton.router.workers.stream import WorkerStream
@@ -43,6 +44,11 @@ class WorkerPool(Roster):
 
     async def run(self) -> None:
         """Follows discovery until cancelled, then closes every stream."""
+        file = None
+        if self._config.record_plans is not None:
+            path = f"{self._config.record_plans}.{self._config.incarnation}"
+            file = await asyncio.to_thread(open, path, "xb")
+            record(self.desk, file)
         try:
             async for addresses in self._config.discovered().watch():
                 for address in addresses - self.listed.keys():
@@ -56,6 +62,9 @@ class WorkerPool(Roster):
             await asyncio.Event().wait()
         finally:
             await asyncio.gather(*(stream.close() for stream in {*self._streams.values(), *self._retired}))
+            self.desk.listener = None
+            if file is not None:
+                file.close()
 
     def _open(self, address: str) -> None:
         worker = Worker(address, self.desk, lambda: self.on_capacity(), self.breaker_changed)

@@ -445,7 +445,8 @@ class Worker:
             self.shown_images.move_to_end(image.name)
             while self.shown_tokens > self.description.kept_image_tokens:
                 self.shown_tokens -= self.shown_images.popitem(last=False)[1]
-            self.desk.shown(self.row, self.shown_images)
+            if self.attached and not self.encodes:
+                self.desk.shown(self.row, self.shown_images)
 
     def send(self, message: pb.RouterMessage) -> None:
         if self.send_queue is not None:
