@@ -46,6 +46,7 @@ from baton.router.status import Condition, all_are, health, merged_status, pause
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.system.addresses import url_host
 from baton.system.connections import Connections
+from baton.system.memory import trim
 
 log = logging.getLogger(__name__)
 
@@ -320,4 +321,6 @@ def supervise(config: RouterConfig, load: Callable[[RouterConfig], Loaded]) -> i
         raise
     processes.give(pickle.dumps((config.process_title, tokenizer.state, defaults)))
     children = fork_server(config.process_title, tokenizer, processes=config.processes)
+    del tokenizer  # 50 MiB that only the processes need
+    trim()
     return asyncio.run(Supervisor(config, processes, children).run())
