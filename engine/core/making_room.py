@@ -41,7 +41,7 @@ def to_drop(
         going = tables[: certain + drops]
         # As `RequestMemory.headroom`.
         headroom = 0 if count == 1 and pool.is_unheld_after(going) else memory.watermark
-        return any(  # as `RequestMemory.fits`
+        return any(  # as `RequestMemory.admit`
             memory.has_room(
                 blocks + headroom,
                 count,

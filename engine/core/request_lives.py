@@ -50,7 +50,7 @@ from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.request_loads import RequestLoads
-from baton.engine.core.request_memory import RequestMemory
+from baton.engine.core.request_memory import Admission, RequestMemory, Verdict, Wants
 
 LOADING = "a load from a tier"
 """Holds a lease on the request that waits for it."""
@@ -172,8 +172,8 @@ class RequestLives:
         room."""
         live = self._new(request, owner)
         live.phase = Phase.RESERVED
-        tokens, hits = len(live.token_ids) + 1, self.memory.hits(live)
-        if not self._has_spare_room(tokens, hits, self.memory.window_need(tokens)):
+        tokens = len(live.token_ids) + 1
+        if (hits := self._hits_if_spare(live, tokens)) is None:
             return None
         live.tag = self.shares.now  # nothing of its prompt is computed here
         live.hand_back = True
@@ -184,12 +184,11 @@ class RequestLives:
     def start(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
         """Gives a request its blocks at once, to be prefilled and decoded here. None: no room."""
         live = self._new(request, owner)
-        hits, tokens = self.memory.hits(live), len(live.token_ids)
-        if not self._has_spare_room(tokens, hits, self.memory.window_need(tokens)):
+        if (hits := self._hits_if_spare(live, len(live.token_ids))) is None:
             return None
         live.tag = self._tag(live)
         live.hand_back = True
-        self._begin(live)
+        self._begin(live, hits)
         return live
 
     def start_part(
@@ -200,8 +199,8 @@ class RequestLives:
         `read_at`: as in `SharedPrompt`. None: no room."""
         live = self._new(request, owner)
         live.shared = shared = SharedPrompt(deque(ranges), read_at=read_at, unverified=True)
-        hits, tokens = self.memory.hits(live), len(live.token_ids)
-        if not self._has_spare_room(tokens, hits, self.memory.window_need(tokens, shared)):
+        tokens = len(live.token_ids)
+        if (hits := self._hits_if_spare(live, tokens)) is None:
             return None
         live.handover = True
         self.memory.take(live, tokens, hits)
@@ -300,23 +299,31 @@ class RequestLives:
     def can_admit(self) -> bool:
         """Whether the queue has a request, and the first one could start now. No other request overtakes
         it."""
-        if not self.waiting or self.seats <= 0:
-            return False
-        first = self.waiting[0]
-        tokens, memory = len(first.token_ids), self.memory
-        return memory.fits(tokens, memory.hits(first), memory.headroom, 1, memory.window_need(tokens))
+        return self.admission.verdict is Verdict.TAKE
 
-    def _has_spare_room(self, tokens: int, hits: Sequence[int], window_need: int) -> bool:
-        """Whether a request that is not queued may take a seat, blocks for so many tokens, of which `hits`
-        are cached, and `window_need` window blocks. The first request of the queue keeps a seat and its
-        blocks, or requests that are not queued could delay it forever."""
+    @property
+    def admission(self) -> Admission:
+        """Of the first request of the queue."""
+        if not self.waiting or self.seats <= 0:
+            return Admission(Verdict.REFUSE)
+        first, memory = self.waiting[0], self.memory
+        tokens = len(first.token_ids)
+        return memory.admit(Wants(tokens, memory.hits(first), memory.headroom, 1, memory.window_need(tokens)))
+
+    def _hits_if_spare(self, live: LiveRequest, tokens: int) -> Sequence[int] | None:
+        """The cached blocks with which a request that is not queued may take a seat and memory for so many
+        tokens. None: it may not. The first request of the queue keeps a seat and its blocks, or requests that
+        are not queued could delay it forever."""
         first = bool(self.waiting)
         if self.seats <= first:
-            return False
+            return None
         kept, windows = self._kept
-        if not self.memory.need(tokens, hits):
+        hits, memory = self.memory.hits(live), self.memory
+        if not memory.need(tokens, hits):
             kept = 0
-        return self.memory.fits(tokens, hits, kept, 1 + first, window_need + windows)
+        windows += memory.window_need(tokens, live.shared)
+        answer = memory.admit(Wants(tokens, hits, kept, 1 + first, windows))
+        return answer.hits if answer.verdict is Verdict.TAKE else None
 
     def _may_take(self, blocks: int, windows: int, hits: Collection[int]) -> bool:
         """Whether so many free blocks and window blocks may be taken without a delay for the first request of
@@ -337,10 +344,11 @@ class RequestLives:
         need = self.memory.need(tokens, self.memory.hits(self.waiting[0]))
         return self.memory.headroom + need, self.memory.window_need(tokens)
 
-    def admit(self) -> LiveRequest:
-        """Takes the first request out of the queue, which `can_admit`."""
+    def admit(self, admission: Admission) -> LiveRequest:
+        """Takes the first request out of the queue. Nothing has changed since its `admission`."""
+        assert admission.verdict is Verdict.TAKE, "there is no room"
         live = self.waiting.pop(0)
-        self._begin(live)
+        self._begin(live, admission.hits)
         return live
 
     def take_loaded(self) -> list[LiveRequest]:
@@ -349,13 +357,15 @@ class RequestLives:
         self.loaded.clear()
         return loaded
 
-    def _begin(self, live: LiveRequest) -> None:
+    def _begin(self, live: LiveRequest, hits: Sequence[int]) -> None:
         """Gives the request blocks for all its tokens, and a seat in the batch. It runs at once, or after
-        what the tiers below have of it is loaded."""
-        tokens, hits = len(live.token_ids), self.memory.hits(live, on_device=False)
-        windows = self.memory.window_need(tokens)
-        if not self.memory.has_room(self.memory.need(tokens, hits), 1, windows, hits):
-            hits = self.memory.hits(live)
+        what the tiers below have of it is loaded. `hits`: those of its admission. It begins with more if a
+        tier has the states behind these."""
+        tokens = len(live.token_ids)
+        if self.offload:
+            more, windows = self.memory.hits(live, on_device=False), self.memory.window_need(tokens)
+            if self.memory.has_room(self.memory.need(tokens, more), 1, windows, more):
+                hits = more
         self.memory.take(live, tokens, hits)
         if self._loads is not None and self._loads.load(live, partial(self._load_ended, live)):
             live.leases.begin(LOADING)

@@ -2,6 +2,8 @@
 
 from array import array
 from collections.abc import Collection, Iterator, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
 
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells
@@ -13,6 +15,32 @@ from baton.engine.core.request_states import RequestStates
 from baton.engine.core.step_builder import Schedule
 from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
 from baton.kv_names import CHUNK_TOKENS
+
+
+class Verdict(Enum):
+    TAKE = auto()
+    WAIT = auto()
+    """Memory moves for it, over the next steps."""
+    REFUSE = auto()
+    """Others must end first."""
+
+
+class Wants(NamedTuple):
+    """What a request must find at the same time."""
+
+    tokens: int
+    hits: Sequence[int]
+    """Cached blocks that it would begin with."""
+    kept: int
+    """Blocks that stay free for others."""
+    slots: int
+    windows: int
+
+
+class Admission(NamedTuple):
+    verdict: Verdict
+    hits: Sequence[int] = ()
+    """The cached blocks that it begins with."""
 
 
 class RequestMemory:
@@ -248,28 +276,23 @@ class RequestMemory:
         places = windows if self._states is None else slots
         return self._budget is None or self._budget.may_provide(blocks, places, hits, waits=waits)
 
-    def fits(self, tokens: int, hits: Sequence[int], kept: int, slots: int, windows: int) -> bool:
-        """Whether `take` has room for one request, with `kept` more blocks, `slots` and `windows` in all. It
-        leaves cached blocks out if the memory of these, or of what is behind them, must become that of
-        others. If this takes long, steps move memory, and it fits later."""
-        windows += self.kept_windows
-        needs = self.need(tokens, hits) + kept, slots, windows, hits
-        if not self.has_room(*needs):
-            if self._budget is None:
-                return False
-            needs = self.blocks_for(tokens) + kept, slots, windows, ()
-            if not self.has_room(*needs):
-                return False
-        return self.is_at_once(*needs, waits=True)
+    def admit(self, wants: Wants) -> Admission:
+        """The one decision whether a request may have its memory. It leaves cached blocks out if the memory
+        of these, or of what is behind them, must become that of others."""
+        slots, windows = wants.slots, wants.windows + self.kept_windows
+        choices = (wants.hits,) if self._budget is None or not wants.hits else (wants.hits, ())
+        for hits in choices:
+            needs = self.need(wants.tokens, hits) + wants.kept, slots, windows, hits
+            if self.has_room(*needs):
+                at_once = self.is_at_once(*needs, waits=True)
+                return Admission(Verdict.TAKE if at_once else Verdict.WAIT, hits)
+        return Admission(Verdict.REFUSE)
 
     # Giving and taking back
 
     def take(self, live: LiveRequest, num_tokens: int, hits: Sequence[int]) -> None:
-        """Gives the request blocks for the tokens, and a state slot. The first blocks are `hits`, those of
-        the method of this name, if there is room beside them. The request `fits`."""
-        window_need = self.window_need(num_tokens, live.shared)
-        if self._budget is not None and not self.has_room(self.need(num_tokens, hits), 1, window_need, hits):
-            hits = ()
+        """Gives the request blocks for the tokens, and a state slot, for which `admit` has found room. The
+        first blocks are `hits`."""
         self._pool.share(hits)
         lacking, copy = self.blocks_for(num_tokens) - len(hits), None
         if self.states is not None:

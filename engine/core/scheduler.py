@@ -15,6 +15,7 @@ from itertools import chain
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import MIXED_STEPS, Batch, may_join, prompt_limit
 from baton.engine.core.request_lives import RequestLives
+from baton.engine.core.request_memory import Verdict
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
 from baton.engine.model_config import FULL_STEP
@@ -106,15 +107,17 @@ class Scheduler:
         """Starts waiting requests while there is budget, with `before` only those that come before it in
         order. Returns the number of their tokens in the schedule."""
         used = 0
-        while self._waiting and budget > used and not schedule.preempted and self.lives.can_admit:
-            live = self._waiting[0]
+        while self._waiting and budget > used and not schedule.preempted:
+            live, admission = self._waiting[0], self.lives.admission
+            if admission.verdict is not Verdict.TAKE:
+                break
             if live is not alone and (alone is not None or live.alone):
                 break
             if before is not None and before.order < live.order:
                 break
             if not self._may_join(live, schedule):
                 break
-            self.lives.admit()
+            self.lives.admit(admission)
             if live.phase is Phase.RUNNING:
                 schedule.started.append(live)
                 used += self._add_chunk(live, budget - used, schedule)
