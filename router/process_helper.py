@@ -38,7 +38,7 @@ def main(control: int) -> None:
         title, tokenizer, defaults = pickle.loads(given)  # noqa: S301  (the supervisor wrote it)
         with router.loading():
             loaded = ModelTokenizer.restored(tokenizer), defaults
-            _ = loaded[0].vocabulary_fingerprint  # each process needs it
+            _ = loaded[0].state, loaded[0].vocabulary_fingerprint  # each process needs them
         return f"{title} processes"
 
     def run(given: bytes, fds: Sequence[int]) -> int:
