@@ -120,7 +120,7 @@ class Scheduler:
             self.lives.admit(admission)
             if live.phase is Phase.RUNNING:
                 schedule.started.append(live)
-                used += self._add_chunk(live, budget - used, schedule)
+                used += self._add_chunk(live, live.num_computable, budget - used, schedule)
         return used
 
     def _may_join(self, live: LiveRequest, schedule: Schedule) -> bool:
@@ -149,16 +149,16 @@ class Scheduler:
 
     def _go_on(self, live: LiveRequest, budget: int, schedule: Schedule) -> int:
         """Adds the next chunk of a running request to the schedule. Returns its number of tokens."""
-        count = min(live.num_computable, budget)
-        if count <= 0 or live.ends_with_pending or live.phase is not Phase.RUNNING:
+        computable = live.num_computable
+        if min(computable, budget) <= 0 or live.ends_with_pending or live.phase is not Phase.RUNNING:
             return 0
         if self._memory.lacks(live) and not self._grow(live, schedule):
             return 0
-        return self._add_chunk(live, budget, schedule)
+        return self._add_chunk(live, computable, budget, schedule)
 
-    def _add_chunk(self, live: LiveRequest, budget: int, schedule: Schedule) -> int:
-        """Adds the next chunk of a request to the schedule. Returns its number of tokens."""
-        computable = live.num_computable
+    def _add_chunk(self, live: LiveRequest, computable: int, budget: int, schedule: Schedule) -> int:
+        """Adds the next chunk of a request to the schedule. Returns its number of tokens. `computable`: as
+        `LiveRequest.num_computable`."""
         count = self._memory.within_windows(live, min(computable, budget))
         if live.images is not None:
             room = self.max_num_batched_tokens - sum(map(len, schedule.chunks.values()))
