@@ -30,6 +30,17 @@ class Body(BaseModel):
     model: str | None = None
 
 
+class SessionParams(Part):
+    """A session of vLLM's router (`session_id`) or of SGLang (`id`). In SGLang a request with `rid` continues
+    another one. Without `rid` its other members change no answer (SGLang to 0.5.23, `session_controller.py`).
+    Since 0.5.10 a session that is opened for streaming continues by itself, but Baton opens none."""
+
+    session_id: str | None = None
+    id: str | None = None
+
+    _refuse_unsupported = refusing({"rid": ()}, nested=True)
+
+
 class SamplingBody(Body):
     """How tokens are chosen, where the text ends, and how the request is scheduled."""
 
@@ -71,6 +82,8 @@ class SamplingBody(Body):
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     """Requests share cached prefixes only with those of the same API key's salt and the same `cache_salt`."""
+    session_id: str | None = None
+    session_params: SessionParams | None = None
 
     _take_old_names = model_validator(mode="before")(classmethod(with_structured_outputs))
 
@@ -79,24 +92,12 @@ class SamplingBody(Body):
         return {name: getattr(self, name) for name in kind.model_fields if name in self.model_fields_set}
 
 
-class SessionParams(Part):
-    """A session of vLLM's router (`session_id`) or of SGLang (`id`). In SGLang a request with `rid` continues
-    another one. Without `rid` its other members change no answer (SGLang 0.5, `session_controller.py`)."""
-
-    session_id: str | None = None
-    id: str | None = None
-
-    _refuse_unsupported = refusing({"rid": ()}, nested=True)
-
-
 class OpenAIBody(SamplingBody):
     """The fields that all of OpenAI's endpoints that generate share."""
 
     stop: Stops = []
     user: str | None = None
     prompt_cache_key: str | None = None
-    session_id: str | None = None
-    session_params: SessionParams | None = None
 
     @property
     def session(self) -> str | None:

@@ -72,7 +72,7 @@ _OF_CHATS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Fields that the other forms of a chat name otherwise, or do not have."""
 MESSAGES: dict[str, tuple[Any, ...]] = GENERATION | _OF_CHATS | COUNT_TOKENS | {
-    "container": (), "diagnostics": (), "inference_geo": (), "session_params": ({},), "stop": ([],),
+    "container": (), "diagnostics": (), "inference_geo": (), "stop": ([],),
     "thread": (), "top_logprobs": (0,),
 }  # fmt: skip
 RESPONSES: dict[str, tuple[Any, ...]] = GENERATION | _OF_CHATS | {

@@ -221,9 +221,10 @@ def test_an_unsupported_member_is_refused_by_name():
 def test_a_session_of_sglang_is_a_name_and_continues_no_request():
     named = {"session_params": {"id": "s", "rid": None, "offset": 4, "drop_previous_output": True}}
     assert parse(ChatBody, json.dumps({"messages": HELLO, **named}).encode()).session == "s"
-    error = refused(ChatBody, {"messages": HELLO, "session_params": {"id": "s", "rid": "r"}})
-    assert isinstance(error, Unsupported)
-    assert error.message == "session_params: rid is not supported"
+    for kind, more in ((ChatBody, {}), (anthropic.MessagesBody, {"max_tokens": 1})):
+        error = refused(kind, {"messages": HELLO, "session_params": {"id": "s", "rid": "r"}} | more)
+        assert isinstance(error, Unsupported)
+        assert error.message == "session_params: rid is not supported"
 
 
 def test_unsupported_fields_without_effect_are_accepted():

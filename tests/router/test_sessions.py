@@ -37,6 +37,8 @@ async def three(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Clus
         (CHAT, {}, {"session_params": {"session_id": "{0}"}, "prompt_cache_key": "k"}),  # its router
         (RESPONSES, {}, {"session_params": {"session_id": "{0}"}}),
         (CHAT, {}, {"session_params": {"id": "{0}"}, "prompt_cache_key": "k"}),  # SGLang
+        (MESSAGES, {}, {"session_params": {"id": "{0}"}, "metadata": {"user_id": "one for all"}}),
+        (MESSAGES, {}, {"session_id": "{0}", "metadata": {"user_id": "one for all"}}),
         (RESPONSES, {"session-id": "one for all", "thread-id": "t"}, {"prompt_cache_key": "{0}"}),  # Codex
         (RESPONSES, {"session-id": "one for all", "thread-id": "{0}"}, {}),  # behind a gateway
         (RESPONSES, {"session_id": "{0}"}, {"user": "one for all"}),
