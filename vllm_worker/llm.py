@@ -30,7 +30,7 @@ from vllm.v1.structured_output import backend_guidance
 
 from baton import engine
 from baton.engine.loader import checkpoint_path, model_fingerprint, tokenizer_source
-from baton.engine.loader.tokenizer_json import vocabulary
+from baton.engine.loader.tokenizer_json import eos_of_tokenizer, vocabulary
 from baton.kv_names import content_root, vocabulary_fingerprint
 from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Attach, Pool, events_address
@@ -40,7 +40,7 @@ from baton.vllm_worker.grammars import Gate
 from baton.vllm_worker.images import Images, settings_of
 from baton.vllm_worker.options import command_line, computes_other_kv
 from baton.vllm_worker.roles import EngineGone
-from baton.vllm_worker.sampling import sampling
+from baton.vllm_worker.sampling import after_reasoning, sampling
 from baton.vllm_worker.supported import check_config
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import Adapter, EngineReady
@@ -104,7 +104,12 @@ class VLLM:
         most = 0 if lora is None else min(lora.max_cpu_loras or lora.max_loras, MOST_ADAPTERS)
         self.adapters = Adapters(self._add_adapter, self._remove_adapter, most)
         self._gate = Gate(vllm_config.model_config.get_vocab_size())
-        settings = settings_of(self._llm, checkpoint_path(config.engine))
+        checkpoint = checkpoint_path(config.engine)
+        self._tokenizer = tokenizer_source(config.engine, str(checkpoint))
+        settings = settings_of(self._llm, checkpoint)
+        eos = vllm_config.model_config.try_get_generation_config().get("eos_token_id")
+        more = *(eos if isinstance(eos, list) else [eos]), eos_of_tokenizer(self._tokenizer)
+        self._eos_ids = {token for token in more if token is not None}
         drafts = vllm_config.speculative_config
         self._drafts = 0 if drafts is None else drafts.num_speculative_tokens
         self._images = None if settings is None else Images(self._llm, settings)
@@ -208,7 +213,6 @@ class VLLM:
                 fingerprint = model_fingerprint(self._engine, model.max_model_len)
             except ValueError as error:
                 log.info("no worker with Baton's engine can be in this cluster: %s", error)
-        tokenizer = tokenizer_source(self._engine, str(checkpoint_path(self._engine)))
         return EngineReady(
             model_fingerprint=fingerprint,
             content_root=content_root(fingerprint, str(model.dtype), f"torch.{attach.layout.dtype}"),
@@ -218,7 +222,7 @@ class VLLM:
             block_size=attach.pool.block_size,
             num_blocks=attach.pool.num_blocks,
             offload_blocks=0,
-            vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(tokenizer)),
+            vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(self._tokenizer)),
             images=None if self._images is None else self._images.settings,
             max_adapters=self.adapters.most,
             first_adapters=adapters,
@@ -236,8 +240,12 @@ class VLLM:
                 prompt = await self._images.prompt(ids, request.images)
             if request.cache_salt:
                 prompt["cache_salt"] = request.cache_salt.hex()
-            if (structure := fields.pop("structured_outputs", None)) is not None:
+            if (structure := fields.get("structured_outputs")) is not None:
                 await self._gate.check(request.tenant, structure)
+            if (reasoning := request.sampling.reasoning) is not None:
+                structure = after_reasoning(structure, reasoning, self._eos_ids)
+                await self._gate.check(request.tenant, structure)
+            if structure is not None:
                 fields["structured_outputs"] = StructuredOutputsParams(**structure)
             if self._engine.device == "cpu":
                 # vLLM's worker dies when it rewinds the generator of a chunk, which torch cannot do on CPUs.

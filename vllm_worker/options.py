@@ -37,6 +37,8 @@ _CONNECTORS = "kv_transfer_config", "kv_events_config"
 _SHORT = {"-q": "--quantization", "-tp": "--tensor-parallel-size", "-ep": "--enable-expert-parallel"}
 """vLLM's other names of options of Baton. The first one may have its value behind it: -qfp8."""
 _DRAFTS = "--speculative-config", "-sc"
+_REASONING = "--reasoning-parser"
+"""A grammar of Baton has the reasoning. vLLM would give it only what follows."""
 _OFFLOADING = "--kv-offloading-size", "--kv-offloading-backend"
 _OTHER_KV = {
     "--hf-overrides", "--hf-config-path", "--config-format", "--model-impl", "--model-class-overrides",
@@ -93,6 +95,8 @@ def _check_args(args: Sequence[str]) -> None:
             raise ValueError(f"--vllm-args: {arg}: its file may have options of Baton; give vLLM's here")
         if flag in (*map(_flag, _CONNECTORS), _PROCESSED):
             raise ValueError(f"--vllm-args: {arg} is Baton's own: leave it out")
+        if flag.startswith(_REASONING):
+            raise ValueError(f"--vllm-args: {arg}: give {_REASONING} to the router")
         if flag in _OFFLOADING:
             raise ValueError(f"--vllm-args: {arg}: vLLM would put its connector in the place of Baton's")
 

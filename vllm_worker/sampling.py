@@ -6,13 +6,13 @@ refused by name.
 
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import Any
 
-from baton.engine import EngineRequest, Logprobs, Output, PromptLogprobs, StructuredOutput
+from baton.engine import EngineRequest, Logprobs, Output, PromptLogprobs, Reasoning, StructuredOutput
 from baton.engine.api.request import PROMPT_PIECE
-from baton.grammars.compiler import WHITESPACE
+from baton.grammars.compiler import WHITESPACE, source
 
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 """Golden ratio: seeds of one request at different lengths have nothing in common."""
@@ -72,16 +72,44 @@ def _structure(structure: StructuredOutput) -> dict[str, str]:
     return {structure.kind: structure.text}
 
 
+def after_reasoning(
+    structure: dict[str, str] | None, reasoning: Reasoning, eos_ids: Collection[int]
+) -> dict[str, str]:
+    """Returns the fields of a grammar for the reasoning and what follows. None as `structure`: any tokens.
+
+    llguidance counts the tokens of a reasoning, and finds its end, by their numbers
+    (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md#special-tokens)."""
+    most, begin, end = reasoning.budget, reasoning.start_id, f"<[{reasoning.end_id}]>"
+    ends = {reasoning.end_id, *(eos_ids if structure is not None else ())}
+    other = f"<[^{','.join(map(str, sorted(ends)))}]>"
+    times = "*" if most is None else f"{{0,{most}}}"
+    start = f"{end} answer" if most == 0 else f"{other}{times} {end} answer"  # it reads no {0,0}
+    if begin is not None:
+        start = f"<[{begin}]> {start} | {f'<[^{begin}]> ' if structure is None else ''}answer"
+    return {"grammar": f"start: {start}\nanswer: {_rule(structure)}"}
+
+
+def _rule(structure: dict[str, str] | None) -> str:
+    """Returns the body of a rule in Lark. `structure`: of `after_reasoning`."""
+    if structure is None:
+        return "<[*]>*"
+    [(kind, text)] = structure.items()
+    if kind == "json":
+        return f"%json {text}"
+    if kind == "regex":
+        [lark] = json.loads(source(kind, text))["grammars"]
+        text = lark["lark_grammar"]
+    return f"%lark {{\n{text}\n}}"
+
+
 def _check(request: EngineRequest) -> None:
     params = request.sampling
-    reasoning = params.reasoning
-    if reasoning is not None and (params.structured_output is not None or reasoning.budget is not None):
-        raise ValueError("vLLM workers support neither a budget nor a structured output after reasoning")
     if request.output_ids:
         lost = {
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "structured_output": params.structured_output,
+            "reasoning": params.reasoning,
         }
         if names := [name for name, value in lost.items() if value]:
             raise ValueError(

@@ -144,6 +144,8 @@ def test_more_options_are_split_as_by_a_shell() -> None:
         engine_args(config(), "--kv-events-config '{}'")
     with pytest.raises(ValueError, match="--kv_offloading_size: vLLM would put its connector in the place"):
         engine_args(config(), "--kv_offloading_size 4")
+    with pytest.raises(ValueError, match="--reasoning-parser=qwen3: give --reasoning-parser to the router"):
+        engine_args(config(), "--reasoning-parser=qwen3")
     with pytest.raises(ValueError, match=r"mm-processor-cache-gb=4 is Baton's own"):
         engine_args(config(), "--mm-processor-cache-gb=4")
 

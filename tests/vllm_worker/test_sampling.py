@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+import random
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from baton.engine import EngineRequest, Logprobs, Reasoning, SamplingParams, StructuredOutput
-from baton.vllm_worker.sampling import logprobs_at, prompt_logprobs, sampling
+from baton.engine.grammar import Grammars
+from baton.vllm_worker.sampling import after_reasoning, logprobs_at, prompt_logprobs, sampling
+
+from .served import VOCABULARY, save_tokenizer
+
+EOS, START, END = (0, 7), 298, 299
+STRUCTURES = [
+    StructuredOutput("json_schema", '{"enum": ["{", "start: }", 3]}'),
+    StructuredOutput("regex", r"a/b|[/}]\/c\n?"),
+    StructuredOutput("grammar", 'start: "a" WORD? // the last\nWORD: /[{b]/'),
+    None,
+]
 
 
 def fields(output_ids: list[int] | None = None, *, only_first: bool = False, **params: Any) -> dict[str, Any]:
@@ -60,10 +75,65 @@ def test_what_depends_on_the_output_alone_does_not_go_on(name: str, value: Any) 
         fields([4], **{name: value})
 
 
-def test_reasoning_with_a_budget_is_refused_and_without_effect_is_not() -> None:
-    assert fields(reasoning=Reasoning(5))
-    with pytest.raises(ValueError, match="vLLM workers support neither a budget"):
-        fields(reasoning=Reasoning(5, budget=3))
+def test_a_reasoning_that_another_worker_began_does_not_go_on() -> None:
+    assert fields(reasoning=Reasoning(5, budget=3))
+    with pytest.raises(ValueError, match="reasoning: a vLLM worker cannot continue"):
+        fields([4], reasoning=Reasoning(5, budget=3))
+
+
+@pytest.fixture(scope="module")
+def spelled(tmp_path_factory: pytest.TempPathFactory) -> str:
+    save_tokenizer(at := tmp_path_factory.mktemp("tokenizer"), VOCABULARY)
+    return (at / "tokenizer.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def grammars(spelled: str) -> Iterator[Grammars]:
+    made = Grammars(lambda _: spelled, "tokenizer.json", VOCABULARY, EOS)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("budget", [None, 0, 3])
+@pytest.mark.parametrize("start", [None, START])
+@pytest.mark.parametrize("structure", STRUCTURES, ids=["json", "regex", "grammar", "none"])
+def test_a_reasoning_has_the_tokens_that_batons_engine_allows(
+    grammars: Grammars,
+    spelled: str,
+    structure: StructuredOutput | None,
+    start: int | None,
+    budget: int | None,
+) -> None:
+    tokenizer = LLTokenizer(spelled, n_vocab=VOCABULARY, eos_token=EOS[0])
+    reasoning = Reasoning(END, start, budget)
+    asked = EngineRequest(
+        b"r" * 16, [1], [], SamplingParams(structured_output=structure, reasoning=reasoning)
+    )
+    given = sampling(asked, only_first=False, scores_prompt=True).get("structured_outputs")
+    lark = after_reasoning(given, reasoning, EOS)["grammar"]
+    for seed in range(6):
+        rng, ids = random.Random(seed), array("i", [1])
+        expected, matcher = grammars.compile(asked), LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark))
+        while not expected.ready:
+            grammars.wait(1)
+        while len(ids) < 12:
+            masked, failed = grammars.allowed([(expected, ids)])
+            assert not failed
+            allowed = {*range(VOCABULARY)} if masked is None else _bits(masked[1])
+            found = _bits(np.frombuffer(matcher.compute_bitmask(), np.uint8))
+            assert found <= allowed
+            assert allowed - found <= {EOS[1]}, "after a structure llguidance knows one EOS"
+            likely = [each for each in (START, END) if each in allowed]
+            token = rng.choice(likely if likely and rng.random() < 0.4 else sorted(allowed))
+            if token in EOS:
+                break
+            ids.append(token)
+            assert matcher.consume_token(token)
+        expected.abandon()
+
+
+def _bits(mask: np.ndarray) -> set[int]:
+    return {*np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCABULARY]).tolist()}
 
 
 def test_structures_have_the_whitespace_of_batons_engine() -> None:
