@@ -69,7 +69,13 @@ def check_order(path: str, sent: list[dict[str, Any]], *, stream: bool) -> None:
     elif path == RESPONSES:
         assert [event["sequence_number"] for event in sent] == [*range(len(sent))]
         item = r"response.output_item.added (response.(?!output_item)\S+ )*response.output_item.done "
-        assert re.fullmatch(rf"response.created response.in_progress ({item})+response.completed", order)
+        said = sent[-1]["response"]
+        why = said["incomplete_details"]
+        end = "completed" if why is None else "incomplete"
+        assert re.fullmatch(rf"response.created response.in_progress ({item})+response.{end}", order)
+        if why is not None:
+            assert why["reason"] == "max_output_tokens"
+            assert said["usage"]["output_tokens"] == said["max_output_tokens"]
     else:
         assert sent[0]["choices"][0]["delta"]["role"] == "assistant"
         ends = [choice["finish_reason"] for event in sent for choice in event["choices"]]
