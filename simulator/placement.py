@@ -191,6 +191,7 @@ def simulate(
     machine: Machine = H200_8B,
     prefill_machine: Machine | None = None,
     policy: PrefillPolicy = sticky,
+    prefix_fetches: bool = True,
     changes: Sequence[Change] = (),
     slowness: Mapping[int, float] = MappingProxyType({}),
 ) -> PlacementOutcome:
@@ -205,7 +206,8 @@ def simulate(
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
     as `--max-num-seqs` and the gap target in fastest steps. `ttft_target`: in seconds. `splits`: whether the
     policy may split prompts. `machine`: of each worker. `prefill_machine`: of those that begin in the prefill
-    pool, if theirs is another one. `policy`: chooses prefill workers. `slowness`: how many times as long the
+    pool, if theirs is another one. `policy`: chooses prefill workers. `prefix_fetches`: as of a router.
+    `slowness`: how many times as long the
     steps of a worker take, by its row.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
@@ -234,6 +236,7 @@ def simulate(
     ]
     for router in seen_by:
         router.desk.policy = policy
+        router.desk.prefix_fetches &= prefix_fetches
     cluster = _Cluster(sessions, kind, engines, seen_by, clock, rng, outcome, warm_up, max_answer)
     cluster.run(prefills, at_a_time, flips, changes)
     return outcome

@@ -19,6 +19,11 @@ TOKENIZE_SECONDS = 1.4e-6
 Event = Callable[[], None]
 
 
+def idle_seconds(prompt: int) -> float:
+    """What clients wait for a first token beside the prompt itself, at idle workers."""
+    return OVERHEAD_SECONDS + prompt * TOKENIZE_SECONDS
+
+
 class Wakeable(Protocol):
     """A worker."""
 
@@ -104,7 +109,7 @@ class Request:
 
     def answered(self, now: float) -> Answer:
         """What the client has seen, with the last token."""
-        ttft = self.token_at - self.arrived + OVERHEAD_SECONDS + self.prompt * TOKENIZE_SECONDS
+        ttft = self.token_at - self.arrived + idle_seconds(self.prompt)
         gap = (now - self.token_at) / max(1, self.answer - 1)
         return Answer(self.first, self.prompt, self.cached, self.answer, ttft, gap)
 

@@ -4,11 +4,8 @@ A prompt is its length and the hashes of its 64-token chunks.
 """
 
 import random
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-
-from baton.kv_names import CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +16,8 @@ class Turn:
         tokens: of the prompt.
         chunks: a hash for each full chunk of the prompt, and of the answer if it has more than one token. Two
             prompts with an equal hash share all tokens up to the end of that chunk.
-        think: from the last token of this turn to the next turn, in units of `Setting.think` or in seconds.
-        answer: tokens. A pool of prefill workers computes one only.
+        think: seconds from the last token of this turn to the next turn.
+        answer: tokens. One token needs no decode worker.
     """
 
     tokens: int
@@ -44,12 +41,6 @@ class Session:
 
 
 Trace = Sequence[Session]
-
-
-def hit_tokens(turn: Turn, cached: Container[int]) -> int:
-    """The prompt tokens that a cache with these chunks saves. The last position is always computed."""
-    chunks = sum(1 for _ in takewhile(lambda chunk: chunk in cached, turn.chunks))
-    return min(chunks * CHUNK_TOKENS, turn.tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)

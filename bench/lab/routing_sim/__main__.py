@@ -23,21 +23,20 @@ Profiles: what each value of `--optimize` gives on 2 workers, with a load that t
 import itertools
 import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from baton.bench.lab.driver import Bench, Option, Run
 from baton.bench.lab.routing_sim.agents import add_agents
 from baton.bench.lab.routing_sim.baselines import POLICIES, Flips
-from baton.bench.lab.routing_sim.traces import multi_turn, size
+from baton.bench.lab.routing_sim.traces import Sized, multi_turn, size
 from baton.bench.report import Row
 from baton.cluster.options.optimize import PROFILES
+from baton.router.policy.prefill import PrefillPolicy
 from baton.simulator import placement
-from baton.simulator import split as shared_prompts
-from baton.simulator.placement_outcome import Quantiles
-from baton.simulator.prefill import Outcome, Setting, Simulation
-from baton.simulator.trace import Trace
+from baton.simulator.placement_outcome import PlacementOutcome, Quantiles
+from baton.simulator.step_worker import BUDGET
+from baton.simulator.steps import step_seconds
 from baton.steps.quantiles import percentile
 
 MAIN = 64
@@ -48,6 +47,8 @@ SHORT = {4: 0.4, MAIN: 0.3, 1_000: 0.12}
 """Share of the sessions of a short run."""
 AT_SCALE = ("sticky", "least_loaded")
 """Policies of a short run with 1,000 workers."""
+LEAVING = 4
+"""Workers that leave in the middle of a trace, and come back later."""
 SEED = 1
 LOADS = {
     (2000, 150): (8, 12, 22),
@@ -71,6 +72,8 @@ SPLIT_PROMPTS, SPLIT_SHORT = 600, 40
 """Prompts of each simulation, and of a short run."""
 SPLIT_GOALS = {"idle": (0.0, 0.34), "half": (0.5, 0.6)}
 """Share of the time of the workers that is used, and the goal beside one idle engine."""
+SPLIT_IDLE = 0.05
+"""Of the time of one worker, for prompts that come one after another."""
 SPLIT_BUSY = 0.8
 """The same share, at which no split may make p99 worse."""
 SWING, SWING_SECONDS = ((2000, 50, 28), (200, 500, 28)), 30.0
@@ -81,42 +84,48 @@ OPTIMIZED = {(2000, 150): (22, 80), (500, 500): (24, 80)}
 """As `LOADS`, for profiles. Two workers cannot serve 80 of these requests per second."""
 
 
-def cases(short: bool) -> Iterator[tuple[str, Trace, Setting, list[str]]]:
-    """Name, trace, setting and policies of each comparison."""
-
-    def sized(trace: Trace, workers: int) -> Setting:
-        routers, _, sessions = SCALES[workers]
-        return size(trace, workers=workers, routers=routers, sessions=sessions)
-
-    for workers, (_, sessions, _) in SCALES.items():
+def cases(short: bool) -> Iterator[tuple[str, int, Sized, list[placement.Change], list[str]]]:
+    """Name, workers, load, changes and policies of each comparison."""
+    for workers, (_, sessions, between) in SCALES.items():
         requests = round(6 * sessions * workers * (SHORT[workers] if short else 1))
         names = list(AT_SCALE if short and workers == max(SCALES) else POLICIES)
-        trace = multi_turn(requests, SEED)
-        yield f"multi_turn.w{workers}", trace, sized(trace, workers), names
+        load = size(multi_turn(requests, SEED), workers=workers, sessions=between)
+        yield f"multi_turn.w{workers}", workers, load, [], names
         if workers == MAIN:
-            changed = replace(sized(trace, workers), changes=[(0.5, -4), (0.7, 4)])
-            yield f"multi_turn.w{workers}.changes", trace, changed, ["sticky"]
+            last = load.sessions[-1][0]
+            changes = [
+                placement.Change(share * last, row, pool)
+                for share, pool in ((0.5, None), (0.7, "prefill"))
+                for row in range(LEAVING)
+            ]
+            yield f"multi_turn.w{workers}.changes", workers, load, changes, ["sticky"]
 
 
-def add_rows(run: Run, case: str, policy: str, outcome: Outcome) -> None:
-    name = f"routing_sim.{case}.{policy}"
-    run.add(Row(f"{name}.hits", outcome.hit_tokens / outcome.tokens, "of prompt tokens"))
+def prefilled(
+    workers: int, load: Sized, changes: Sequence[placement.Change], policy: PrefillPolicy
+) -> PlacementOutcome:
+    """Serves requests for one token with prefill workers."""
+    return placement.simulate(
+        load.sessions, "policy", warm_up=0.4, workers=workers, prefills=workers, routers=SCALES[workers][0],
+        seed=SEED, machine=load.machine, policy=policy, changes=changes,
+        prefix_fetches=False,
+    )  # fmt: skip
+
+
+def hits(outcome: PlacementOutcome) -> float:
+    return sum(a.cached for a in outcome.answers) / sum(a.prompt for a in outcome.answers)
+
+
+def add_rows(run: Run, case: str, policy: str, outcome: PlacementOutcome) -> None:
+    name, busy = f"routing_sim.{case}.{policy}", outcome.busy.values()
+    run.add(Row(f"{name}.hits", hits(outcome), "of prompt tokens"))
     run.add_median(f"{name}.ttft", outcome.ttft, "ms", scale=1e3)
-    run.add(Row(f"{name}.imbalance", max(outcome.busy) / statistics.mean(outcome.busy), "max busy / mean"))
-    if outcome.turns:
-        run.add(Row(f"{name}.moved", outcome.moved / outcome.turns, "of later turns"))
-    run.add(Row(f"{name}.decisions", outcome.decisions / outcome.deciding, "/s"))
+    run.add(Row(f"{name}.imbalance", max(busy) / statistics.mean(busy), "max busy / mean"))
 
 
-def bound(outcome: Outcome) -> float:
-    return outcome.bound_tokens / outcome.tokens
-
-
-def add_bounds(run: Run, sticky: Outcome, least_loaded: Outcome) -> None:
+def add_bounds(run: Run, sticky: PlacementOutcome, least_loaded: PlacementOutcome) -> None:
     """The rows that have goals."""
-    run.add(Row("routing_sim.hits.bound", bound(sticky), "of prompt tokens"))
-    hits = sticky.hit_tokens / sticky.tokens
-    run.add(Row("routing_sim.hits.sticky", hits, "of prompt tokens", goal=0.45, better="higher"))
+    run.add(Row("routing_sim.hits.sticky", hits(sticky), "of prompt tokens", goal=0.45, better="higher"))
     p99, base = (1e3 * percentile(o.ttft, 0.99) for o in (sticky, least_loaded))
     name = "routing_sim.ttft_p99.vs_least_loaded"
     run.add(Row(name, p99, "ms", ratio=p99 / base, ratio_to="least loaded", goal=1.0))
@@ -204,19 +213,35 @@ def add_profiles(run: Run) -> None:
             run.add(Row(f"{case}.output", requests * answer / outcome.seconds, "tokens/s"))
 
 
+def alone_seconds(tokens: int) -> float:
+    """Time in which one idle worker computes a prompt."""
+    starts = range(0, tokens, BUDGET)
+    return sum(step_seconds(0, 0, [(min(BUDGET, tokens - start), start)]) for start in starts)
+
+
+def shared(tokens: int, load: float, workers: int, prompts: int, *, splits: bool) -> list[float]:
+    """First tokens of prompts that take the share `load` of the time of so many prefill workers. A fifth as
+    many more workers decode the second token."""
+    decodes = max(1, workers // 5)
+    rate = 2 * load * workers / alone_seconds(tokens) / (workers + decodes)
+    return placement.simulate(
+        placement.Load(tokens, 2, rate), "policy", requests=prompts, workers=workers + decodes,
+        prefills=workers, seed=SEED, splits=splits,
+    ).ttft  # fmt: skip
+
+
 def add_split(run: Run) -> None:
+    prompts = SPLIT_SHORT if run.short else SPLIT_PROMPTS
     for workers, tokens in itertools.product((4, MAIN, 1_000), (30_000, 128_000)):
-        alone = shared_prompts.alone_seconds(tokens)
+        alone = alone_seconds(tokens)
         for name, (load, goal) in SPLIT_GOALS.items():
-            prompts = SPLIT_SHORT if run.short else SPLIT_PROMPTS
-            ttft, _ = shared_prompts.simulate(tokens, load, workers=workers, splits=True, prompts=prompts)
+            ttft = shared(tokens, load or SPLIT_IDLE / workers, workers, prompts, splits=True)
             run.add_median(
                 f"routing_sim.split.{tokens}.{name}.w{workers}.ttft", ttft, "ms", scale=1e3,
                 ratio=statistics.median(ttft) / alone, ratio_to="one idle engine", goal=goal,
             )  # fmt: skip
-        busy = {"workers": workers, "prompts": SPLIT_SHORT if run.short else SPLIT_PROMPTS, "seed": SEED}
         split, base = (
-            percentile(shared_prompts.simulate(tokens, SPLIT_BUSY, splits=splits, **busy)[0], 0.99)
+            percentile(shared(tokens, SPLIT_BUSY, workers, prompts, splits=splits), 0.99)
             for splits in (True, False)
         )
         name = f"routing_sim.split.{tokens}.busy.w{workers}.ttft_p99"
@@ -224,9 +249,8 @@ def add_split(run: Run) -> None:
 
 
 def add_prefill(run: Run) -> None:
-    for case, trace, setting, names in cases(run.short):
-        outcomes = {name: Simulation(trace, POLICIES[name], setting).run() for name in names}
-        run.add(Row(f"routing_sim.{case}.bound", bound(outcomes["sticky"]), "of prompt tokens"))
+    for case, workers, load, changes, names in cases(run.short):
+        outcomes = {name: prefilled(workers, load, changes, POLICIES[name]) for name in names}
         for name, outcome in outcomes.items():
             add_rows(run, case, name, outcome)
         if case == f"multi_turn.w{MAIN}":

@@ -9,12 +9,13 @@ holds the whole history. Clients send a session id.
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import xxhash
 
 from baton.kv_names import CHUNK_TOKENS
-from baton.simulator.prefill import Setting
-from baton.simulator.steps import step_seconds
+from baton.simulator.steps import H200_8B, Machine, step_seconds
 from baton.simulator.trace import Session, Trace, Turn
 
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 8, 512
@@ -52,17 +53,29 @@ def h200(uncached: int, cached: int) -> float:
     return step_seconds(0, 0, [(uncached, cached)])
 
 
-def size(trace: Trace, *, workers: int, routers: int, sessions: float) -> Setting:
+class Sized(NamedTuple):
+    """Sessions with the times at which they begin, and the workers that they meet."""
+
+    sessions: list[tuple[float, Session]]
+    machine: Machine
+
+
+def size(trace: Trace, *, workers: int, sessions: float, seed: int = 1) -> Sized:
     """Chooses session rate and cache capacity, so that a trace means the same for any number of workers.
 
     `sessions`: how many, per worker, are between two turns. The think time follows from it."""
     seconds = sum(h200(turn.tokens, 0) for session in trace for turn in session.turns)
     rate = LOAD * workers * len(trace) / seconds
     pauses = sum(turn.think for session in trace for turn in session.turns[:-1])
-    think = sessions * workers * len(trace) / (rate * pauses)
+    think = sessions * workers * len(trace) / (rate * pauses) if pauses else 0.0
     longest = max(len(turn.chunks) for session in trace for turn in session.turns)
-    capacity = max(longest, round(_live_chunks(trace, rate, think, workers) / FULL))
-    return Setting(workers, routers, capacity, rate, think, h200)
+    capacity = max(longest + 2, round(_live_chunks(trace, rate, think, workers) / FULL))
+    rng, at, timed = random.Random(seed), 0.0, list[tuple[float, Session]]()
+    for session in trace:
+        at += rng.expovariate(rate)
+        turns = tuple(replace(turn, think=turn.think * think) for turn in session.turns)
+        timed.append((at, replace(session, turns=turns)))
+    return Sized(timed, replace(H200_8B, positions=-(-capacity // 2) * 2 * CHUNK_TOKENS))
 
 
 def _live_chunks(trace: Trace, rate: float, think: float, workers: int) -> float:

@@ -319,7 +319,8 @@ def _one_token(
         )
 
     def simulated(workers: int) -> Latency:
-        return prefill(of_prefill.prefill, workers=workers, rate=load.rate, tokens=load.input_len)
+        machine = of_prefill.machine(positions_of(load), load.gpu_memory_utilization, load.max_num_seqs)
+        return prefill(machine, workers=workers, rate=load.rate, tokens=load.input_len)
 
     workers = math.floor(load.rate * alone) + 1  # with fewer workers the queue grows without bound
     _check_size(workers, load)

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.cluster.options.optimize import PROFILES
-from baton.router.policy.prefill import PREFILL_POLICIES
 from baton.simulator.placement import simulate
 from baton.simulator.placement_outcome import Answer, PlacementOutcome
-from baton.simulator.prefill import Setting, Simulation, Speed
+from baton.simulator.requests import idle_seconds
 from baton.simulator.steps import Machine
-from baton.simulator.trace import Load, Session, Turn, arrivals
+from baton.simulator.trace import Load, Session, arrivals
 from baton.steps.quantiles import percentile
 
 SEED = 1
@@ -28,13 +27,13 @@ class Latency:
         return cls(percentile(values, 0.5), percentile(values, 0.99))
 
 
-def prefill(speed: Speed, *, workers: int, rate: float, tokens: int) -> Latency:
+def prefill(machine: Machine, *, workers: int, rate: float, tokens: int) -> Latency:
     """The time to the only token of each answer, with the router's policy and without prefix-cache hits."""
-    count = REQUESTS + PER_WORKER * workers
-    rng = random.Random(SEED)
-    sessions = [Session(rng.getrandbits(63), (Turn(tokens, (), 0.0),), 0) for _ in range(count)]
-    setting = Setting(workers, 1, 1, rate, 0.0, speed, warm_up=0.2, seed=SEED)
-    return Latency.of(Simulation(sessions, PREFILL_POLICIES["sticky"], setting).run().ttft)
+    sessions = requests_at(rate, tokens, 1, workers)
+    outcome = simulate(
+        sessions, "policy", warm_up=0.2, workers=workers, prefills=workers, seed=SEED, machine=machine
+    )
+    return Latency.of([seconds - idle_seconds(tokens) for seconds in outcome.ttft])
 
 
 @dataclass(frozen=True)
