@@ -161,14 +161,15 @@ class Engine:
     prefilled or held, and write those of a reserved one. Position p of a request is in slot
     block_table[p // block_size] * block_size + p % block_size.
 
-    Benches and tests also read `scheduler`, which plans steps, `runner`, which computes them, and `meters`.
+    Benches and tests also read `scheduler`, which plans steps, `runner`, which computes them, `meters`, and
+    `loaded`, which has the weights.
     """
 
     def __init__(self, config: EngineConfig, started: Started, hooks: Hooks) -> None:
         runner = started.runner
         self.model_fingerprint = started.model_fingerprint
         self.content_root = started.content_root(started.model_fingerprint)
-        self._root_of, self._loaded = started.content_root, started.loaded
+        self._root_of, self.loaded = started.content_root, started.loaded
         self.numerics = started.numerics
         self.tokenizer = tokenizer_source(config, started.source)
         """The file or directory that has the tokenizer."""
@@ -452,7 +453,7 @@ class Engine:
         others = None if followers is None else followers.stage(path)
 
         def stage() -> NewWeights:
-            new = self._loaded.stage(path)
+            new = self.loaded.stage(path)
             if others is not None:
                 others()
             return new

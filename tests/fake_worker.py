@@ -132,11 +132,11 @@ class FakeWorker(StandIn):
     @property
     def attached(self) -> bool:
         """Whether the stream of a router is open."""
-        return bool(self._outputs)
+        return bool(self.outputs)
 
     def report(self) -> None:
         """Sends `status` to all routers."""
-        for outputs in self._outputs:
+        for outputs in self.outputs:
             outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
     def change_cache(
@@ -152,7 +152,7 @@ class FakeWorker(StandIn):
         events = pb.CacheEvents(added=added, evicted=evicted)
         for tier, chunks in (tiers or {}).items():
             getattr(events, tier.name.lower()).extend(chunks)
-        for outputs in self._outputs & self._wanting_cache:
+        for outputs in self.outputs & self._wanting_cache:
             outputs.put_nowait(pb.WorkerMessage(cache=events))
 
     def _put_snapshot(self, outputs: Outputs) -> None:
@@ -204,7 +204,7 @@ class FakeWorker(StandIn):
             for attempt_id, task in self._attempts.items():
                 if not task.done():
                     task.cancel()
-                    for outputs in self._outputs:
+                    for outputs in self.outputs:
                         self._say_failed(outputs, attempt_id, pb.FAILURE_CODE_ABORTED)
         if request.pause == pb.PAUSE_STEPS:
             self._may_step.clear()
@@ -365,7 +365,7 @@ class FakeWorker(StandIn):
     def drop(self, prefill_id: bytes) -> None:
         """Drops a finished prefill that was not fetched, as a worker that needs its blocks."""
         self.lanes.of(prefill_id).good = False
-        for outputs in self._outputs:
+        for outputs in self.outputs:
             self._say_failed(outputs, prefill_id, pb.FAILURE_CODE_DROPPED)
 
     def _say_failed(self, outputs: Outputs, attempt_id: bytes, code: "pb.FailureCode") -> None:

@@ -274,7 +274,7 @@ class Turn:
         """The highest one, in requests/s. 0: even the lowest one that was tried misses."""
 
         async def holds(rate: float) -> bool:
-            return await self._holds(rate, [self._body() for _ in range(self._args.rated)])
+            return await self.holds(rate, [self._body() for _ in range(self._args.rated)])
 
         first, most = self._args.first_rate or FIRST * figures["limit"], MOST_SHARE * figures["limit"]
         rate = await highest(holds, first, most, self._args.halvings)
@@ -308,7 +308,7 @@ class Turn:
     def _body(self) -> dict[str, Any]:
         return self._client.body([self._pictures.next() for _ in range(IMAGES)])
 
-    async def _holds(self, rate: float, bodies: Sequence[dict[str, Any]]) -> bool:
+    async def holds(self, rate: float, bodies: Sequence[dict[str, Any]]) -> bool:
         """Whether p99 of the first tokens is within --ttft. Ends as soon as too many are late.
 
         Arrivals are random (Poisson), and the same for both sides.

@@ -239,6 +239,13 @@ class Admission:
         ahead = Ahead(self.uncached_tokens, self.waiting_for_decode, self.running)
         return self._wait.seconds(ahead, self.window(), self.clock())
 
+    def assert_whole(self) -> None:
+        """That nothing is counted when no request waits or runs."""
+        tokens = self.waiting_tokens, self.uncached_tokens, self._sent_tokens
+        assert not any(tokens), tokens
+        counts = self._keys_waiting, self.running, len(self.queue)
+        assert not any(counts), counts
+
     def reserve(self, account: Account, tokens: int, max_wait: float = math.inf) -> None:
         """Counts prompt tokens as waiting, of a request that may wait so many seconds. Raises Overloaded and
         RateLimited."""

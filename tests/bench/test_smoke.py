@@ -420,7 +420,7 @@ def test_overlap_says_whether_memory_is_elastic(elastic: bool | None, named: str
     )  # fmt: skip
     flags = [*overlap.flags(args), *overlap.on_gpus(args)]
     assert [check_flags(role, *flags)["elastic_memory"] for role in ("prefill", "decode")] == [elastic] * 2
-    assert overlap._transport(args) == f"overlap.tcp.bamba-9b{named}"
+    assert overlap.transport_label(args) == f"overlap.tcp.bamba-9b{named}"
 
 
 def test_gaps_are_not_measured_beside_a_stream_that_has_ended() -> None:
@@ -560,7 +560,7 @@ async def test_a_rate_misses_once_too_many_are_late(busy: int, silent: int, coun
             client = images.Client(session, [url], ["m"], seed=0)
             args = argparse.Namespace(ttft=50 if silent else 60000)
             turn = images.Turn(client, [url], images.Pictures(64, 64, seed=0), args)
-            assert await turn._holds(500.0, [client.body([], 1) for _ in range(count)]) == holds
+            assert await turn.holds(500.0, [client.body([], 1) for _ in range(count)]) == holds
         ended.set()
         server.shutdown()
 

@@ -163,7 +163,7 @@ def test_the_head_that_drafts_changes_too(tmp_path: Path, one_form: None) -> Non
     config = {"device": DEVICE, "num_blocks": 16, "speculative_config": SpeculativeConfig("mtp")}
     fresh, engine = load(after, **config), load(before, **config)
     engine.replace_weights(engine.stage_weights(str(after)), "1")
-    found = pairs(engine._loaded.drafter, fresh._loaded.drafter)
+    found = pairs(engine.loaded.drafter, fresh.loaded.drafter)
     same = [torch.equal(*(x.to_dense() if x.is_mkldnn else x for x in (a, b))) for _, a, b in found]
     assert same
     assert all(same)

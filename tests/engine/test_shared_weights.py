@@ -148,7 +148,7 @@ def test_the_next_engine_has_the_memory_of_the_one_before(
         assert access(shared[0]) == access(shared[1]) == {"r--s"}
     for each, engine in zip(shared, (first, second), strict=True):
         assert not each.apart_bytes
-        assert all(has(each, weight) for weight in tensors(engine._loaded.model, without=Ranks()))
+        assert all(has(each, weight) for weight in tensors(engine.loaded.model, without=Ranks()))
     assert shared[0].nbytes == shared[1].nbytes
     pages = [each._bytes_at(each._address + 512, each.nbytes - 512) for each in shared]
     with shared[0].writing():
@@ -167,7 +167,7 @@ def test_no_memory_is_taken_twice(
 ) -> None:
     """Not by views of one tensor, nor beside the weights."""
     engine = tiny_engine(kept_files=[memory], **SETTINGS)
-    weights = [*tensors(engine._loaded.model)]
+    weights = [*tensors(engine.loaded.model)]
     size = sum(-(-(x.numel() * x.element_size()) // 512) * 512 for x in weights)
     assert shared[0].nbytes <= size + 64 * shared[0]._page_bytes
 
@@ -285,7 +285,7 @@ def test_the_encoder_of_images_has_the_memory_of_the_one_before(
         assert engine.encoder is not None
         tower = engine.encoder._encode.__self__._model  # pyrefly: ignore[missing-attribute]
         assert all(has(each, weight) for weight in tower.parameters())
-        assert all(has(each, weight) for weight in engine._loaded.tower.values())
+        assert all(has(each, weight) for weight in engine.loaded.tower.values())
     if load_format == "auto":
         path = trained(tiny_of(kind), tmp_path)
         new = seen(tiny_engine(**settings | {"model": str(path)}))

@@ -65,7 +65,7 @@ class Adapting(FakeWorker):
         del self.loaded[message.fingerprint]
 
     def broadcast(self, message: pb.WorkerMessage) -> None:
-        for outputs in self._outputs:
+        for outputs in self.outputs:
             outputs.put_nowait(message)
 
     async def Describe(

@@ -136,9 +136,7 @@ class Router:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
-        assert self.admission.waiting_tokens == self.admission._sent_tokens == 0
-        assert self.admission.uncached_tokens == 0
-        assert len(self.admission.queue) == 0
+        self.admission.assert_whole()
 
     def ask(
         self,
@@ -459,7 +457,7 @@ def test_generations_that_end_during_a_turn_do_not_start():
         for generation in generations:
             generation.turn.wait(generation.on_turn)
     assert started == ["0"]
-    assert (admission.waiting_tokens, admission._sent_tokens, len(admission.queue)) == (0, 0, 0)
+    admission.assert_whole()
 
 
 def test_the_requests_of_a_key_are_limited():

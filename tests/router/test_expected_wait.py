@@ -73,8 +73,7 @@ def router() -> Iterator[Router]:
     made = Router()
     yield made
     made._stack.close()
-    assert made.admission.waiting_tokens == made.admission.uncached_tokens == made.admission.running == 0
-    assert made.admission._keys_waiting == 0
+    made.admission.assert_whole()
 
 
 def test_agents_that_start_together_are_not_refused(router: Router):
@@ -195,7 +194,7 @@ def test_a_key_with_little_waiting_does_not_wait_for_a_key_with_much():
         router.ask(160_000, other, max_wait=5.0)
         assert router.refused(1, other, max_wait=1.5) == 4, "two of its own, and two of the flood"
         router.refused(1, flood)
-    assert router.admission.waiting_tokens == router.admission._keys_waiting == 0
+    router.admission.assert_whole()
 
 
 def test_the_wait_of_a_key_counts_the_uncached_tokens_of_each():
@@ -210,7 +209,7 @@ def test_the_wait_of_a_key_counts_the_uncached_tokens_of_each():
         with pytest.raises(RateLimited, match=r"the request would wait about 60\.2 s"):
             router.ask(1, fresh)
         router.ask(200_000, sessions, max_wait=1.0).computes(1000)
-    assert router.admission.uncached_tokens == router.admission._keys_waiting == 0
+    router.admission.assert_whole()
     assert sessions.uncached_tokens == fresh.uncached_tokens == 0
 
 

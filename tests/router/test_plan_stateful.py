@@ -420,11 +420,10 @@ class Life:
         entering.__exit__(None, None, None)
         assert not any(worker.attempts for worker in self.works)
         assert (pool.desk.promised_slots, pool.desk.promised_positions) == (0, 0)
-        assert (self.account.running, self.account.positions, self.admission.waiting_tokens) == (0, 0, 0)
-        assert self.admission.uncached_tokens == 0
-        assert not len(self.admission.queue)
+        assert (self.account.running, self.account.positions) == (0, 0)
+        self.admission.assert_whole()
         for worker, works in self.works.items():
-            assert not worker.attached or pool.desk.loads._worker(worker.row).router_tokens == 0
+            assert not worker.attached or pool.desk.loads.router_tokens(worker.row) == 0
             assert not works or not worker.attached, "each reservation has ended at its worker, too"
 
 

@@ -67,7 +67,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     before = await routers.processes()
     titles = [process.cmdline()[0] for process in (parent, *map(psutil.Process, before.values()))]
     assert titles == ["baton: router 4", "baton: router 4.0", "baton: router 4.1"]
-    assert len(routers.prefill._outputs) == 2, "each process has its own stream"
+    assert len(routers.prefill.outputs) == 2, "each process has its own stream"
 
     for path, key, status in (("/get_world_size", "trainer", 200), ("/get_world_size", KEY, 401)):
         headers = {"Authorization": f"Bearer {key}"}
@@ -203,7 +203,7 @@ async def test_a_process_that_starts_after_an_admin_call_reaches_the_workers(sta
             return status["router"]["ready"] and pids.get(number, pid) != pid
 
         await routers.until(is_back)
-    await routers.prefill.until(lambda worker: len(worker._outputs) == 2)
+    await routers.prefill.until(lambda worker: len(worker.outputs) == 2)
 
 
 async def test_each_process_has_its_own_view_of_the_workers(start: Callable[..., Any]):
@@ -225,7 +225,7 @@ async def test_each_process_has_its_own_view_of_the_workers(start: Callable[...,
 
     await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 3)
     for worker in routers.prefills:
-        await worker.until(lambda worker: len(worker._outputs) == len(worker._wanting_cache) == 3)
+        await worker.until(lambda worker: len(worker.outputs) == len(worker._wanting_cache) == 3)
     [home] = await went_to()
     other = routers.prefills[1 - home]
     other.change_cache(chunks)

@@ -100,7 +100,7 @@ async def change(worker: Trained, context: Any = None) -> None:
     worker.weights = NEWEST
     described = await worker.Describe(pb.DescribeRequest(), context)
     described.ClearField("status")
-    for outputs in worker._outputs:
+    for outputs in worker.outputs:
         outputs.put_nowait(pb.WorkerMessage(description=described))
 
 

@@ -69,7 +69,7 @@ async def test_a_retired_worker_that_refuses_its_last_attempt_is_closed(cluster:
     await cluster.until(lambda: bool(pool._retired))
     decode_id = decode.submitted[0].decode.decode_id
     refusal = pb.AttemptFailed(attempt_id=decode_id, code=pb.FAILURE_CODE_NO_ROOM)
-    for outputs in decode._outputs:
+    for outputs in decode.outputs:
         outputs.put_nowait(pb.WorkerMessage(failed=refusal))
     await cluster.until(lambda: not pool._retired)
     request.cancel()
@@ -234,7 +234,7 @@ async def test_an_unknown_finish_reason_ends_the_request(cluster: Cluster):
         token_id=cluster.output_ids[1],
         finish_reason=cast("pb.FinishReason", 99),
     )
-    for outputs in decode._outputs:
+    for outputs in decode.outputs:
         outputs.put_nowait(pb.WorkerMessage(step=pb.StepOutput(tokens=[event])))
     result = await request
     assert result["choices"][0]["finish_reason"] == "length"

@@ -138,14 +138,32 @@ async def test_a_client_reads_the_tokens_of_transformers(
         assert leaks_when_idle(cluster.url) == {}
 
 
-async def test_an_encoder_is_killed_while_a_request_waits_for_its_image(tmp_path: Path) -> None:
-    model = tmp_path / "model"
+def answer_of(model: Path, picture: np.ndarray) -> list[int]:
+    """The tokens of transformers for `ask_about`. Saves the model."""
     reference = save_tiny(model, "Qwen3VL")
     save_seeing_tokenizer(model)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    picture = np.random.default_rng(6).integers(0, 256, (24, 40, 3), dtype=np.uint8)
     before, after = (tokenizer.encode(part, add_special_tokens=False).ids for part in ("Look:", "which?"))
-    ids = [*before, *[IMAGE_TOKEN] * 15, *after]
+    return expected_of(reference, model, [*before, *[IMAGE_TOKEN] * 15, *after], [picture], TOKENS)
+
+
+async def ask_about(client: openai.AsyncOpenAI, picture: np.ndarray) -> list[int]:
+    messages: Any = [{"role": "user", "content": content_of("Look:", picture, "which?")}]
+    answer = await client.chat.completions.create(
+        model="vl",
+        messages=messages,
+        max_tokens=TOKENS,
+        temperature=0.0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    [choice] = answer.choices
+    return (choice.model_extra or {})["token_ids"]
+
+
+async def test_an_encoder_is_killed_while_a_request_waits_for_its_image(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    picture = np.random.default_rng(6).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    expected = answer_of(model, picture)
     named = ["--model", str(model), "--served-model-name", "vl"]
     with LocalCluster(
         tmp_path, prefill=1, decode=1, encode=1, worker_flags=[*FLAGS, *named], router_flags=named
@@ -153,26 +171,13 @@ async def test_an_encoder_is_killed_while_a_request_waits_for_its_image(tmp_path
         [encoder] = cluster.of("encode")
         encoder.hang("engine")
         async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
-            messages: Any = [{"role": "user", "content": content_of("Look:", picture, "which?")}]
-            asked = asyncio.create_task(
-                client.chat.completions.create(
-                    model="vl",
-                    messages=messages,
-                    max_tokens=TOKENS,
-                    temperature=0.0,
-                    extra_body={"ignore_eos": True, "return_token_ids": True},
-                )
-            )
+            asked = asyncio.create_task(ask_about(client, picture))
             text: Any = [{"role": "user", "content": "Look"}]
             # Requests without images need no encoder.
             await client.chat.completions.create(model="vl", messages=text, max_tokens=3)
             assert not asked.done()
             encoder.kill("engine")
-            answer = await asked
-            [choice] = answer.choices
-            assert (choice.model_extra or {})["token_ids"] == expected_of(
-                reference, model, ids, [picture], TOKENS
-            )
+            assert await asked == expected
             assert len(encoder.lives) == 2
         assert leaks_when_idle(cluster.url) == {}
 
@@ -180,12 +185,8 @@ async def test_an_encoder_is_killed_while_a_request_waits_for_its_image(tmp_path
 async def test_an_engine_asks_for_an_image_that_the_one_before_it_had(tmp_path: Path) -> None:
     """A router sends pixels once, since workers keep embeddings by name."""
     model = tmp_path / "model"
-    reference = save_tiny(model, "Qwen3VL")
-    save_seeing_tokenizer(model)
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     picture = np.random.default_rng(6).integers(0, 256, (24, 40, 3), dtype=np.uint8)
-    before, after = (tokenizer.encode(part, add_special_tokens=False).ids for part in ("Look:", "which?"))
-    ids = [*before, *[IMAGE_TOKEN] * 15, *after]
+    expected = answer_of(model, picture)
     named = ["--model", str(model), "--served-model-name", "vl"]
     flags = [*FLAGS, *named, "--replace-engine", "--advanced.no-standby"]
     with LocalCluster(
@@ -199,19 +200,9 @@ async def test_an_engine_asks_for_an_image_that_the_one_before_it_had(tmp_path: 
                 assert time.monotonic() < end
                 time.sleep(0.1)
 
-        expected = expected_of(reference, model, ids, [picture], TOKENS)
         async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
-            messages: Any = [{"role": "user", "content": content_of("Look:", picture, "which?")}]
             for life in range(3):
-                answer = await client.chat.completions.create(
-                    model="vl",
-                    messages=messages,
-                    max_tokens=TOKENS,
-                    temperature=0.0,
-                    extra_body={"ignore_eos": True, "return_token_ids": True},
-                )
-                [choice] = answer.choices
-                assert (choice.model_extra or {})["token_ids"] == expected
+                assert await ask_about(client, picture) == expected
                 if life == 1:
                     await asyncio.to_thread(encoded, 1)
                     worker.kill("engine")

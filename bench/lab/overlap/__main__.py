@@ -200,7 +200,7 @@ async def _gaps(background: Background, tokens: int, number: int) -> tuple[list[
     return quiet, await injected_gaps(background, tokens, PERIOD_S, seed)
 
 
-def _transport(args: Namespace) -> str:
+def transport_label(args: Namespace) -> str:
     sizes = args.prefill_ranks, args.decode_ranks
     transport = f"overlap.{args.kv_connector}"
     transport += "" if sizes == (1, 1) else ".{}to{}".format(*sizes)
@@ -211,7 +211,7 @@ def _transport(args: Namespace) -> str:
 
 
 def report_rows(run: Run, tokens: int, runs: Runs, trace: Trace) -> None:
-    on_cpu, prefix = not run.on_gpus, f"{_transport(run.args)}.n{tokens}"
+    on_cpu, prefix = not run.on_gpus, f"{transport_label(run.args)}.n{tokens}"
     idle = runs.streamed[0]
     alones = [trace.joined[i].fetch_seconds for i in runs.alones]
     exposed = [trace.joined[r.decode_id].at - trace.first_token[r.prefill_id] for r in idle]
@@ -241,7 +241,7 @@ def report_rows(run: Run, tokens: int, runs: Runs, trace: Trace) -> None:
 
 
 def report_long(run: Run, long: dict[int, list[Handover]], trace: Trace) -> None:
-    transport = _transport(run.args)
+    transport = transport_label(run.args)
     for length, requests in long.items():
         name = f"{transport}.long.n{length}"
         run.add(Row(f"{name}.ttft", median_ms(each.ttft for each in requests), "ms"))

@@ -83,7 +83,7 @@ class Large(StandIn):
     async def report(self) -> None:
         while True:
             await asyncio.sleep(REPORT_S)
-            for outputs in self._outputs if reporting.value else ():
+            for outputs in self.outputs if reporting.value else ():
                 outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
     async def Describe(

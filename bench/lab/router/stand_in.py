@@ -64,7 +64,7 @@ class StandIn:
             prefill_tokens_per_s=1e9,  # it answers at once
         )
         self._step: asyncio.Future[None] | None = None
-        self._outputs: set[Outputs] = set()
+        self.outputs: set[Outputs] = set()
         self._attempts: dict[bytes, asyncio.Task[None]] = {}
         self._server: Server | None = None
 
@@ -109,10 +109,10 @@ class StandIn:
                     yield message
         finally:
             reading.cancel()
-            self._outputs.discard(outputs)
+            self.outputs.discard(outputs)
 
     def _attached(self, outputs: Outputs) -> None:
-        self._outputs.add(outputs)
+        self.outputs.add(outputs)
 
     async def _read(
         self,
