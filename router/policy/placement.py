@@ -160,8 +160,6 @@ class Offer:
             return answer * gaps
         prompt = pace.model.prefill(round(self.mean_prompt), pace.position)
         later = then.stretch - now.stretch
-        if prompt > 0:
-            later += JOIN_STEPS * (then.step - now.step) / prompt
         if not pace.decodes:  # its first step may compute prompts only
             gaps += request_gap_cost * busy * min(prompt, pace.model.prompt_seconds[-1]) / answer
         slower = busy * answer * gap * later / (1 - min(MOST_BUSY, busy * then.stretch))

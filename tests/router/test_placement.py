@@ -106,7 +106,7 @@ def test_decoding_costs_gaps_beyond_a_short_step_and_prompts_that_become_slower(
     gap = 0.010 / (1 - 0.2)
     assert busy.decode_cost() == pytest.approx(0.2 / 0.006 * gap * (GAP - SHORT) / GAP)
     first = changed(busy, decodes=0, gap_cost=0.0)
-    later = (16 / 6 - 1) + 2 * 0.010 / 0.1
+    later = 16 / 6 - 1
     slower = 0.2 * 150 * gap * later / (1 - 0.2 * 16 / 6)
     assert first.decode_cost() == pytest.approx(busy.decode_cost() + slower + 0.2 * 0.1 / 150 / GAP)
 
