@@ -271,8 +271,8 @@ def queue_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the routers of the measured runs. Today's take short prompts before long ones."""
     push = FairQueue[None, Request].push
 
-    def pushed(queue, key, rank, item, *, tokens):
-        return push(queue, key, rank, item)
+    def pushed(queue, key, rank, item, ticket=None, order=0, *, tokens, lane):
+        return push(queue, key, rank, item, ticket, order, lane=lane)
 
     monkeypatch.setattr(FairQueue, "push", pushed)
 

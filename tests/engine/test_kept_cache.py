@@ -516,8 +516,8 @@ def test_what_came_back_from_a_tier_is_kept(
         assert exchange is not None
         chunks = names_of(first, turn, chunks=True)
         assert exchange.bring(chunks, 0, lambda: come.append(True))
-        pump()
-        assert come
+        while not come:  # A GPU beside other tests needs longer for its copies.
+            pump()
     assert first.stats().offload[0].loaded_tokens == 64
     settle(first)
     second = tiny_engine(kept_files=[memory], **settings)

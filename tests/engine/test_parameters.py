@@ -10,6 +10,7 @@ import pytest
 
 from baton.engine import Engine, EngineRequest
 from baton.rpc import worker_pb2 as pb
+from baton.vllm_worker.sampling import after_reasoning
 from baton.vllm_worker.sampling import sampling as fields_of_vllm
 from baton.worker.requests import engine_request
 from baton.worker.service_process.validation import Limits, submission
@@ -90,7 +91,11 @@ def test_it_changes_what_vllm_is_asked(name: str) -> None:
 
     def asked(parameters: dict[str, Any]) -> Any:
         try:
-            return fields_of_vllm(received(parameters), only_first=False, scores_prompt=True)
+            request = received(parameters)
+            fields = fields_of_vllm(request, only_first=False, scores_prompt=True)
+            if (reasoning := request.sampling.reasoning) is not None:
+                fields |= after_reasoning(fields["structured_outputs"], reasoning, [EOS])
+            return fields
         except ValueError as error:
             return str(error)
 

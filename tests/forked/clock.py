@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 
-VARIABLE = "BATON_TEST_CLOCK"
+VARIABLE = "TEST_CLOCK"
 """The environment variable that names its memory."""
 
 

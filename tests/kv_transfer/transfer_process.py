@@ -16,6 +16,7 @@ import pytest
 
 import baton.kv_transfer as kv
 from baton.kv_transfer import spawn, staging
+from baton.processes import spawn as spawning
 from tests.forked import ForkedPopen
 from tests.forked.clock import VARIABLE, Clock
 from tests.within import WITHIN
@@ -72,7 +73,7 @@ class TransferProcess:
         }  # fmt: skip
         settings = default | config
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(spawn, "subprocess", SimpleNamespace(Popen=self.popen, PIPE=subprocess.PIPE))
+            patch.setattr(spawning, "subprocess", SimpleNamespace(Popen=self.popen, PIPE=subprocess.PIPE))
             patch.setenv(VARIABLE, self.clock.path)
             self.process = kv.spawn_transfer(
                 kv.TransferConfig(

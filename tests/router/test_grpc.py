@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.router.admission.keys import ApiKey
+from baton.router.policy import desk
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.workers import pool
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.stubs import InferenceStub
 from tests.within import WITHIN
@@ -161,7 +161,7 @@ async def test_the_deadline_of_the_call_limits_the_request(cluster: Cluster):
 async def test_keys_deadlines_and_overload(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(pool, "WINDOW_SECONDS", 0.0)
+    monkeypatch.setattr(desk, "WINDOW_SECONDS", 0.0)
     async with make_cluster(tokenizer, tmp_path, api_keys=(ApiKey.of("one", "key-one"),)) as cluster:
         prefill, decode = cluster.prefills[0], cluster.decodes[0]
         await prefills_at(cluster, 2.0)

@@ -141,9 +141,9 @@ def test_an_encoder_that_serves_as_many_as_it_can_is_asked_again(pair: Pair) -> 
 
 @pytest.mark.parametrize("last", [b"one", b"many"])
 def test_tenants_take_turns_when_memory_is_short(pair: Pair, last: bytes) -> None:
-    """There is memory for two images of this size, and no more comes before the encoder goes on. The first
+    """There is memory for two images of this size. Some more may come before the last tenant asks. The first
     turn of an image is that of any tenant that wants it."""
-    tenants = [b"many"] * 6 + [last]
+    tenants = [b"many"] * 12 + [last]
     images, came = [next(names) for _ in tenants], list[int]()
     for name in images:
         pair.encode(name, 1, 1000)
@@ -157,7 +157,7 @@ def test_tenants_take_turns_when_memory_is_short(pair: Pair, last: bytes) -> Non
         future.add_done_callback(lambda _, number=number: came.append(number))
     for future in futures:
         pair.until(future)
-    assert came.index(len(images) - 1) <= 2, f"only what was under way is before it: {came}"
+    assert came.index(len(images) - 1) <= 6, f"only what was under way is before it: {came}"
     pair.settle()
 
 
