@@ -190,7 +190,9 @@ class TierMachine(RuleBasedStateMachine):
         worker = self.worker
         worker.scheduler.lives.pool.assert_consistent()
         worker.tier.assert_consistent()
-        pool = worker.scheduler.lives.pool
+        pool, cache = worker.scheduler.lives.pool, worker.scheduler.lives.cache
+        assert cache is not None
+        cache.settle()  # an eviction is reported when the cache reads it
         known = {name for name in worker.observed.names if pool.lookup([name]) or name in worker.tier}
         assert known == worker.observed.names, "a name that was reported is in no tier"
         assert pool.cached <= len(known)
