@@ -276,7 +276,7 @@ def test_runs_routing_sim(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run("routing_sim", "--short")
     assert "routing_sim.agents4.tokens.vs_colocated" in rows
     assert "routing_sim.trace.latency_p90.vs_colocated" in rows
-    assert {"routing_sim.multi_turn.w8.changes.sticky.hits", "routing_sim.multi_turn.w4.bound"} <= {*rows}
+    assert "routing_sim.multi_turn.w8.changes.sticky.hits" in rows
     assert rows["routing_sim.placement.500_500.6.w2.ttft_p99"] > 0
 
 
