@@ -335,7 +335,9 @@ async def test_a_child_lists_many_items_within_the_limits_of_the_key(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Each item would become an object, and all of them would hold up the event loop."""
-    monkeypatch.setattr(child.Preparation, "prepare", lambda *_: pytest.fail("the router itself reads the items"))
+    monkeypatch.setattr(
+        child.Preparation, "prepare", lambda *_: pytest.fail("the router itself reads the items")
+    )
     keys = (ApiKey.of("one", "k", max_requests=1),)
     many: Any = [{"role": "user", "content": str(number)} for number in range(1000)]
     async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster, client(cluster, "k") as api:
