@@ -32,7 +32,8 @@ from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.rundir import Janitor, RunDir
 from baton.cluster.supervision.runner import Gpus, LocalRole
 from baton.cluster.supervision.supervisor import Supervisor
-from baton.processes.tree import StopSignals, adopt_orphans, end_descendants, reap_orphans
+from baton.processes.children import adopt_orphans
+from baton.processes.tree import StopSignals, end_descendants, reap_orphans
 from baton.system.directories import make_directory
 
 CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end

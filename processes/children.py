@@ -10,7 +10,9 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def report(ready_fd: int | None, message: Mapping[str, Any], *, last: bool = False) -> None:
@@ -32,6 +34,13 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if parent_pid not in (None, os.getppid()):
         os._exit(1)
+
+
+def adopt_orphans(adopts: bool = True) -> None:
+    """Makes this process the parent of every descendant whose own parent dies. False: no longer."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 async def process_end(pid: int) -> None:

@@ -8,7 +8,6 @@ goes on when the helper ends.
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -20,13 +19,12 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from baton.processes.children import Adopted, die_with_parent
+from baton.processes.children import Adopted, adopt_orphans, die_with_parent
+from baton.processes.liveness import HANG_SECONDS
 from baton.processes.spawn import spawn
 
-HANG_SECONDS = 60.0
 _ADOPTED_WITHIN = 10.0
 _MOST_FDS = 16
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Forks:
@@ -89,12 +87,11 @@ class Forks:
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
     """This process becomes the parent of its descendants that lose theirs."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     try:
         yield
     finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        adopt_orphans(False)
 
 
 # ------------------------------------------------------------ the helper

@@ -7,6 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+HANG_SECONDS = 60.0
+"""Without a reply for so long, a helper or its child hangs, and is killed. A limit of CPU time does not end a
+process that sleeps."""
+
 
 @dataclass
 class Silence:

@@ -6,7 +6,6 @@ its own tree, which it reads from /proc.
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -19,9 +18,6 @@ from typing import Any
 import psutil
 
 from baton.processes.children import die_with_parent
-
-_PR_SET_CHILD_SUBREAPER = 36
-
 
 # ------------------------------------------------------------ roles and their supervisor
 
@@ -38,13 +34,6 @@ def tie_to_parent(ready_fd: int) -> None:
     if any(events & select.POLLERR for _, events in poll.poll(0)):
         sys.exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-
-
-def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent dies, so that it can end all."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 # ------------------------------------------------------------ signals
@@ -108,7 +97,7 @@ def own_age() -> float:
 
 
 def reap_orphans() -> None:
-    """Makes the running event loop reap the orphans that this process adopts (`adopt_orphans`).
+    """Makes the running event loop reap the orphans that this process adopts (`children.adopt_orphans`).
 
     A child that this process started leads its own process group, and the code that started it waits for it.
     An orphan is a member of another group.

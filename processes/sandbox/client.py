@@ -19,6 +19,7 @@ import numpy as np
 
 from baton.processes import children
 from baton.processes.keep import keep
+from baton.processes.liveness import HANG_SECONDS
 from baton.processes.restarts import RestartPolicy
 from baton.processes.sandbox.helper import LENGTH
 from baton.processes.spawn import spawn
@@ -26,9 +27,6 @@ from baton.processes.spawn import spawn
 log = logging.getLogger(__name__)
 
 Frame = bytes | bytearray
-HANG_SECONDS = 60.0
-"""Without a reply for so long, a child hangs, and is killed. Its limit of CPU time does not end a child that
-sleeps."""
 _DYING_SECONDS = 1.0
 _RESTART_SECONDS = 0.5
 _CHECK_SECONDS = 10.0

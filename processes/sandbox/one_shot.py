@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from io import BufferedReader
 from typing import NamedTuple
 
+from baton.processes.liveness import HANG_SECONDS
 from baton.processes.sandbox.helper import LENGTH
 from baton.processes.spawn import spawn
 
-HANG_SECONDS = 60.0
 _RETRY_SECONDS = 0.05
 
 

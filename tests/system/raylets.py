@@ -18,7 +18,7 @@ from baton.system.python_path import PACKAGES
 _CONTROL = """
 import json, os, secrets, sys, threading
 from pathlib import Path
-from baton.processes.tree import adopt_orphans
+from baton.processes.children import adopt_orphans
 from baton.system.python_path import PACKAGES
 from baton.processes.tree import end_descendants
 
