@@ -68,9 +68,9 @@ class Trained(FakeWorker):
     async def ReplaceWeights(
         self, commands: AsyncIterator[pb.WeightsCommand], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WeightsReport]:
-        if self.missing:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.missing)
         weights = (await anext(commands)).stage
+        if self.missing:  # after the read, as real workers: an earlier status is lost at times (grpc#36066)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.missing)
         self.peer, self.wanted = weights.peer, weights.fingerprint
         weights.ClearField("peer")
         weights.ClearField("fingerprint")
