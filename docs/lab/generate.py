@@ -5,7 +5,7 @@ A run file is what `bench.report.Report` writes (`--json`). Among its keys are:
     section: page and section that show the run, such as `tables#one-engine`.
     card: name of the card, or null for a run on a CPU.
     commit: of the version that was measured.
-    command: how to repeat the run.
+    command: how to repeat the run. It stands here alone, as `note` does.
     note: circumstances, and what the rows cannot say.
     tried: null for a result. For an experiment a list of sentences: what was tried, the result, and why it
         stayed or went. Rows of experiments stand in no table. An empty list is a result that is only linked.
@@ -15,7 +15,8 @@ the ratio, or of the value if there is no ratio. Without a value they are the le
 runs. What an old run does not know is null.
 
 A page has its own headings and text. Between the marks of a section stands, for each name of a row, the
-newest run. A run of tests ("bench": "tests") is one row.
+newest run. A run of tests ("bench": "tests") is one row, of the newest ones. Older runs stand in the
+folder alone.
 """
 
 import json
@@ -39,6 +40,8 @@ PLAIN = ("ratio", "share")
 """Units that a number needs not."""
 MIN_FILLED = 0.7
 """Share of the cells of a matrix that must be filled."""
+NEWEST = 6
+"""Runs of tests that a section shows: the long tests have so many shards."""
 TESTS = ("passed", "failed", "minutes", "seconds", "cpu")
 
 
@@ -232,7 +235,7 @@ def beginning(parts: int, name: str, *, by_length: bool) -> tuple[object, ...]:
 
 
 def results(found: list[Run]) -> list[str]:
-    """The newest row of each name, and the runs: those that are shown with their commands."""
+    """The newest row of each name below its run, and links to runs without a table."""
     newest: dict[str, tuple[dict[str, Any], Run]] = {}
     for run in found:
         if run.tried is not None:
@@ -243,32 +246,23 @@ def results(found: list[Run]) -> list[str]:
     for row, run in newest.values():
         tables.setdefault(run.file, []).append(row)
     lines: list[str] = []
-    older = []
     for run in found:
-        if run.file not in tables:
-            older.append(run.link)
-            continue
-        command = f": `{run.command}`" if run.command else ""
-        lines += [f"{run.link}{command}", "", *table(tables[run.file]), ""]
-    return [*lines, *more(older)]
+        if run.file in tables:
+            lines += [run.link, "", *table(tables[run.file]), ""]
+    linked = [run.link for run in found if run.tried == []]
+    return [*lines, *([f"More: {', '.join(linked)}", ""] if linked else [])]
 
 
 def of_tests(found: list[Run]) -> list[str]:
-    """A row for each run of tests that states a count. A dash: the run does not state this one."""
+    """A row for each of the newest runs that state a count. A dash: the run does not state this one."""
     names = [name for name in TESTS if any(row["name"] == name for run in found for row in run.results)]
-    lines, without = head(["run", *names]), []
+    lines = []
     for run in found:
         values = {row["name"]: row["value"] for row in run.results}
         counts = ["–" if values.get(name) is None else f"{values[name]:,.0f}" for name in names]
-        if set(counts) == {"–"}:
-            without.append(run.link)
-        else:
+        if set(counts) != {"–"}:
             lines.append(line([run.link, *counts]))
-    return [*lines, "", *more(without)]
-
-
-def more(links: list[str]) -> list[str]:
-    return [f"More: {', '.join(links)}", ""] if links else []
+    return [*head(["run", *names]), *lines[-NEWEST:], ""]
 
 
 def block(section: str, folder: Path) -> str:

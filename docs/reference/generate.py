@@ -199,27 +199,56 @@ def field(name: str, schema: Schema, required: bool) -> str:
     note = schema.get("description")
     return "".join(
         (
-            f"- `{name}`{' (optional)' if optional else ''}: {' or '.join(map(type_of, kinds))}",
+            f"- `{name}{'?' if optional else ''}`: {' or '.join(map(type_of, kinds))}",
             "" if required or optional else f" = `{json.dumps(schema['default'])}`",
             f"; {note}" if note else "",
         )
     )
 
 
-def fields(schema: Schema) -> str:
+def fields(schema: Schema) -> list[str]:
     if "properties" not in schema:
-        return type_of(schema)
+        return [type_of(schema)]
     required = schema.get("required", ())
-    return "\n".join(field(name, each, name in required) for name, each in schema["properties"].items())
+    return [field(name, each, name in required) for name, each in schema["properties"].items()]
+
+
+MIN_SHARED = 5
+"""Fewer lines that bodies share stand in each of them."""
 
 
 def types() -> Iterator[str]:
+    """A section for each type, and one for the fields that the same bodies have."""
     schemas: dict[str, Schema] = dict(description("", keys=True, admin=True)["components"]["schemas"])
-    for name, schema in sorted(schemas.items()):
+    lines = {name: fields(schema) for name, schema in sorted(schemas.items())}
+    users: dict[str, list[str]] = {}
+    for name, of_type in lines.items():
+        for line in of_type if name.endswith("Body") else ():
+            users.setdefault(line, []).append(name)
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for line, names in users.items():
+        shared.setdefault(tuple(names), []).append(line)
+    shared = {names: each for names, each in shared.items() if len(names) > 1 and len(each) >= MIN_SHARED}
+    for name, of_type in lines.items():
         yield f"### {name}"
-        if "description" in schema:
-            yield prose(schema["description"])
-        yield fields(schema)
+        if "description" in schemas[name]:
+            yield prose(schemas[name]["description"])
+        links = [f"[{title(names)}](#{anchor(title(names))})" for names in shared if name in names]
+        if links:
+            yield f"Also {', '.join(links)}."
+        known = {line for names, each in shared.items() if name in names for line in each}
+        yield "\n".join(line for line in of_type if line not in known)
+    for names, each in shared.items():
+        yield f"### {title(names)}"
+        yield "\n".join(each)
+
+
+def title(names: tuple[str, ...]) -> str:
+    return f"Fields of {', '.join(names)}"
+
+
+def anchor(heading: str) -> str:
+    return heading.lower().replace(",", "").replace(" ", "-")
 
 
 def endpoints() -> Iterator[str]:

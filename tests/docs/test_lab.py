@@ -30,24 +30,22 @@ def write(folder: Path, day: str, rows: list[Row], **more: object) -> None:
     (folder / f"2026-11-{day}-a.json").write_text(json.dumps(report.as_dict() | keys | more))
 
 
-def test_the_newest_run_of_a_row_stands_and_the_others_are_linked(tmp_path: Path) -> None:
+def test_the_newest_run_of_a_row_stands(tmp_path: Path) -> None:
     write(tmp_path, "28", [Row("decode.b1", 5, "ms"), Row("decode.b8", 6, "ms", p99=7, goal=8)])
     write(tmp_path, "29", [Row("decode.b1", 4, "ms", ratio=0.8, ratio_to="vLLM")])
     write(tmp_path, "27", [Row("decode.b1", 9, "ms")])
     assert block("engine#x", tmp_path).splitlines() == [
-        "[2026-11-28, 0a1b2c3d, H200](runs/2026-11-28-a.json): `run it`",
+        "[2026-11-28, 0a1b2c3d, H200](runs/2026-11-28-a.json)",
         "",
         "|  | value · p99 |",
         "|---|---|",
         "| `decode.b8` | 6 · 7 ms (≤ 8) |",
         "",
-        "[2026-11-29, 0a1b2c3d, H200](runs/2026-11-29-a.json): `run it`",
+        "[2026-11-29, 0a1b2c3d, H200](runs/2026-11-29-a.json)",
         "",
         "|  | value | ÷ vLLM |",
         "|---|---|---|",
         "| `decode.b1` | 4 ms | 0.8 |",
-        "",
-        "More: [2026-11-27, 0a1b2c3d, H200](runs/2026-11-27-a.json)",
     ]
 
 
@@ -74,11 +72,10 @@ def test_an_experiment_is_a_line_for_each_thing_that_was_tried(tmp_path: Path) -
     )
 
 
-def test_a_run_of_tests_that_states_a_count_is_a_row(tmp_path: Path) -> None:
-    write(tmp_path, "28", [Row("seen", 1, "causes")], bench="tests")
-    write(tmp_path, "29", [Row("passed", 1234, "tests"), Row("failed", 0, "tests")], bench="tests")
-    assert block("engine#x", tmp_path).splitlines()[2:] == [
-        "| [2026-11-29, 0a1b2c3d, H200](runs/2026-11-29-a.json) | 1,234 | 0 |",
-        "",
-        "More: [2026-11-28, 0a1b2c3d, H200](runs/2026-11-28-a.json)",
-    ]
+def test_the_newest_runs_of_tests_that_state_a_count_are_rows(tmp_path: Path) -> None:
+    write(tmp_path, "20", [Row("seen", 1, "causes")], bench="tests")
+    for day in range(21, 29):
+        write(tmp_path, str(day), [Row("passed", 1200 + day, "tests")], bench="tests")
+    rows = block("engine#x", tmp_path).splitlines()[2:]
+    assert rows[0] == "| [2026-11-23, 0a1b2c3d, H200](runs/2026-11-23-a.json) | 1,223 |"
+    assert len(rows) == 6
