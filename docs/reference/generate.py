@@ -292,8 +292,12 @@ def suites() -> Iterator[str]:
         passed, silent = len(suite["passed"]), sum(suite["silent"].values())
         asked = f"{passed + missed} tests asked the cluster, and {passed} of them passed"
         yield f"**{name} {suite['version']}**: {asked}. {silent} more tests of the same files ask no server."
-        rows = [(str(len(group["tests"])), prose(group["reason"])) for group in suite["not_passed"]]
-        yield table(("tests", "why they did not pass"), sorted(rows, key=lambda row: -int(row[0])))
+        reasons = sorted(
+            ((len(group["tests"]), group["reason"]) for group in suite["not_passed"]), reverse=True
+        )
+        rows = [(str(count), prose(reason)) for count, reason in reasons if count > 1]
+        rows.append((str(missed - sum(int(row[0]) for row in rows)), "one reason each"))
+        yield table(("tests", "why they did not pass"), rows)
 
 
 def attempts() -> Iterator[str]:
