@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells as Places
 from baton.engine.core.elastic import Budget
 from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
+from baton.engine.core.leases import Owner
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import ChunkLimit, Meters
 from baton.engine.core.offload_tier import stats_of
@@ -316,30 +316,36 @@ class Engine:
 
     # The life of a request
 
-    def add(self, request: EngineRequest, *, handover: bool = False, owner: Any = None) -> LiveRequest:
+    def add(
+        self, request: EngineRequest, *, handover: bool = False, owner: Owner | None = None
+    ) -> LiveRequest:
         """Queues a request for prefill. With `handover` the request is held after its first token: its blocks
         keep the KV of prompt and given output until `cancel` or `resume`.
 
         For `add`, `reserve` and `start` the request must have passed `check_request`. Hooks name it by
-        `owner`, without one by its id. Whatever uses the blocks of the request or its states has a lease on
-        it (`LiveRequest.leases`): they are free when it has ended and the last lease has ended."""
+        `owner`, without one by its id. Whatever uses the blocks of the request or its states has one of the
+        owner's leases: they are free when the request has ended and the last lease has ended."""
         return self._prepare(self.lives.add(request, handover=handover, owner=owner), None)
 
-    def reserve(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
+    def reserve(self, request: EngineRequest, owner: Owner | None = None) -> LiveRequest | None:
         """Reserves blocks for prompt + output + 1 positions. The caller writes the KV of all but the last one
         into `caches`, except for the first `LiveRequest.num_cached`: other requests may read these blocks.
         It writes the states after these positions into its slot. Returns None if there is no room now."""
         live = self.lives.reserve(request, owner)
         return None if live is None else self._prepare(live, None)
 
-    def start(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
+    def start(self, request: EngineRequest, owner: Owner | None = None) -> LiveRequest | None:
         """Gives a request its blocks at once, prefills it here, and then decodes it. Returns None if there is
         no room now."""
         live = self.lives.start(request, owner)
         return None if live is None else self._prepare(live, time.monotonic())
 
     def start_part(
-        self, request: EngineRequest, ranges: Sequence[range], read_at: Sequence[int] = (), owner: Any = None
+        self,
+        request: EngineRequest,
+        ranges: Sequence[range],
+        read_at: Sequence[int] = (),
+        owner: Owner | None = None,
     ) -> LiveRequest | None:
         """Reserves blocks for a prompt that this engine shares with others, as for `add` with handover. It
         computes these ranges, each after `lives.begin_range`. Other workers read KV of them where ranges of
@@ -372,7 +378,7 @@ class Engine:
         # The prefill said how much of the prompt it found in its cache.
         return self._outputs.emit(live, len(live.token_ids) - 1, logprobs)._replace(cached_tokens=0)
 
-    def resume(self, live: LiveRequest, request_id: bytes, owner: Any = None) -> Output | None:
+    def resume(self, live: LiveRequest, request_id: bytes, owner: Owner | None = None) -> Output | None:
         """Starts decoding a held request here, under the id `request_id` and for a new owner.
 
         Its KV stays where it is, and nothing is computed again. If it is preempted it is handed back, like a

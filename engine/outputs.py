@@ -74,7 +74,7 @@ class Outputs:
     def drop_unseen(self, result: StepResult) -> None:
         """Ends the requests with an image that cannot be encoded."""
         for live in [x for x in self._lives.running if x.images is not None and x.images.failure]:
-            if not live.leases:  # else a step computes the text before the image
+            if not any(isinstance(lease, Schedule) for lease in live.leases):  # of the text before the image
                 result.failed.append((live.id, live.images.failure if live.images is not None else ""))
                 self._leave_batch(live)
 

@@ -4,7 +4,7 @@ import math
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -171,9 +171,9 @@ class LiveRequest:
     max_model_len: InitVar[int] = sys.maxsize
     id: bytes = field(init=False)
     asked: Asked = field(init=False)
-    leases: "Leases[Hashable]" = field(init=False)
+    leases: Leases = field(default_factory=Leases)
     """Of launched steps, of a load from a tier and of transfers: they use its blocks and its states. These
-    are free when the request has ended and the last lease has ended."""
+    are free when the request has ended and the last lease has ended. The owner has the same ones."""
 
     # Its phase and what is computed of it: written by `RequestLives` and, while it runs, by the `Scheduler`.
     # `Outputs` takes back what wrong drafts have computed.

@@ -37,14 +37,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Budget
 from baton.engine.core.fair_shares import FairShares
-from baton.engine.core.leases import Leases
+from baton.engine.core.leases import Leases, Owner
 from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
@@ -146,9 +145,9 @@ class RequestLives:
 
     # Coming in
 
-    # In all of these, `owner` is what hooks name the request by.
+    # In all of these, `owner` is what hooks name the request by. Its leases are those of the request.
 
-    def add(self, request: EngineRequest, *, handover: bool, owner: Any = None) -> LiveRequest:
+    def add(self, request: EngineRequest, *, handover: bool, owner: Owner | None = None) -> LiveRequest:
         """Queues a request for prefill."""
         live = self._new(request, owner)
         live.handover = handover
@@ -167,7 +166,7 @@ class RequestLives:
         for live in [live for live in self.compiling if live.may_sample]:
             self._move(live, Phase.WAITING)
 
-    def reserve(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
+    def reserve(self, request: EngineRequest, owner: Owner | None = None) -> LiveRequest | None:
         """Gives a request blocks for KV that comes from another worker, and for one more token. None: no
         room."""
         live = self._new(request, owner)
@@ -181,7 +180,7 @@ class RequestLives:
         self._enter(live, Phase.RESERVED)
         return live
 
-    def start(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
+    def start(self, request: EngineRequest, owner: Owner | None = None) -> LiveRequest | None:
         """Gives a request its blocks at once, to be prefilled and decoded here. None: no room."""
         live = self._new(request, owner)
         if (hits := self._hits_if_spare(live, len(live.token_ids))) is None:
@@ -192,7 +191,11 @@ class RequestLives:
         return live
 
     def start_part(
-        self, request: EngineRequest, ranges: Sequence[range], read_at: Sequence[int] = (), owner: Any = None
+        self,
+        request: EngineRequest,
+        ranges: Sequence[range],
+        read_at: Sequence[int] = (),
+        owner: Owner | None = None,
     ) -> LiveRequest | None:
         """Gives a request its blocks at once. These ranges of its prompt are computed here, each after
         `begin_range`, and the caller writes the KV of the other positions, as far as the ranges read it.
@@ -258,7 +261,7 @@ class RequestLives:
         live.decodes = True
         self._move(live, Phase.RUNNING)
 
-    def resume(self, live: LiveRequest, request_id: bytes, owner: Any = None) -> bool:
+    def resume(self, live: LiveRequest, request_id: bytes, owner: Owner | None = None) -> bool:
         """Moves a held request back to the batch, under a new id, for a new owner. It keeps its blocks and
         tokens. If it is preempted it is handed back. False: no seat is free, and nothing changes."""
         assert live.phase is Phase.HELD
@@ -267,17 +270,18 @@ class RequestLives:
             return False
         live.request = replace(live.request, id=request_id)
         live.id = request_id
-        live.owner = request_id if owner is None else owner
+        assert not live.leases, "neither a transfer nor a step uses it"
+        live.owner, live.leases = (request_id, Leases()) if owner is None else (owner, owner.leases)
         live.handover, live.hand_back = False, True
         self.memory.goes_on(live)
         self._move(live, Phase.RUNNING)
         return True
 
-    def _new(self, request: EngineRequest, owner: Any) -> LiveRequest:
+    def _new(self, request: EngineRequest, owner: Owner | None) -> LiveRequest:
         self._arrivals += 1
-        owner = request.id if owner is None else owner
-        live = LiveRequest(request, self._arrivals, owner, self._max_model_len)
-        live.leases = Leases(partial(self._over, live))
+        live = LiveRequest(request, self._arrivals, request.id, self._max_model_len)
+        if owner is not None:
+            live.owner, live.leases = owner, owner.leases
         return live
 
     def _tag(self, live: LiveRequest) -> int:
@@ -411,7 +415,7 @@ class RequestLives:
         if live.grammar is not None:
             live.grammar.abandon()
         self._move(live, Phase.GONE)
-        live.leases.close()
+        live.leases.close(partial(self._over, live))
 
     def _over(self, live: LiveRequest) -> None:
         """The request has ended, and nothing uses its memory."""

@@ -1,4 +1,4 @@
-"""Leases: an object is over once, when it is closed and its last lease has ended."""
+"""Leases: what a request and its attempt wait for at their ends."""
 
 import gc
 import weakref
@@ -9,24 +9,25 @@ import pytest
 from baton.engine.core.leases import Leases
 
 
-@pytest.mark.parametrize("order", list(permutations(["close", "end step", "end transfer"])))
-def test_an_object_is_over_with_the_last_of_its_end_and_its_leases(order: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("order", list(permutations(["memory", "attempt", "end step", "end transfer"])))
+def test_all_that_closed_are_over_with_the_last_lease(order: tuple[str, ...]) -> None:
     ended: list[str] = []
-    leases = Leases[str](lambda: ended.append("over"))
-    leases.begin("step")
-    leases.begin("transfer")
+    leases, held, closed = Leases(), {"step", "transfer"}, list[str]()
+    for holder in held:
+        leases.begin(holder)
     for event in order:
-        assert not ended
-        if event == "close":
-            leases.close()
-        else:
+        if event.startswith("end "):
+            held.remove(event.removeprefix("end "))
             leases.end(event.removeprefix("end "))
-    assert ended == ["over"]
-    assert leases.closed
+        else:
+            closed.append(event)
+            leases.close(lambda event=event: ended.append(event))
+        assert leases.closed == bool(closed)
+        assert ended == ([] if held else closed), "each once, in the order of their ends"
 
 
 def test_holders_come_in_the_order_of_their_beginning() -> None:
-    leases = Leases[bytes](lambda: None)
+    leases = Leases()
     for holder in (b"a", b"b", b"c"):
         leases.begin(holder)
     leases.end(b"a")
@@ -37,7 +38,7 @@ def test_holders_come_in_the_order_of_their_beginning() -> None:
 
 def test_a_lease_ends_once_and_none_begins_after_the_end() -> None:
     ended: list[str] = []
-    leases = Leases[str](lambda: ended.append("over"))
+    leases = Leases()
     leases.begin("step")
     with pytest.raises(AssertionError, match="'step' has this lease already"):
         leases.begin("step")
@@ -45,17 +46,16 @@ def test_a_lease_ends_once_and_none_begins_after_the_end() -> None:
     with pytest.raises(KeyError):
         leases.end("step")
     assert not ended, "it is open"
-    leases.close()
+    leases.close(lambda: ended.append("over"))
     with pytest.raises(AssertionError, match="'step' wants to use what has ended"):
         leases.begin("step")
-    with pytest.raises(AssertionError, match="ends once"):
-        leases.close()
+    assert ended == ["over"]
 
 
 def test_what_is_over_is_freed_without_a_collection() -> None:
     class Attempt:
         def __init__(self) -> None:
-            self.leases = Leases[str](self.over)
+            self.leases = Leases()
 
         def over(self) -> None:
             pass
@@ -63,7 +63,9 @@ def test_what_is_over_is_freed_without_a_collection() -> None:
     gc.disable()
     try:
         attempt = Attempt()
-        attempt.leases.close()
+        attempt.leases.begin("step")
+        attempt.leases.close(attempt.over)
+        attempt.leases.end("step")
         gone = weakref.ref(attempt)
         del attempt
         assert gone() is None

@@ -7,8 +7,6 @@ import pytest
 
 from baton.decode_worker.role import DecodeRole
 from baton.engine import Engine
-from baton.engine.core.leases import Leases
-from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.step_loop import StepLoop
 from baton.kv_transfer import Receiver, Sender
@@ -82,8 +80,7 @@ def test_kv_is_moved_while_it_may_have_something_to_do() -> None:
     within.clear()
     assert not moves()
     reading = Reading(attempt, b"r")
-    reading.live = stand_in(LiveRequest, leases=Leases(lambda: None))
-    reading.live.leases.begin(reading)
+    reading.opened = True
     attempt.close("gone")
     assert moves(), "a lease is about to end"
     reading.end()

@@ -1,8 +1,8 @@
 """The attempts in the engine process: their states, their leases, and the messages about them to routers.
 
-A *lease* says what uses an attempt: a transfer that reads or writes its blocks, an import that its prompt
-waits for, a decode that takes the blocks over. What uses it knows the lease, and so finds the attempt without
-an id. `states` has the rules.
+A *lease* says what uses an attempt: a step of the engine, a transfer that reads or writes its blocks, an
+import that its prompt waits for, a decode that takes the blocks over. What uses it knows the lease, and so
+finds the attempt without an id. `states` has the rules.
 """
 
 import time
@@ -46,9 +46,10 @@ class Attempt:
     """When COMMIT named the first token of a decode. None after the second token."""
     num_sampled: int = 0
     """Tokens that this worker sampled."""
+    leases: Leases = field(default_factory=Leases, init=False)
+    """What uses the attempt and the memory of its request."""
     attempts: "AttemptTable[Any]" = field(init=False)
-    leases: "Leases[Lease[Any]]" = field(init=False)
-    """What uses the attempt. These two are set by `AttemptTable.open`."""
+    """Set by `AttemptTable.open`."""
 
     @property
     def id(self) -> bytes:
@@ -56,7 +57,7 @@ class Attempt:
 
     @property
     def closed(self) -> bool:
-        return self.leases.closed
+        return self.state in (State.CLOSING, State.ENDED)
 
     def to(self, state: State) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -76,13 +77,14 @@ class Attempt:
 
     def close(self, reason: Reason) -> None:
         """Ends it on this worker. All that uses it is told to end. Idempotent."""
-        if self.leases.closed:
+        if self.closed:
             return
         self.to(State.CLOSING)
         for lease in [*self.leases]:
-            lease.revoke(reason)
+            if isinstance(lease, Lease):  # else of a step, which goes on to its end
+                lease.revoke(reason)
         self.stop()
-        self.leases.close()
+        self.leases.close(self.over)
 
     def stop(self) -> None:
         """Ends what the engine does for it."""
@@ -150,7 +152,7 @@ class AttemptTable(Generic[A]):
         if not (ids.isdisjoint(self.by_id) and ids.isdisjoint(self._other_ids)):
             self.fail(attempt, Code.INVALID, "this id is in use")
             return False
-        attempt.attempts, attempt.leases = self, Leases(attempt.over)
+        attempt.attempts = self
         self.by_id[attempt.id] = attempt
         self._other_ids.update(attempt.other_ids)
         return True

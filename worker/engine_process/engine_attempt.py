@@ -69,7 +69,7 @@ class EngineAttempt(Attempt):
             self.lost(Code.NO_ROOM, self.shared.no_room())
 
     def stop(self) -> None:
-        """The blocks are free when no step and no lease uses them."""
+        """The blocks are free when its last lease has ended."""
         if self.live is not None:
             self.shared.engine.cancel(self.live)
 
@@ -120,41 +120,25 @@ class EngineAttempt(Attempt):
 
 
 @dataclass(slots=True, eq=False)
-class MemoryLease(Lease[EngineAttempt]):
-    """A transfer uses the blocks and the state slot of the attempt. From `keep` on, the lease is one on the
-    request in the engine, too, so this memory stays its own."""
-
-    id: bytes
-    live: LiveRequest | None = field(default=None, init=False)
-
-    def keep(self) -> LiveRequest:
-        self.live = live = self.attempt.live_request
-        live.leases.begin(self)
-        return live
-
-    def end(self) -> None:
-        if self.live is not None:
-            self.live.leases.end(self)
-        Lease.end(self)
-
-
-@dataclass(slots=True, eq=False)
-class Reading(MemoryLease):
+class Reading(Lease[EngineAttempt]):
     """Other workers may read the blocks and the state slot under this id, until the sender reports that none
     does. The sender reads nothing before `open`, and a FETCH waits."""
+
+    id: bytes
+    opened: bool = field(default=False, init=False)
 
     def open(
         self, num_tokens: int, states_at: Sequence[int] | None = None, next_positions: Sequence[int] = ()
     ) -> None:
         """As `Sender.open`."""
-        live = self.keep()
-        sender = self.attempt.shared.sender
+        self.opened = True
+        live, sender = self.attempt.live_request, self.attempt.shared.sender
         table = tuple(live.blocks)
         sender.open(self.id, table, num_tokens, live.state_slot, states_at, next_positions, self)
 
     def revoke(self, reason: Reason) -> None:
         self.attempt.shared.sender.close(self.id, reason)
-        if self.live is None:
+        if not self.opened:
             self.end()
 
     def handle(self, event: Released) -> None:
@@ -163,13 +147,11 @@ class Reading(MemoryLease):
 
 
 @dataclass(slots=True, eq=False)
-class Writing(MemoryLease):
+class Writing(Lease[EngineAttempt]):
     """The receiver may write into the blocks and the state slot, until it reports the end of the fetch with
     this id."""
 
-    def __post_init__(self) -> None:
-        MemoryLease.__post_init__(self)
-        self.keep()
+    id: bytes
 
     def revoke(self, reason: Reason) -> None:
         self.attempt.shared.receiver.cancel(self.id)
