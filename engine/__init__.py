@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from baton.engine.api.config import EngineConfig, SpeculativeConfig
 from baton.engine.api.request import (
+    CacheChange,
     CachedBlock,
     EngineRequest,
     Hooks,
     Image,
+    Kept,
     Logprobs,
+    Moved,
     Output,
     PromptLogprobs,
     StepResult,

@@ -75,7 +75,7 @@ class CachedBlocks:
     def _removed(self, blocks: Iterable[bytes]) -> None:
         for block in blocks:
             if self._ends.pop(block, None) is not None:
-                self.chunks.evicted(block)
+                self.chunks.moved(block, None)
 
 
 def _name(block_hash: int | bytes) -> bytes:

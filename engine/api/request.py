@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -226,6 +226,29 @@ class CachedBlock(NamedTuple):
     token_ids: Sequence[int]
 
 
+class Moved(NamedTuple):
+    """The fastest tier that has the block of this name is another one now."""
+
+    name: bytes
+    tier: Tier | None
+    """None: the block left the cache."""
+
+
+class Kept(NamedTuple):
+    """The cache has more of this chunk than full blocks."""
+
+    salt: bytes
+    name: bytes
+    chunk: int
+    """Its position in the prompt, in chunks."""
+    states: bool
+    """It has the states after the chunk. If not, the pool has the chunk in a block that is not full."""
+
+
+CacheChange = CachedBlock | Moved | Kept
+"""Of the prefix cache, all tiers included. A `CachedBlock` entered it, on the device."""
+
+
 def _nothing(*_: object) -> None:
     pass
 
@@ -256,17 +279,8 @@ class Hooks:
     workers compute of a prompt (`Engine.start_part`). True: this will not come for any of these requests, so
     a step for them alone need not go on. The caller then cancels them."""
 
-    # Of the prefix cache, all tiers included
-    cached: Callable[[Iterable[CachedBlock]], None] = _nothing
-    """These blocks of a request entered the cache, on the device."""
-    moved: Callable[[bytes, Tier], None] = _nothing
-    """The fastest tier that has the block of this name is now this one."""
-    evicted: Callable[[bytes], None] = _nothing
-    """The block with this name left the cache."""
-    states_kept: Callable[[bytes, bytes, int], None] = _nothing
-    """(salt, name, position of a chunk): the cache has the states after this chunk."""
-    remnant_kept: Callable[[bytes, bytes, int], None] = _nothing
-    """(salt, name, position of a chunk): the pool has this chunk in a block that is not full."""
+    cache_changed: Callable[[CacheChange], None] = _nothing
+    """What is cached has changed. The changes come in order."""
 
     def stage(self, name: str, fraction: float) -> None:
         """Tells how far the start is, which is a sign of life."""

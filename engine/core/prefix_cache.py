@@ -13,7 +13,7 @@ from itertools import takewhile
 from types import MappingProxyType
 
 from baton.engine.api.config import TierCells
-from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks
+from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks, Kept, Moved
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks
 from baton.engine.core.offload_tier import OffloadTier
@@ -138,8 +138,6 @@ class PrefixCache:
         for index, block in zip(entered, names.cached(entered), strict=True):
             self._enter(block, index, names.blocks, names.tenant)
         self._keep(published)
-        if entered:
-            self._hooks.cached(names.cached(entered))
 
     def _keep(self, blocks: Mapping[bytes, int]) -> None:
         """The next engine may have these cached blocks, by name. Only a block with a window block of its own
@@ -171,6 +169,7 @@ class PrefixCache:
         for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
             first = chunk * CHUNK_TOKENS // self._block_size
             self._blocks_of[name] = chunk, names[first : index + 1]
+        self._hooks.cache_changed(block)
 
     def settle(self) -> None:
         """Called often: what is evicted, and what the next engine may use, becomes known after a while."""
@@ -207,8 +206,6 @@ class PrefixCache:
             for name, slot in left.states.items():
                 if name in block_of:
                     copies.put_cached(slot, name)
-        if kept_blocks:
-            self._hooks.cached([kept.cached for kept in kept_blocks])
         return len(kept_blocks)
 
     def _forget_thin(self, name: bytes) -> None:
@@ -234,7 +231,7 @@ class PrefixCache:
         self.restore_states(names.blocks[position // self._block_size - 1], slot)
         if not position % CHUNK_TOKENS:
             chunk = position // CHUNK_TOKENS - 1
-            self._hooks.states_kept(names.salt, names.chunks[chunk], chunk)
+            self._hooks.cache_changed(Kept(names.salt, names.chunks[chunk], chunk, states=True))
 
     def used(self, names: Iterable[bytes]) -> None:
         """A request begins with these cached blocks."""
@@ -335,7 +332,7 @@ class PrefixCache:
         """The pool has a remnant that ends at this position."""
         if position % self._block_size == CHUNK_TOKENS:  # it is one chunk, so its name is that of the chunk
             chunk = position // CHUNK_TOKENS - 1
-            self._hooks.remnant_kept(names.salt, names.chunks[chunk], chunk)
+            self._hooks.cache_changed(Kept(names.salt, names.chunks[chunk], chunk, states=False))
 
     def blocks_of(self, chunks: Sequence[bytes], first_chunk: int) -> list[bytes]:
         """The names of the blocks with the KV of consecutive chunks, as in `table`, as far as any tier has
@@ -463,7 +460,7 @@ class PrefixCache:
             self._thin.add(name)
         if tier is not cached.tier:
             cached.tier = tier
-            self._hooks.moved(name, tier)
+            self._hooks.cache_changed(Moved(name, tier))
 
     def _gone(self, name: bytes) -> None:
         if self.copies is not None:
@@ -474,4 +471,4 @@ class PrefixCache:
         for chunk in self._cached.pop(name).block.chunks:
             if chunk in self._blocks_of and self._blocks_of[chunk][1][-1] == name:
                 del self._blocks_of[chunk]
-        self._hooks.evicted(name)
+        self._hooks.cache_changed(Moved(name, None))

@@ -12,7 +12,7 @@ import torch
 from baton.engine import CachedBlock, Engine, EngineRequest
 from baton.engine.api.block_sums import KeptParts, Outcome, RecordMemory, Sums
 from baton.engine.api.config import EngineConfig
-from baton.engine.api.request import Hooks
+from baton.engine.api.request import CacheChange, Hooks
 from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks, record_bytes
 from baton.engine.core.kept_table import SUMMED_AT_ONCE, KeptTable
 from baton.engine.core.offload_tier import OffloadTier
@@ -102,8 +102,8 @@ def test_the_next_engine_has_prompts_and_answers_of_the_one_before(
     first = tiny_engine(kept_files=[memory], **SETTINGS)
     tokens, cached = answer(first, logprobs=2)
     assert cached == 0
-    seen: list[CachedBlock] = []
-    second = tiny_engine(kept_files=[memory], hooks=Hooks(cached=seen.extend), **SETTINGS)
+    seen: list[CacheChange] = []
+    second = tiny_engine(kept_files=[memory], hooks=Hooks(cache_changed=seen.append), **SETTINGS)
     assert len(seen) == 12, "those of the answer, too: 51 of 52 positions have KV"
     assert answer(second, logprobs=2) == (tokens, 36)
     # A recovered stream has all but what fills no block.
@@ -140,9 +140,9 @@ def test_chunks_are_found_as_before(tiny_engine: MakeEngine, memory: KeptFiles) 
     prompt = [token % 190 for token in range(3, 178)]  # two chunks and a part of the third
     first = tiny_engine(kept_files=[memory], **SETTINGS)
     answer(first, prompt=prompt)
-    seen: list[CachedBlock] = []
-    second = tiny_engine(kept_files=[memory], hooks=Hooks(cached=seen.extend), **SETTINGS)
-    chunks = [name for block in seen for name in block.chunks]
+    seen: list[CacheChange] = []
+    second = tiny_engine(kept_files=[memory], hooks=Hooks(cache_changed=seen.append), **SETTINGS)
+    chunks = [name for block in seen if isinstance(block, CachedBlock) for name in block.chunks]
     assert len(chunks) == 2
     prompts = []
     for engine in (first, second):

@@ -3,7 +3,6 @@ itself."""
 
 import random
 from collections import deque
-from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.engine.api.config import TierCells
-from baton.engine.api.request import CachedBlock, EngineRequest, Hooks
+from baton.engine.api.request import CacheChange, CachedBlock, EngineRequest, Hooks, Moved
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core import offload_tier
 from baton.engine.core.block_pool import BlockPool
@@ -39,16 +38,14 @@ class Observed:
     def __init__(self) -> None:
         self.names: set[bytes] = set()
 
-    def cached(self, blocks: Iterable[CachedBlock]) -> None:
-        for block in blocks:
-            assert block.name not in self.names
-            self.names.add(block.name)
-
-    def moved(self, name: bytes, tier: Tier) -> None:
-        assert name in self.names
-
-    def evicted(self, name: bytes) -> None:
-        self.names.remove(name)
+    def cache_changed(self, change: CacheChange) -> None:
+        if isinstance(change, CachedBlock):
+            assert change.name not in self.names
+            self.names.add(change.name)
+            return
+        assert change.name in self.names
+        if isinstance(change, Moved) and change.tier is None:
+            self.names.remove(change.name)
 
 
 class Worker:
@@ -442,11 +439,11 @@ def test_no_copy_is_made_for_a_while_after_one_failed(monkeypatch: pytest.Monkey
 
 def test_a_block_is_loaded_from_the_fastest_tier_and_reported_there() -> None:
     pool, seen = BlockPool(8, BLOCK), dict[bytes, Tier | None]()
-    hooks = Hooks(
-        cached=lambda blocks: seen.update((block.name, Tier.DEVICE) for block in blocks),
-        moved=seen.__setitem__,
-        evicted=lambda name: seen.__setitem__(name, None),
-    )
+
+    def changed(change: CacheChange) -> None:
+        seen[change.name] = change.tier if isinstance(change, Moved) else Tier.DEVICE
+
+    hooks = Hooks(cache_changed=changed)
     places = {TierCells(Tier.DISK, False): 4, TierCells(Tier.HOST, False): 2}
     cache = PrefixCache(pool, b"root", hooks=hooks, offload_places=places)
     host, disk = cache.offload

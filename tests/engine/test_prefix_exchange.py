@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.api.config import TierCells
-from baton.engine.api.request import EngineRequest, Hooks
+from baton.engine.api.request import CacheChange, EngineRequest, Hooks, Kept
 from baton.engine.core.prefix_exchange import Import
 from baton.engine.core.prefix_names import PrefixNames
 from baton.kv_names import CHUNK_TOKENS, Tier
@@ -340,13 +340,11 @@ def test_a_prompt_without_a_full_chunk_lacks_nothing_that_travels(tokens: int, r
 
 def test_the_last_chunk_of_a_prompt_travels_without_the_rest_of_its_block() -> None:
     holder, asker = Worker(128), Worker(128)
-    kept: list[tuple[bytes, bytes, int]] = []
-    holder.exchange._cache._hooks = Hooks(
-        remnant_kept=lambda salt, name, chunk: kept.append((salt, name, chunk))
-    )
+    changes: list[CacheChange] = []
+    holder.exchange._cache._hooks = Hooks(cache_changed=changes.append)
     holder.compute(text(200), salt=b"tenant")
     holder.compute(text(90, 1))
-    [(salt, name, chunk), (_, other, first)] = kept
+    [(salt, name, chunk, _), (_, other, first, _)] = [x for x in changes if isinstance(x, Kept)]
     assert (salt, chunk, first) == (b"tenant", 2, 0)
     later = EngineRequest(b"r", [*text(200), *text(50, 2)], cache_salt=b"tenant")
     full = asker.exchange.missing(later, 99)

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from baton.engine.api.request import EngineRequest
+from baton.engine.api.request import EngineRequest, Hooks
 from baton.kv_names import CHUNK_TOKENS, Tier, prompt_hints
 from baton.worker.engine_process.cached_chunks import CachedChunks
-from tests.engine.scheduling import ROOT, hooks_to, make
+from tests.engine.scheduling import ROOT, make
 
 
 def hints(prompt: list[int], salt: bytes = b"") -> list[int]:
@@ -21,7 +21,12 @@ class Worker:
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self.observer = CachedChunks()
         self.scheduler = make(
-            num_blocks, 8, 4096, prefix_cache=True, block_size=block_size, hooks=hooks_to(self.observer)
+            num_blocks,
+            8,
+            4096,
+            prefix_cache=True,
+            block_size=block_size,
+            hooks=Hooks(cache_changed=lambda change: self.observer.read([change])),
         )
         self.known: set[int] = set()
         self._ids = iter(range(1 << 30))

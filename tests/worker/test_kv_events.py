@@ -11,7 +11,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from baton.engine import CachedBlock
+from baton.engine import CachedBlock, Moved
+from baton.kv_names import Tier
 from baton.system.addresses import free_port
 from baton.worker.engine_process.kv_events import KVEvents, all_blocks_cleared
 from baton.worker.service_process.kv_events import KVEventPublisher
@@ -67,10 +68,9 @@ def events_of(batch: bytes | None) -> list[Stored | Removed | Cleared]:
 def test_neighbours_are_one_event_and_their_order_is_kept() -> None:
     events = KVEvents()
     assert events.take() is None
-    events.cached([block(7), block(8, 7), block(2, 1)])
-    events.evicted(name(5))
-    events.evicted(name(6))
-    events.cached([block(9, 8, b"salt"), block(4, 0, b"salt")])
+    events.read([block(7), block(8, 7), Moved(name(7), Tier.HOST), block(2, 1)])
+    events.read([Moved(name(5), None), Moved(name(6), None)])
+    events.read([block(9, 8, b"salt"), block(4, 0, b"salt")])
     assert events_of(events.take()) == [
         Stored([7, 8], None, [7] * 16 + [8] * 16, BLOCK, None, "GPU", None),
         Stored([2], 1, [2] * 16, BLOCK, None, "GPU", None),

@@ -14,26 +14,22 @@ Let b be the block size and c the number of leading chunks of a prompt that rout
 The engine uses the full blocks of these tokens that end before the last position of the prompt.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from baton.engine import CachedBlock
+from baton.engine import CacheChange, CachedBlock, Moved
 from baton.kv_names import Tier, hint
 from baton.worker.messages import CacheChanged
 
 
 class CachedChunks:
-    """Learns of the prefix cache by the engine's `Hooks`. Collects changes until `take`, which the loop calls
-    once per step.
+    """Reads the changes of the prefix cache. Collects those of chunks until `take`, which the loop calls once
+    per step.
 
     The tier of a chunk is the fastest one that has a block in which it ends.
-
-    Attributes:
-        offer: gets each block that enters the cache. None: there is no shared store.
     """
 
     def __init__(self) -> None:
-        self.offer: Callable[[CachedBlock], None] | None = None
         self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it, at least one
         self._tier_of: dict[bytes, Tier] = {}  # of these blocks
         self._blocks: dict[int, list[Tier]] = {}  # chunk → of each cached block in which it ends, its tier
@@ -41,11 +37,13 @@ class CachedChunks:
         self._changes: dict[int, Tier | None] = {}  # as in `CacheChanged`, and the next
         self._stored: dict[int, bool] = {}
 
-    def cached(self, blocks: Iterable[CachedBlock]) -> None:
-        for block in blocks:
-            self.add(block.name, block.chunks)
-            if self.offer is not None:
-                self.offer(block)
+    def read(self, changes: Iterable[CacheChange]) -> None:
+        for change in changes:
+            match change:
+                case CachedBlock():
+                    self.add(change.name, change.chunks)
+                case Moved():
+                    self.moved(change.name, change.tier)
 
     def add(self, block: bytes, names: Sequence[bytes]) -> None:
         """A block has entered the cache, in which the chunks with these names end."""
@@ -57,17 +55,17 @@ class CachedChunks:
             self._names[chunk] = name
             self._change(chunk, None, Tier.DEVICE)
 
-    def moved(self, name: bytes, tier: Tier) -> None:
-        if (chunks := self._chunks_of.get(name)) is not None:
-            before, self._tier_of[name] = self._tier_of[name], tier
-            for chunk in chunks:
-                self._change(chunk, before, tier)
-
-    def evicted(self, name: bytes) -> None:
-        if (chunks := self._chunks_of.pop(name, None)) is not None:
-            before = self._tier_of.pop(name)
-            for chunk in chunks:
-                self._change(chunk, before, None)
+    def moved(self, name: bytes, tier: Tier | None) -> None:
+        """A block is in this tier now. None: it has left the cache."""
+        if (chunks := self._chunks_of.get(name)) is None:
+            return
+        before = self._tier_of.pop(name)
+        if tier is None:
+            del self._chunks_of[name]
+        else:
+            self._tier_of[name] = tier
+        for chunk in chunks:
+            self._change(chunk, before, tier)
 
     def leading(self, names: Iterable[bytes]) -> int:
         """Returns how many of these chunks are cached before the first that is not."""

@@ -1,11 +1,11 @@
 """The objects of an engine process that its roles share."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from baton.engine import CachedBlock, Engine, Hooks, build_engine
+from baton.engine import CacheChange, Engine, Hooks, build_engine
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.loader import checkpoint_path, tokenizer_source
 from baton.engine.loader.tokenizer_json import vocabulary
@@ -44,6 +44,8 @@ class Context:
     trace: TraceWriter
     attempts: AttemptTable[EngineAttempt]
     links: PrefixLinks = field(default_factory=PrefixLinks)
+    cache_changes: list[CacheChange] = field(default_factory=list)
+    """Of the engine's prefix cache, since `read_cache` was called."""
     cached_chunks: CachedChunks = field(default_factory=CachedChunks)
     kv_events: KVEvents | None = None
     store: StoreSource | None = None
@@ -60,20 +62,13 @@ class Context:
         incarnation, tick = self.config.incarnation, self.heartbeat.tick
         return Resources(engine, sender, receiver, self.attempts, self.trace, incarnation, tick)
 
-    def _kept(self, salt: bytes, name: bytes, chunk: int, *, states: bool) -> None:
-        if self.store is not None:
-            self.store.store.offer(salt, name, chunk, states=states)
-
-    def _cached(self, blocks: Iterable[CachedBlock]) -> None:
-        if self.kv_events is not None:
-            blocks = [*blocks]
-            self.kv_events.cached(blocks)
-        self.cached_chunks.cached(blocks)
-
-    def _evicted(self, name: bytes) -> None:
-        if self.kv_events is not None:
-            self.kv_events.evicted(name)
-        self.cached_chunks.evicted(name)
+    def read_cache(self) -> None:
+        """Gives all readers what has changed in the prefix cache."""
+        if self.cache_changes:
+            for reader in (self.cached_chunks, self.kv_events, self.store):
+                if reader is not None:
+                    reader.read(self.cache_changes)
+            self.cache_changes.clear()
 
     def _wait_for_turn(self) -> None:
         engine = self.config.engine
@@ -96,11 +91,7 @@ class Context:
             computing=self.heartbeat.set_step,
             prefill_started=prefill_started,
             layer_done=layer_done,
-            cached=self._cached,
-            moved=self.cached_chunks.moved,
-            evicted=self._evicted,
-            states_kept=partial(self._kept, states=True),
-            remnant_kept=partial(self._kept, states=False),
+            cache_changed=self.cache_changes.append,
         )
         config = self.config
         engine = build_engine(

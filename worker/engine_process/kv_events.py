@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from baton.engine import CachedBlock
+from baton.engine import CacheChange, CachedBlock, Moved
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
@@ -37,33 +37,40 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
 
 
 class KVEvents:
-    """Collects events by the engine's `Hooks` until `take`, which the loop calls once per step."""
+    """Reads the changes of the prefix cache. Collects events until `take`, which the loop calls once per
+    step."""
 
     def __init__(self) -> None:
         self._events: list[BlockStored | BlockRemoved] = []
 
-    def cached(self, blocks: Iterable[CachedBlock]) -> None:
-        before = None
-        for block in blocks:
-            event = self._events[-1] if before is not None and block.before == before else None
-            if not isinstance(event, BlockStored):
-                parent = _number(block.before) if block.before else None
+    def read(self, changes: Iterable[CacheChange]) -> None:
+        for change in changes:
+            match change:
+                case CachedBlock():
+                    self._stored(change)
+                case Moved(name, None):
+                    self._removed(_number(name))
+
+    def _stored(self, block: CachedBlock) -> None:
+        parent = _number(block.before) if block.before else None
+        match self._events:
+            case [*_, BlockStored() as event] if event.block_hashes[-1] == parent:
+                if event.extra_keys is not None:
+                    event.extra_keys.append(None)
+            case _:
                 is_salted = block.salt and parent is None
                 keys: list[tuple[str] | None] | None = [(block.salt.hex(),)] if is_salted else None
                 event = BlockStored([], parent, [], len(block.token_ids), None, _MEDIUM, None, keys)
                 self._events.append(event)
-            elif event.extra_keys is not None:
-                event.extra_keys.append(None)
-            event.block_hashes.append(_number(block.name))
-            event.token_ids.extend(block.token_ids)
-            before = block.name
+        event.block_hashes.append(_number(block.name))
+        event.token_ids.extend(block.token_ids)
 
-    def evicted(self, name: bytes) -> None:
+    def _removed(self, number: int) -> None:
         match self._events:
             case [*_, BlockRemoved(hashes)]:
-                hashes.append(_number(name))
+                hashes.append(number)
             case _:
-                self._events.append(BlockRemoved([_number(name)], _MEDIUM))
+                self._events.append(BlockRemoved([number], _MEDIUM))
 
     def take(self) -> bytes | None:
         """Returns the batch of events since the last call. None: there are none."""

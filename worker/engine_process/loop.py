@@ -139,6 +139,7 @@ def tell(context: Context, result: StepResult) -> None:
 
 def _report_cache(context: Context) -> None:
     """Tells the service process what has entered and left the prefix cache."""
+    context.read_cache()
     if (changed := context.cached_chunks.take()) is not None:
         context.link.send(changed)
     if context.kv_events is not None and (batch := context.kv_events.take()) is not None:

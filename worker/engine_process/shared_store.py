@@ -3,9 +3,9 @@ fetched."""
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from baton.engine import CachedBlock, Engine, EngineRequest
+from baton.engine import CacheChange, CachedBlock, Engine, EngineRequest, Kept
 from baton.engine.core.link import Link
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_names import CHUNK_TOKENS
@@ -56,7 +56,6 @@ class StoreSource:
         kv = paged_kv(engine)
 
         def open_store(source: StoreSource) -> SharedStore:
-            cached_chunks.offer = source.entered
             return SharedStore(
                 kv,
                 fds,
@@ -145,10 +144,15 @@ class StoreSource:
     def idle(self) -> bool:
         return self._again is None and self.store.idle
 
-    def entered(self, block: CachedBlock) -> None:
-        """The block is in the prefix cache now."""
-        for chunk, name in enumerate(block.chunks, block.first_chunk):
-            self.store.offer(block.salt, name, chunk)
+    def read(self, changes: Iterable[CacheChange]) -> None:
+        """Offers what the prefix cache has now."""
+        for change in changes:
+            match change:
+                case CachedBlock():
+                    for chunk, name in enumerate(change.chunks, change.first_chunk):
+                        self.store.offer(change.salt, name, chunk)
+                case Kept(salt, name, chunk, states):
+                    self.store.offer(salt, name, chunk, states=states)
 
     def pump(self) -> None:
         store = self.store
