@@ -223,21 +223,14 @@ def run(config: EngineProcessConfig) -> int:
         return EXIT_START_FAILED
     served = ServedEmbeddings(Transport.inherited(config.arenas, trace), embedding, encoder)
     assert model.vision is not None, "an encoder has started"
-    layout = embedding_layout(embedding)
-    link.send(
-        messages.EngineReady(
-            model_fingerprint=embedding.fingerprint,
-            content_root=b"",
-            layout=layout,
-            vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
-            block_size=CHUNK_TOKENS,
-            num_blocks=served.blocks,
-            offload_blocks=0,
-            vocabulary_fingerprint="",
-            images=model.vision.settings,
-        )
+    described = pb.WorkerDescription(
+        model_fingerprint=embedding.fingerprint,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        block_size=CHUNK_TOKENS,
+        num_blocks=served.blocks,
     )
+    link.send(messages.EngineReady(described, embedding_layout(embedding), model.vision.settings))
     gc.enable()
     loop = EncoderLoop(link, encoder, served)
     try:

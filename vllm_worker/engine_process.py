@@ -107,7 +107,7 @@ class EngineProcess:
         gc.collect()
         gc.freeze()  # what vLLM's modules have made: scanning it would hold up all streams for half a second
         self._adapters = vllm.adapters
-        cached = CachedBlocks(ready.content_root, pool.complete)
+        cached = CachedBlocks(ready.description.content_root, pool.complete)
         self._roles = Roles(
             self._attempts,
             vllm.generate,
@@ -232,7 +232,7 @@ class EngineProcess:
         assert self._adapters is not None
         fingerprint, error = b"", ""
         try:
-            fingerprint = await self._adapters.load(message.name, message.path)
+            fingerprint = await self._adapters.load(message.adapter.name, message.adapter.path)
         except ValueError as why:
             error = str(why)
         except EngineGone:

@@ -32,6 +32,7 @@ from baton import engine
 from baton.engine.loader import checkpoint_path, model_fingerprint, tokenizer_source
 from baton.engine.loader.tokenizer_json import eos_of_tokenizer, vocabulary
 from baton.kv_names import content_root, vocabulary_fingerprint
+from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Attach, Pool, events_address
 from baton.vllm_worker.chosen_steps import PROMPT, Chosen, Kind, rounds
@@ -43,7 +44,7 @@ from baton.vllm_worker.roles import EngineGone
 from baton.vllm_worker.sampling import after_reasoning, sampling
 from baton.vllm_worker.supported import check_config
 from baton.worker.engine_process.start import EngineProcessConfig
-from baton.worker.messages import Adapter, EngineReady
+from baton.worker.messages import EngineReady
 
 log = logging.getLogger(__name__)
 
@@ -182,15 +183,16 @@ class VLLM:
             fields["extra_args"] = {"kv_transfer_params": params}
         return self.generate(request, fields, 0)
 
-    async def load_adapters(self) -> list[Adapter]:
+    async def load_adapters(self) -> list[pb.Adapter]:
         """Loads those of --lora-modules. Raises ValueError."""
-        loaded = list[Adapter]()
+        loaded = list[pb.Adapter]()
         for name, given in self._engine.adapters.items():
             path = str(Path(given).absolute())
             try:
-                loaded.append(Adapter(name, path, await self.adapters.load(name, path)))
+                fingerprint = await self.adapters.load(name, path)
             except ValueError as error:
                 raise ValueError(f"--lora-modules {name}={given}: {error}") from error
+            loaded.append(pb.Adapter(name=name, path=path, fingerprint=fingerprint))
         return loaded
 
     async def _add_adapter(self, fingerprint: bytes, number: int, path: str) -> None:
@@ -204,7 +206,7 @@ class VLLM:
     async def _remove_adapter(self, number: int) -> None:
         await self._llm.remove_lora(number)
 
-    def ready(self, attach: Attach, adapters: list[Adapter]) -> EngineReady:
+    def ready(self, attach: Attach, adapters: list[pb.Adapter]) -> EngineReady:
         """Raises ValueError if the tokenizer cannot be read."""
         model, fingerprint = self._llm.model_config, attach.model_fingerprint
         # Dummy weights are not those of Baton's engine, either.
@@ -213,20 +215,19 @@ class VLLM:
                 fingerprint = model_fingerprint(self._engine, model.max_model_len)
             except ValueError as error:
                 log.info("no worker with Baton's engine can be in this cluster: %s", error)
-        return EngineReady(
+        described = pb.WorkerDescription(
             model_fingerprint=fingerprint,
             content_root=content_root(fingerprint, str(model.dtype), f"torch.{attach.layout.dtype}"),
-            layout=attach.layout,
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
             block_size=attach.pool.block_size,
             num_blocks=attach.pool.num_blocks,
-            offload_blocks=0,
             vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(self._tokenizer)),
-            images=None if self._images is None else self._images.settings,
             max_adapters=self.adapters.most,
-            first_adapters=adapters,
+            adapters=adapters,
         )
+        images = None if self._images is None else self._images.settings
+        return EngineReady(described, attach.layout, images)
 
     async def generate(
         self, request: engine.EngineRequest, fields: dict[str, Any], priority: int

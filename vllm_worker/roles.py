@@ -103,8 +103,8 @@ class Roles:
         self._gone = gone
         self._cached = cached
         self._config = config
-        self._ready = ready
-        self._blocks = ready.num_blocks - 1  # one of vLLM's pool is never used
+        self._described = ready.description
+        self._blocks = ready.description.num_blocks - 1  # one of vLLM's pool is never used
         self._needed = needed
         self._used = Tombstones[bool](TransferDeadlines().tombstone)
         self._moved = asyncio.Event()  # an attempt has a token, or has ended
@@ -221,8 +221,9 @@ class Roles:
         request, chunks = engine_request(message.origin, asked, message.pixels), list[bytes]()
         tokens = len(request.prompt_ids) + len(request.output_ids)
         if self._config.engine.enable_prefix_caching:
-            named_tokens = len(request.prompt_ids) // self._ready.block_size * self._ready.block_size
-            root = salted(self._ready.content_root, request.cache_salt)
+            block_size = self._described.block_size
+            named_tokens = len(request.prompt_ids) // block_size * block_size
+            root = salted(self._described.content_root, request.cache_salt)
             spans = [image.span for image in request.images]
             extend_names(chunks, request.prompt_ids, named_tokens, root, spans)
         uncached = tokens - CHUNK_TOKENS * self._cached.leading(chunks)
@@ -326,7 +327,7 @@ class Roles:
             return
         if attempt.handover and reason == "length":
             request = attempt.request
-            most = min(self._ready.max_model_len, len(request.prompt_ids) + request.sampling.max_tokens)
+            most = min(self._described.max_model_len, len(request.prompt_ids) + request.sampling.max_tokens)
             reason = "" if attempt.tokens + 1 < most else reason  # it goes on elsewhere
         if output.prompt_logprobs:
             for piece in prompt_logprobs(attempt.request, output.prompt_logprobs):

@@ -1,20 +1,23 @@
 """The typed messages between a service process and its engine process (msgpack over the local socket).
 
 What routers say, and what they are told, goes as the bytes of proto/worker.proto (`FromRouter`, `ToRouter`).
-The others embed types of `engine` and `kv_transfer`, which msgspec encodes directly. A *stream* is the number
+The others embed messages of that file, and types of `engine` and `kv_transfer`. A *stream* is the number
 that the service process gives to one attached router. Numbers are never used again, so a late message for a
 detached router reaches no other router. An attempt id is a prefill id or a decode id.
 """
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import msgspec
+from google.protobuf.message import Message
 from msgspec import Struct
 
 from baton.engine import EngineStats
 from baton.kv_names import Tier
 from baton.kv_transfer import InjectStats, KVLayout
+from baton.rpc import worker_pb2 as pb
 from baton.vision.images import ImageSettings
 
 
@@ -47,15 +50,6 @@ class Origin(_Message, tag=False):
     resumed: bool = False
     """An engine process that has ended had it, too, and no token came. Routers are told that nothing of its
     prompt was cached, since that may be its own."""
-
-
-class PrefixLink(_Message, tag=False):
-    """How fast prefixes came from a tier of another worker."""
-
-    incarnation: int
-    tier: Tier
-    wait: float  # seconds until the first frame
-    tokens_per_s: float  # from then on
 
 
 # ---------------------------------------------------------------- service to engine
@@ -91,8 +85,7 @@ class LoadAdapter(_Message):
     """Load an adapter (LoRA), so that requests can name it. AdapterLoaded answers."""
 
     question: int
-    name: str
-    path: str
+    adapter: pb.Adapter  # without its fingerprint
 
 
 class UnloadAdapter(_Message):
@@ -187,37 +180,13 @@ class StartFailed(_Message):
     alone: bool = False  # of a standby: the same process can start when no other one is there
 
 
-class Adapter(_Message, tag=False):
-    """An adapter that the engine has loaded. The fields are those of `Adapter` in proto/worker.proto."""
-
-    name: str
-    path: str
-    fingerprint: bytes
-
-
 class EngineReady(_Message):
-    """The properties of the loaded engine, for the start of the transfer process and for Describe.
-    `WorkerDescription` in proto/worker.proto has most under the same names."""
+    """What the loaded engine is, for the start of the transfer process and for Describe."""
 
-    model_fingerprint: str
-    content_root: bytes
+    description: pb.WorkerDescription  # what the engine alone knows
     layout: KVLayout
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    offload_blocks: int  # of all tiers below the device
-    vocabulary_fingerprint: str  # empty if the model has no tokenizer
-    attention_doubles_at: int = 0  # as in `ModelConfig`; 0: it computes no parts of prompts
-    numerics: str = ""  # as in `Started`
     images: ImageSettings | None = None  # None: the model takes none
-    max_adapters: int = 0
-    first_adapters: list[Adapter] = []  # that are loaded at the start
-    # Of embeddings that the engine fetches from encoders, as the first two above. None: it fetches none.
-    image_layout: KVLayout | None = None
-    image_fingerprint: str = ""
-    kept_image_tokens: int = 0  # as in WorkerDescription
-    computes_on: list[str] = []  # as there
+    image_layout: KVLayout | None = None  # of embeddings from encoders. None: it fetches none
 
 
 class ToRouter(_Message):
@@ -296,7 +265,7 @@ class EngineStatus(_Message):
     stats: EngineStats
     counts: RequestCounts
     idle: bool  # there is no request in any phase, and no transfer reads or writes a block
-    links: list[PrefixLink]
+    links: list[pb.PrefixLink]
     store: StoreStats | None = None  # None: there is none
     only_decodes: bool = False  # no step is under way, and it is idle but for attempts that decode
     adapters_on_device: list[bytes] = []  # fingerprints
@@ -418,6 +387,15 @@ FromEngine = (
     | Stopped
 )
 
-encode = msgspec.msgpack.Encoder().encode
-decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+def _bytes_of(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _message_of(kind: type[Message], data: Any) -> Message:
+    return kind.FromString(data)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_bytes_of).encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_message_of).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_message_of).decode

@@ -15,6 +15,7 @@ import pytest
 from baton.engine import EngineConfig
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
+from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import FILES, Adapters
 from baton.vllm_worker.attachment import OnDevice, Pool
 from baton.vllm_worker.engine_process import EngineProcess
@@ -32,7 +33,9 @@ from tests.within import within
 pytestmark = pytest.mark.all
 
 D = b"d" * 16
-READY = EngineReady("model", b"", kv_layout(3, 2, 8, "float32"), 500, 100, 16, 40, 0, "")
+READY = EngineReady(
+    pb.WorkerDescription(max_model_len=100, block_size=16, num_blocks=40), kv_layout(3, 2, 8, "float32")
+)
 
 
 class Process(EngineProcess):

@@ -24,6 +24,7 @@ from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import Code, FromEngine
+from tests.layouts import kv_layout
 from tests.router_messages import Asked, cancel, retarget, submit_decode, submit_prefill, tokens_told, told
 from tests.router_messages import work as asked_work
 from tests.stand_in import stand_in
@@ -71,9 +72,9 @@ class Worker:
                 EngineProcessConfig, incarnation=OURS,
                 engine=stand_in(EngineConfig, max_num_seqs=3, enable_prefix_caching=True),
             ),
-            stand_in(
-                messages.EngineReady, num_blocks=11, block_size=16, max_model_len=200, content_root=b"root",
-                images=None,
+            messages.EngineReady(
+                pb.WorkerDescription(num_blocks=11, block_size=16, max_model_len=200, content_root=b"root"),
+                kv_layout(1, 1, 8, "float32"),
             ),
         )  # fmt: skip
 

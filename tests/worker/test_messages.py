@@ -14,6 +14,7 @@ from baton.engine import (
     SpeculationStats,
 )
 from baton.kv_names import Tier
+from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel
 from baton.worker import messages
 from baton.worker.messages import FromEngine, RequestCounts, ToEngine
@@ -66,18 +67,11 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
             ),
             RequestCounts(1, 2, 3, 4, 5),
             idle=False,
-            links=[messages.PrefixLink(1, Tier.DISK, 0.5, 100.0)],
+            links=[pb.PrefixLink(incarnation=1, tier=pb.TIER_DISK, wait=0.5, tokens_per_s=100.0)],
         ),
         messages.EngineReady(
-            "model",
-            b"root",
+            pb.WorkerDescription(model_fingerprint="model", adapters=[pb.Adapter(name="a")]),
             kv_layout(2, 4, 8, "float32"),
-            100,
-            64,
-            16,
-            32,
-            48,
-            vocabulary_fingerprint="v",
         ),
     ],
 )

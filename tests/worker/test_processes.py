@@ -17,6 +17,7 @@ from baton.kv_transfer.shared_store import StoreStart
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE
 from baton.processes.children import Child
 from baton.processes.liveness import Watchdog
+from baton.rpc import worker_pb2 as pb
 from baton.system.kept_pages import CannotShareError
 from baton.worker import WorkerConfig, messages, processes
 from baton.worker.engine_process import rank_process
@@ -189,6 +190,6 @@ async def test_lanes_and_the_store_are_encrypted_if_the_worker_is_told_to(
         await worker._store.keep()
     assert msgspec.json.decode(told[0].splitlines()[0], type=StoreStart).encrypt is encrypt
     layout = kv_layout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
-    ready = stand_in(EngineReady, model_fingerprint="model", layout=layout)
+    ready = EngineReady(pb.WorkerDescription(model_fingerprint="model"), layout)
     assert worker._transfer_config(ready).encrypt is encrypt
     await worker.close()

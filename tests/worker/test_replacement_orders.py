@@ -24,13 +24,14 @@ from baton.worker.service_process.standby import MOST_ENDS, Standby
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
 from baton.worker.service_process.weights import REASON, WeightsReplacement
-from tests.stand_in import implements, stand_in
+from tests.layouts import kv_layout
+from tests.stand_in import implements
 from tests.within import within
 
 from .test_counts import engine_status
 from .test_open_attempts import A, B, decode, tokens
 
-READY = stand_in(EngineReady, __struct_fields__=())
+READY = EngineReady(pb.WorkerDescription(), kv_layout(1, 1, 8, "float32"))
 TRANSFERS = TransferStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 9, 0, 0, {}, {}, {}, {}, {}, {})
 
 

@@ -23,12 +23,12 @@ from typing import Protocol
 from baton.engine import Engine, EngineRequest
 from baton.engine.core.link import Link
 from baton.engine.core.prefix_exchange import Import, MissingPrefix
-from baton.kv_names import CHUNK_TOKENS, Tier
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter, TransferDeadlines
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import Attempt, Lease
-from baton.worker.messages import PrefixLink, RequestCounts
+from baton.worker.messages import RequestCounts
 
 LONGEST = 5.0
 """Seconds that a fetch may take if the speed of prefills is not known."""
@@ -139,18 +139,23 @@ class PrefixLinks:
     """The links of one worker to the tiers of other workers."""
 
     def __init__(self) -> None:
-        self._links: dict[tuple[str, int, Tier], Link] = {}  # by address, incarnation and tier
+        self._links: dict[tuple[str, int, pb.Tier], Link] = {}  # by address, incarnation and tier
 
     def to(self, source: pb.ContentSource) -> Link:
-        key = source.kv_address, source.incarnation, Tier(source.tier)
+        key = source.kv_address, source.incarnation, source.tier
         if key not in self._links and len(self._links) >= MOST_LINKS:
             del self._links[next(iter(self._links))]
         return self._links.setdefault(key, Link(IDLE_CLOSE))
 
-    def recent(self, now: float) -> list[PrefixLink]:
+    def recent(self, now: float) -> list[pb.PrefixLink]:
         """What routers should know."""
         return [
-            PrefixLink(incarnation, tier, link.waited.value, link.tokens_per_s.value)
+            pb.PrefixLink(
+                incarnation=incarnation,
+                tier=tier,
+                wait=link.waited.value,
+                tokens_per_s=link.tokens_per_s.value,
+            )
             for (_, incarnation, tier), link in self._links.items()
             if now < link.measured_at + RECENT and link.tokens_per_s.value
         ]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from baton.engine import Engine
 from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
+from baton.rpc import worker_pb2 as pb
 from baton.system.kept_pages import CannotShareError
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
@@ -68,10 +69,9 @@ def run(config: EngineProcessConfig, build: Callable[[Context], Roles]) -> int:
 def _ready(engine: Engine) -> messages.EngineReady:
     """Describes the engine for the service process. Raises ValueError if the tokenizer cannot be read."""
     model, made = engine.model_config, engine.embedding_format
-    return messages.EngineReady(
+    described = pb.WorkerDescription(
         model_fingerprint=engine.model_fingerprint,
         content_root=engine.content_root,
-        layout=kv_layout(engine),
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
         block_size=engine.block_size,
@@ -80,9 +80,13 @@ def _ready(engine: Engine) -> messages.EngineReady:
         vocabulary_fingerprint=vocabulary_of(engine.tokenizer),
         attention_doubles_at=model.attention_doubles_at,
         numerics=engine.numerics,
-        images=None if model.vision is None else model.vision.settings,
-        image_layout=None if made is None else embedding_layout(made),
         image_fingerprint="" if made is None else made.fingerprint,
         kept_image_tokens=engine.kept_image_tokens,
         computes_on=engine.computes_on,
+    )
+    return messages.EngineReady(
+        described,
+        kv_layout(engine),
+        images=None if model.vision is None else model.vision.settings,
+        image_layout=None if made is None else embedding_layout(made),
     )

@@ -62,7 +62,7 @@ class WorkerAdapters:
         loaded = list[pb.Adapter]()
         try:
             for each in added:
-                answer = await self._backend.load_adapter(each.name, each.path)
+                answer = await self._backend.load_adapter(pb.Adapter(name=each.name, path=each.path))
                 if answer.error:
                     raise Refused(f"adapter {each.name}: {answer.error}")
                 loaded.append(pb.Adapter(name=each.name, path=each.path, fingerprint=answer.fingerprint))

@@ -10,8 +10,6 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from msgspec import structs
-
 from baton.engine import EngineConfig
 from baton.kv_transfer import TransferStats
 from baton.rpc import LONGEST_REPORT
@@ -24,7 +22,6 @@ from baton.worker.engine_process.kv_events import all_blocks_cleared
 from baton.worker.messages import (
     Code,
     Detached,
-    EngineReady,
     EngineStatus,
     FromEngine,
     FromRouter,
@@ -73,10 +70,13 @@ class ReplacedWeights(NamedTuple):
         replaced = replace(config, model=self.path, revision=None, load_format="auto", tokenizer=tokenizer)
         return replace(replaced, weights_version=self.version)
 
-    def ready(self, engine: EngineReady) -> EngineReady:
-        """What that engine says of itself. `engine`: what one with the weights of `--model` says."""
-        root = self.engine.content_root
-        return structs.replace(engine, model_fingerprint=self.engine.model_fingerprint, content_root=root)
+    def described(self, engine: pb.WorkerDescription) -> pb.WorkerDescription:
+        """How that engine describes itself. `engine`: how one with the weights of `--model` does."""
+        described = pb.WorkerDescription()
+        described.CopyFrom(engine)
+        described.model_fingerprint = self.engine.model_fingerprint
+        described.content_root = self.engine.content_root
+        return described
 
 
 class Backend:
@@ -304,9 +304,9 @@ class Backend:
         self.released, self.lost_weights = done.released, done.lost_weights
         return done
 
-    async def load_adapter(self, name: str, path: str) -> messages.AdapterLoaded:
+    async def load_adapter(self, adapter: pb.Adapter) -> messages.AdapterLoaded:
         """The engine loads an adapter, while it computes."""
-        return await self._answer(lambda question: messages.LoadAdapter(question, name, path))
+        return await self._answer(lambda question: messages.LoadAdapter(question, adapter))
 
     async def _answer(self, ask: Callable[[int], ToEngine]) -> Any:
         """Raises TreeError if the engine process ends before it answers."""

@@ -141,8 +141,8 @@ class Metrics(Collector):
 
     def cache_config(self, engine: EngineReady, prefix_caching: bool) -> None:
         self._cache_config = {
-            "block_size": str(engine.block_size),
-            "num_gpu_blocks": str(engine.num_blocks),
+            "block_size": str(engine.description.block_size),
+            "num_gpu_blocks": str(engine.description.num_blocks),
             "cache_dtype": engine.layout.dtype,
             "enable_prefix_caching": str(prefix_caching),
         }

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import setproctitle
 from grpc_health.v1 import health_pb2
+from msgspec import structs
 
 from baton.processes.children import report
 from baton.rpc import worker_pb2 as pb
@@ -33,7 +34,6 @@ from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.kv_events import KVEventPublisher
 from baton.worker.service_process.metrics import Metrics
 from baton.worker.service_process.standby import Standby
-from baton.worker.service_process.status import same_names
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
 from baton.worker.service_process.validation import Limits
@@ -147,7 +147,7 @@ class Service:
         service = AttachService(
             self._backend,
             self._routers,
-            Limits(engine.vocab_size, engine.max_model_len, engine.images),
+            Limits(engine.description.vocab_size, engine.description.max_model_len, engine.images),
             self._description(engine, kv_address, metrics_address),
             encodes=config.role == "encode",
         )
@@ -351,11 +351,10 @@ class Service:
         engine, _ = await self._start_tree(stage)
         stage("submitting attempts", 0.0)
         assert self._engine is not None, "it takes the place of another one"
-        weights = self._backend.weights
-        before = self._engine if weights is None else weights.ready(self._engine)
-        if differing := [
-            name for name in engine.__struct_fields__ if getattr(engine, name) != getattr(before, name)
-        ]:
+        weights, before = self._backend.weights, self._engine
+        if weights is not None:
+            before = structs.replace(before, description=weights.described(before.description))
+        if differing := [*_differing(engine, before)]:
             raise TreeError(f"the next engine process differs in {', '.join(differing)}")
         await self._backend.engine_replaced(self._tree)
 
@@ -373,7 +372,7 @@ class Service:
         self, engine: EngineReady, kv_address: str, metrics_address: str
     ) -> pb.WorkerDescription:
         config = self._config
-        return pb.WorkerDescription(
+        described = pb.WorkerDescription(
             first_pool=POOLS[config.role],
             index=config.index,
             incarnation=self._incarnation,
@@ -393,9 +392,18 @@ class Service:
             revision=config.engine.revision or "",
             group="" if config.group is None else config.group.id,
             data_parallel_size=1 if config.group is None else config.group.size,
-            adapters=[pb.Adapter(**same_names(pb.Adapter, each)) for each in engine.first_adapters],
-            **same_names(pb.WorkerDescription, engine),
         )
+        described.MergeFrom(engine.description)
+        return described
+
+
+def _differing(one: EngineReady, other: EngineReady) -> Iterator[str]:
+    """Yields the names of what differs."""
+    for a, b, names in (
+        (one, other, [name for name in one.__struct_fields__ if name != "description"]),
+        (one.description, other.description, pb.WorkerDescription.DESCRIPTOR.fields_by_name),
+    ):
+        yield from (name for name in names if getattr(a, name) != getattr(b, name))
 
 
 @contextmanager

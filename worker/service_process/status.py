@@ -43,7 +43,7 @@ def reported(engine: EngineStatus, transfer: TransferStats) -> pb.WorkerStatus:
         disk_tokens_per_s=disk.tokens_per_s if disk else 0.0,
         store_tokens_per_s=0.0 if engine.store is None else engine.store.tokens_per_s,
         store="" if engine.store is None else "open" if engine.store.is_open else "closed",
-        prefix_links=[pb.PrefixLink(**same_names(pb.PrefixLink, link)) for link in engine.links],
+        prefix_links=engine.links,
         generation_tokens=counts.generation_tokens,
         kv_transfers=sum(transfer.transfers.get(end, 0) for end in ("acked", "injected")),
         kv_sent=transfer.sent_to,

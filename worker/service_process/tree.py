@@ -300,7 +300,7 @@ class WorkerTree:
         return msgspec.structs.replace(
             of_kv,
             name=f"{self._config.name} images",
-            model_fingerprint=engine.image_fingerprint,
+            model_fingerprint=engine.description.image_fingerprint,
             layout=engine.image_layout,
             port=0,
             reader="",
@@ -315,7 +315,7 @@ class WorkerTree:
             name=config.name,
             title=config.title,
             incarnation=self._incarnation,
-            model_fingerprint=engine.model_fingerprint,
+            model_fingerprint=engine.description.model_fingerprint,
             layout=engine.layout,
             num_slots=config.kv_slots,
             slot_bytes=config.kv_slot_bytes,
@@ -323,7 +323,7 @@ class WorkerTree:
             port=config.kv_port,
             lanes=config.kv_lanes,
             # An image takes at least one block of an encoder: no more could be on their way.
-            max_pins=engine.num_blocks if config.role == "encode" else MOST_PINS,
+            max_pins=engine.description.num_blocks if config.role == "encode" else MOST_PINS,
             bind=config.kv_bind,
             encrypt=config.kv_encrypt,
             reader=config.kv_connector if config.reader else "",
