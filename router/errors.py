@@ -1,7 +1,8 @@
 """The errors of requests, with the status and the body that OpenAI's API gives them."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
 
 _LONGEST = 2000
 """Characters of a message."""
@@ -30,6 +31,11 @@ class ApiError(Exception):
         self.param = param
         self.retry_after = retry_after
 
+    @classmethod
+    def at(cls, field: str, reason: str) -> Self:
+        """Returns the error for what is wrong with a field of the client's body."""
+        return cls(f"{field}: {reason}", param=field)
+
     @property
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
@@ -37,6 +43,17 @@ class ApiError(Exception):
 
 class InvalidRequest(ApiError):
     status, type, code = 400, "invalid_request_error", "invalid_value"
+
+
+@contextmanager
+def about(field: str) -> Iterator[None]:
+    """Errors that are raised inside, and name no field, are about this one."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is None:
+            raise type(error).at(field, error.message) from None
+        raise
 
 
 class Unsupported(InvalidRequest):
@@ -53,9 +70,9 @@ class ContextLengthExceeded(InvalidRequest):
     @classmethod
     def of_prompt(cls, field: str, size: int, unit: str, most: int, context: int) -> "ContextLengthExceeded":
         """Returns the error for a prompt of `size` units, of which a prompt may have `most`."""
-        text = f"{field}: prompt is too long: {size} {unit} > {most} maximum. With its output it is longer"
+        text = f"prompt is too long: {size} {unit} > {most} maximum. With its output it is longer"
         text += f" than the model's context length: this model's maximum context length is {context} tokens"
-        return cls(text, param=field)
+        return cls.at(field, text)
 
 
 class Unauthorized(ApiError):

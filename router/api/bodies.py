@@ -96,7 +96,8 @@ class GenerationBody(OpenAIBody):
         if named and len(set(named)) < len(named):
             raise invalid("logprob_token_ids must have each token once", "logprob_token_ids")
         if self.structured_outputs is not None and self.response_format is not None:
-            raise invalid("structured_outputs excludes response_format", "structured_outputs")
+            reason = f"structured_outputs excludes {self.named('response_format')}"
+            raise invalid(reason, "structured_outputs")
         if self.ignore_eos and (self.structure is not None or self.must_call):
             raise invalid("ignore_eos excludes structured output, which ends with EOS", "ignore_eos")
         return self
@@ -104,8 +105,11 @@ class GenerationBody(OpenAIBody):
     @property
     def structure(self) -> Structure | None:
         """The constraint on the output, if the client set one."""
-        constraint = self.structured_outputs or self.response_format
-        return constraint.structure if constraint is not None else None
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structure
+        if self.response_format is None:
+            return None
+        return self.response_format.structure(self.names.get("response_format"))
 
     @property
     def must_call(self) -> bool:
@@ -217,7 +221,9 @@ class RenderedBody(Body):
 class ChatOptions(RenderedBody, GenerationBody):
     """The fields of a chat completion without its messages."""
 
-    prompt_field: ClassVar[str] = "messages"
+    @property
+    def prompt_field(self) -> str:
+        return self.named("messages")
 
     logprobs: Nullable[bool] = False
     top_logprobs: Alternatives | None = None

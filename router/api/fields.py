@@ -36,6 +36,11 @@ def _error(kind: Literal["invalid", "unsupported"], reason: str, param: str | No
     return PydanticCustomError(kind, "{reason}", {"reason": reason} | ({"param": param} if param else {}))
 
 
+def pointer(field: str) -> str:
+    """Returns the JSON pointer to a field of the body, as errors name it."""
+    return "/" + field.replace("[", "/").replace("]", "").replace(".", "/")
+
+
 def _not_zero(value: int) -> int:
     if value == 0:
         raise invalid("must be -1, or at least 1")

@@ -158,26 +158,26 @@ def make_jobs(
     sampling["reasoning"] = reasoning
     sampling["bad_words"] = [pb.BadWord(token_ids=word) for word in bad_words]
     if len(prompts) * body.n > MAX_CHOICES:
-        text = f"n: {len(prompts)} prompts with n={body.n} are more than {MAX_CHOICES} choices"
-        raise InvalidRequest(text, param="n")
+        text = f"{len(prompts)} prompts with n={body.n} are more than {MAX_CHOICES} choices"
+        raise InvalidRequest.at("n", text)
     pixels = body.n * sum(len(image.pixels) // CHANNELS for listed in images for image in listed)
     if pixels > MOST_PIXELS:
-        text = f"n: {body.n} choices with images of {pixels} pixels in all are more than {MOST_PIXELS}"
-        raise InvalidRequest(text, param="n")
+        text = f"{body.n} choices with images of {pixels} pixels in all are more than {MOST_PIXELS}"
+        raise InvalidRequest.at("n", text)
     scored = body.prompt_logprobs_wanted
     numbers = 0 if scored is None else body.n * (scored + 1) * sum(map(len, prompts))
     if numbers > MAX_PROMPT_LOGPROBS:
         field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-        text = f"{field}: {numbers} log probabilities of prompts are more than {MAX_PROMPT_LOGPROBS}"
-        raise InvalidRequest(text, param=field)
+        text = f"{numbers} log probabilities of prompts are more than {MAX_PROMPT_LOGPROBS}"
+        raise InvalidRequest.at(field, text)
     lists = map(array.tolist, prompts)
     for prompt_ids, of_prompt in zip(lists, images or [[]] * len(prompts), strict=True):
         if not prompt_ids:
-            raise InvalidRequest(f"{body.prompt_field}: must not be empty", param=body.prompt_field)
+            raise InvalidRequest.at(body.prompt_field, "must not be empty")
         max_tokens = _max_tokens(body, len(prompt_ids), context, defaults)
         if body.min_tokens > max_tokens:
-            text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
-            raise InvalidRequest(text, param="min_tokens")
+            text = f"must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
+            raise InvalidRequest.at("min_tokens", text)
         # Where all of a prompt is computed, cached chunks help no worker.
         spans = [each.span for each in of_prompt]
         chunks = [] if scored is not None else prompt_hints(prompt_ids, content_root, salt, spans)
@@ -229,13 +229,13 @@ def _sampling(body: Options, vocab_size: int, defaults: SamplingDefaults) -> dic
     bias = body.logit_bias or {}
     wrong = [key[:20] for key in bias if not re.fullmatch(TOKEN_ID, key) or int(key) >= vocab_size]
     if wrong:
-        text = f"logit_bias: {', '.join(wrong[:10])}: a key must be a token id below {vocab_size}"
-        raise InvalidRequest(text, param="logit_bias")
+        text = f"{', '.join(wrong[:10])}: a key must be a token id below {vocab_size}"
+        raise InvalidRequest.at("logit_bias", text)
     for field in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         for token_id in getattr(body, field) or ():
             if token_id >= vocab_size:
-                text = f"{field}: {token_id} is out of vocabulary, which has {vocab_size} tokens"
-                raise InvalidRequest(text, param=field)
+                text = f"{token_id} is out of vocabulary, which has {vocab_size} tokens"
+                raise InvalidRequest.at(field, text)
     chosen: dict[str, Any] = dict(_NO_LIMITS)
     for source in (defaults, body):
         chosen |= {name: value for name in _AS_SENT if (value := getattr(source, name)) is not None}

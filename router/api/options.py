@@ -1,6 +1,6 @@
 """What a router reads of a validated body beside its prompt."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -23,7 +23,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     `CompletionOptions`. A child that prepared the body sends them, and msgspec checks types and bounds."""
 
     is_chat: bool
-    prompt_field: Literal["messages", "prompt"]
+    prompt_field: str
     model: str | None
     stream: bool
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)]

@@ -1,6 +1,7 @@
 """The fields that all endpoints that generate share."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,7 +16,7 @@ from baton.router.api.fields import (
     TruncatedLength,
 )
 from baton.router.api.structured import StructuredOutputs, with_structured_outputs
-from baton.router.api.validation import refusing
+from baton.router.api.validation import NO_NAMES, refusing
 
 TOKEN_ID = "[0-9]{1,10}"
 """A key of `logit_bias`."""
@@ -27,7 +28,14 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
+    names: ClassVar[Mapping[str, str]] = NO_NAMES
+    """For fields of this form that the client's body names otherwise: its names. Errors have these."""
+
     model: str | None = None
+
+    @classmethod
+    def named(cls, field: str) -> str:
+        return cls.names.get(field, field)
 
 
 class SessionParams(Part):

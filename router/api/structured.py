@@ -31,9 +31,11 @@ class Structure:
     kind: Literal["json_schema", "regex", "grammar"]
     text: str
     field: str
-    """The field of the request that demands it."""
+    """The field of the client's body that demands it."""
     strict: bool = False
     """A schema is refused if workers cannot enforce all of it."""
+    pointer: str = ""
+    """JSON pointer from the field to the schema."""
 
     @property
     def message(self) -> pb.StructuredOutput:
@@ -112,17 +114,20 @@ class ResponseFormat(Part):
             raise invalid("type json_schema needs a json_schema with a schema", "response_format.json_schema")
         return self
 
-    @property
-    def structure(self) -> Structure | None:
+    def structure(self, sent_as: str | None = None) -> Structure | None:
+        """`sent_as`: the field of the client's body in its place, whose member `schema` is the schema."""
         if self.type == "json_schema":
             assert self.json_schema is not None
-            field = "response_format.json_schema.schema"
             schema, strict = json.dumps(self.json_schema.schema_), bool(self.json_schema.strict)
-            return Structure("json_schema", schema, field, strict)
-        return _JSON_OBJECT if self.type == "json_object" else None
+            if sent_as is not None:
+                return Structure("json_schema", schema, sent_as, strict, "/schema")
+            return Structure("json_schema", schema, "response_format.json_schema.schema", strict)
+        if self.type == "json_object":
+            return Structure("json_schema", _ANY_OBJECT, sent_as or "response_format")
+        return None
 
 
-_JSON_OBJECT = Structure("json_schema", '{"type": "object"}', "response_format")
+_ANY_OBJECT = '{"type": "object"}'
 # Members of vLLM's field that are refused, each with the values that have no effect and are accepted.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (False,),
@@ -175,7 +180,7 @@ class StructuredOutputs(Part):
             return Structure("regex", "|".join(map(re.escape, self.choice)), f"{field}.choice")
         if self.grammar is not None:
             return Structure("grammar", self.grammar, f"{field}.grammar")
-        return _JSON_OBJECT
+        return Structure("json_schema", _ANY_OBJECT, field)
 
 
 _OLD_NAMES = {

@@ -16,15 +16,15 @@ them to each provider, and each of their requests would fail. Known and not list
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError, model_validator
 
 from baton.router.api.fields import unsupported
-from baton.router.errors import ApiError, InvalidRequest, Unsupported
+from baton.router.errors import InvalidRequest, Unsupported
 
 _OF_LLAMA_CPP: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,), "dynatemp_range": (0,), "lora": ([],), "mirostat": (0,), "n_predict": (-1,),
@@ -202,28 +202,33 @@ def _with_integers(raw: bytes | bytearray) -> bytes | bytearray:
         return raw
 
 
-def validate(kind: type[B], fields: dict[str, Any]) -> B:
-    """Validates fields that are already parsed. Raises InvalidRequest like `parse`."""
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+def validate(kind: type[B], fields: dict[str, Any], names: Mapping[str, str] = NO_NAMES) -> B:
+    """Validates fields that are already parsed. Raises InvalidRequest like `parse`.
+
+    `names`: what the client's body has in the place of a field, with all its parts."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _explained(error) from None
+        raise _explained(error, names) from None
 
 
-def _explained(error: ValidationError) -> InvalidRequest:
+def _explained(error: ValidationError, names: Mapping[str, str] = NO_NAMES) -> InvalidRequest:
     first = error.errors(include_url=False)[0]
     context = first.get("ctx", {})
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {context['error']}")
     if not first["loc"] and "param" not in context:
         return InvalidRequest("the body must be a JSON object")
-    param = context.get("param") or _path(first["loc"])
+    param = context.get("param") or names.get(str(first["loc"][0])) or _path(first["loc"])
     reason = first["msg"][:1].lower() + first["msg"][1:].partition(" after validation")[0]
     if first["type"] == "unsupported":
         message = reason if "param" in context else f"{param}: {reason}"
         return Unsupported(message, param=param)
     sent = "" if first["type"] in ("missing", "invalid") else f", not {_shown(first['input'])}"
-    return InvalidRequest(f"{param}: {reason}{sent}", param=param)
+    return InvalidRequest.at(param, f"{reason}{sent}")
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -240,53 +245,3 @@ def _shown(value: Any) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-_ANTHROPIC = {
-    "messages": "messages",
-    "continue_final_message": "messages",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    "thinking_token_budget": "thinking.budget_tokens",
-}
-_RESPONSES = {
-    "messages": "input",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
-_NAMES = {
-    "messages": _ANTHROPIC,
-    "count_tokens": _ANTHROPIC,
-    "responses": _RESPONSES,
-    "input_tokens": _RESPONSES,
-}
-"""For each kind of body, what stands there for a field of a chat completion, with all its parts."""
-_TOOL_OF_MESSAGE = ".tool.definition."
-"""A path with it is one of the client's body."""
-
-
-def field_in(kind: str, param: str) -> str:
-    """Returns the name that a field of a chat completion has in a body of this kind."""
-    field = param.partition(".")[0].partition("[")[0]
-    return param if _TOOL_OF_MESSAGE in param else _NAMES.get(kind, {}).get(field, param)
-
-
-def pointer_in(kind: str, param: str) -> str:
-    """Returns the JSON pointer to a schema, in a body of this kind, of a field of a chat completion."""
-    name = field_in(kind, param)
-    if name in ("output_config.format", "text.format"):
-        name += ".schema"
-    return "/" + name.replace("[", "/").replace("]", "").replace(".", "/")
-
-
-@contextmanager
-def named_as_in(kind: str) -> Iterator[None]:
-    """Errors that are raised inside name the fields of a body of this kind, instead of a chat's."""
-    try:
-        yield
-    except ApiError as error:
-        if error.param is not None:
-            field = field_in(kind, error.param)
-            error.message = error.message.replace(error.param, field, 1)
-            error.param = field
-        raise

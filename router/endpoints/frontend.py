@@ -22,8 +22,7 @@ from baton.router.api.jobs import Job, make_jobs
 from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.api.sessions import session_name
 from baton.router.api.structured import Structure
-from baton.router.api.validation import field_in, named_as_in, pointer_in
-from baton.router.errors import InvalidRequest, ModelNotFound, ShuttingDown, TimedOut, Unsupported
+from baton.router.errors import InvalidRequest, ModelNotFound, ShuttingDown, TimedOut, about
 from baton.router.preparation.child import Preparer, fork_server
 from baton.router.preparation.grammar_checker import Answer, GrammarChecker
 from baton.router.preparation.media import MediaFetcher
@@ -212,31 +211,28 @@ class Frontend:
             options, adapter = prepared.options, self._adapter(prepared.options.model)
             deadline = Deadline(began, min(limit, math.inf if options.timeout is None else options.timeout))
             entry.max_wait = min(entry.max_wait, deadline.seconds)
-            with named_as_in(kind):
-                async with _until(deadline):
-                    structure, unenforced = await self._structure(prepared, entry.account.key.name)
-                if structure is not None:
-                    structure = replace(structure, field=field_in(kind, structure.field))
-                jobs: list[Job] = []
-                for choice_jobs in make_jobs(
-                    options,
-                    prepared.prompts,
-                    context=self._served.context,
-                    vocab_size=self._services.tokenizer.vocab_size,
-                    session=session_name(headers, options.session, options.user),
-                    content_root=self._services.pool.content_root,
-                    cache_salt=_salt(entry.account.key.cache_salt, options.cache_salt),
-                    adapter=b"" if adapter is None else adapter.fingerprint,
-                    tenant=entry.account.key.tenant,
-                    priority=entry.among_keys(options.priority),
-                    structure=structure,
-                    reasoning=self._reasoning(prepared, structure),
-                    bad_words=prepared.bad_words,
-                    images=prepared.images,
-                    defaults=self._services.defaults,
-                ):
-                    jobs += choice_jobs
-                    await asyncio.sleep(0)  # other tasks run between the prompts, which may be long
+            async with _until(deadline):
+                structure, unenforced = await self._structure(prepared, entry.account.key.name)
+            jobs: list[Job] = []
+            for choice_jobs in make_jobs(
+                options,
+                prepared.prompts,
+                context=self._served.context,
+                vocab_size=self._services.tokenizer.vocab_size,
+                session=session_name(headers, options.session, options.user),
+                content_root=self._services.pool.content_root,
+                cache_salt=_salt(entry.account.key.cache_salt, options.cache_salt),
+                adapter=b"" if adapter is None else adapter.fingerprint,
+                tenant=entry.account.key.tenant,
+                priority=entry.among_keys(options.priority),
+                structure=structure,
+                reasoning=self._reasoning(prepared, structure),
+                bad_words=prepared.bad_words,
+                images=prepared.images,
+                defaults=self._services.defaults,
+            ):
+                jobs += choice_jobs
+                await asyncio.sleep(0)  # other tasks run between the prompts, which may be long
         if (sent := headers.get("x-handover")) is not None:
             pair = self._pair(sent)
             jobs = [replace(job, pair=pair) for job in jobs]
@@ -249,10 +245,7 @@ class Frontend:
             name=name,
             model=self._services.config.model_name if adapter is None else adapter.name,
             deadline=deadline,
-            unenforced=(
-                *(pointer_in(kind, field) for field in prepared.unenforced),
-                *(pointer_in(kind, field) + pointer for field, pointer in unenforced),
-            ),
+            unenforced=(*prepared.unenforced, *unenforced),
             traceparent=valid_traceparent(headers.get("traceparent")),
         )
 
@@ -264,7 +257,8 @@ class Frontend:
         try:
             return await prepare()
         except NeedsFiles as missing:
-            files = await self._media.fetch(entry.account.key.name, missing.urls, entry.receive)
+            with about(missing.field):
+                files = await self._media.fetch(entry.account.key.name, missing.urls, entry.receive)
         return await prepare(files)
 
     def _pair(self, sent: str) -> tuple[str, str]:
@@ -287,15 +281,9 @@ class Frontend:
         return response
 
     def _reasoning(self, prepared: Prepared, structure: Structure | None) -> pb.Reasoning | None:
-        """Returns what workers must know of the reasoning. None: nothing. Raises Unsupported."""
+        """Returns what workers must know of the reasoning. None: nothing."""
         budget, tokenizer = prepared.options.reasoning_budget, self._services.tokenizer
         way = tokenizer.reasoning
-        if (way is None or way.in_messages) and budget is not None:
-            reason = "this model's way to reason is unknown, see --reasoning-parser"
-            if way is not None:
-                reason = "no single token ends the reasoning of this model; use reasoning_effort"
-            text = f"thinking_token_budget is not supported: {reason}"
-            raise Unsupported(text, param="thinking_token_budget")
         if (
             way is None
             or way.in_messages

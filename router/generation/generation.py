@@ -299,7 +299,7 @@ class Generation:
         though the router has compiled it."""
         field, (kind, colon, reason) = self.job.structure_field, message.partition(": ")
         if field and colon and kind == "structured output":
-            return InvalidRequest(f"{field}: {reason}", param=field)
+            return InvalidRequest.at(field, reason)
         return InvalidRequest(f"the workers rejected {self}: {message}")
 
     def _on_failed(self, attempt: Attempt, failure: pb.AttemptFailed) -> None:

@@ -107,6 +107,10 @@ def fork_server(
     return ForkServer(["-m", __name__, title, memory], tokenizer.state, fd)
 
 
+Answer = Prepared | bytes | tuple[str, list[str]]
+"""A tuple: what `NeedsFiles` has."""
+
+
 class _Head(msgspec.Struct):
     """The first line of a request."""
 
@@ -132,10 +136,10 @@ def request_head(
     return msgspec.json.encode(_Head(kind, served, salt, len(history), sizes)) + b"\n" + history
 
 
-def read_prepared(answer: Prepared | bytes | list[str], pixels: bytes | memoryview = b"") -> Prepared | bytes:
+def read_prepared(answer: Answer, pixels: bytes | memoryview = b"") -> Prepared | bytes:
     """`pixels`: those of `Prepared.pixel_bytes`. Raises NeedsFiles."""
-    if isinstance(answer, list):
-        raise NeedsFiles(answer)
+    if isinstance(answer, tuple):
+        raise NeedsFiles(*answer)
     if isinstance(answer, Prepared) and answer.pixel_bytes:
         sizes, shared = answer.pixel_bytes, memoryview(pixels)
         if len(sizes) != sum(map(len, answer.images)) or min(sizes) < 0 or sum(sizes) > len(shared):
@@ -163,8 +167,8 @@ def main(title: str, memory_bytes: str, control: str) -> None:
     helper.fork_children(int(control), title, kinds, int(memory_bytes))
 
 
-def answer_to(tokenizer: ModelTokenizer, request: bytes) -> Prepared | bytes | list[str]:
-    """Returns a list of URLs if the router has to fetch files. Raises InvalidRequest and ModelNotFound."""
+def answer_to(tokenizer: ModelTokenizer, request: bytes) -> Answer:
+    """Raises InvalidRequest and ModelNotFound."""
     line, _, payload = request.partition(b"\n")
     head = msgspec.json.decode(line, type=_Head)
     end, files = head.history, dict[str, bytes]()
@@ -175,10 +179,10 @@ def answer_to(tokenizer: ModelTokenizer, request: bytes) -> Prepared | bytes | l
         preparation = Preparation(tokenizer, head.served, payload[: head.history], head.salt, files)
         return preparation.prepare(head.kind, payload[end:])
     except NeedsFiles as needed:
-        return needed.urls
+        return needed.field, needed.urls
 
 
-def share_pixels(answer: Prepared | bytes | list[str]) -> Prepared | bytes | list[str]:
+def share_pixels(answer: Answer) -> Answer:
     """Leaves the pixels of an answer for the router."""
     if isinstance(answer, Prepared) and answer.images:
         with open(helper.SHARED, "wb", buffering=0, closefd=False) as file:
@@ -217,7 +221,7 @@ _as_json = msgspec.json.Encoder(enc_hook=_plain).encode
 _packed = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
-def encode(answer: Prepared | bytes | list[str]) -> bytes:
+def encode(answer: Answer) -> bytes:
     """Returns an answer as a child writes it. Raises InvalidRequest when the fields beside the prompt are too
     large."""
     if isinstance(answer, Prepared):
@@ -231,7 +235,7 @@ def encode(answer: Prepared | bytes | list[str]) -> bytes:
     return _packed(answer)
 
 
-decode = msgspec.msgpack.Decoder(Prepared | bytes | list[str], dec_hook=_rich).decode
+decode = msgspec.msgpack.Decoder(Answer, dec_hook=_rich).decode
 """Reads what a child wrote."""
 
 

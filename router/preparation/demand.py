@@ -172,8 +172,8 @@ def _demand_of(
     if structure is not None:
         most = MAX_GIVEN if structure.kind == "json_schema" else MAX_LENGTH
         if not 0 < len(structure.text) <= most:
-            text = f"{structure.field}: must have 1 to {most} characters, not {len(structure.text)}"
-            raise InvalidRequest(text, param=structure.field)
+            text = f"must have 1 to {most} characters, not {len(structure.text)}"
+            raise InvalidRequest.at(structure.field, text)
     if not isinstance(body, ChatOptions):
         return None if structure is None else Demand(structure, vocab_size)
     in_messages = tokenizer.reasoning is not None and tokenizer.reasoning.in_messages
@@ -218,5 +218,5 @@ def _spelled(tokenizer: ModelTokenizer, specials: set[str]) -> dict[str, str]:
 
 def _check_length(characters: int, most: int = MAX_LENGTH) -> None:
     if characters > most:
-        text = f"tools: {characters} characters are too many for tool_choice; at most {most}"
-        raise InvalidRequest(text, param="tools")
+        text = f"{characters} characters are too many for tool_choice; at most {most}"
+        raise InvalidRequest.at("tools", text)

@@ -27,8 +27,8 @@ _CHILDREN = 3
 class Answer(NamedTuple):
     structure: Structure | None
     """What workers enforce, as they read it; None: nothing."""
-    unenforced: tuple[tuple[str, str], ...] = ()
-    """Fields with schemas, and JSON pointers into these: what is left to the model."""
+    unenforced: tuple[str, ...] = ()
+    """JSON pointers into the client's body: what is left to the model."""
 
 
 decode = msgspec.msgpack.Decoder(Answer).decode
@@ -48,7 +48,7 @@ class GrammarChecker:
         """
         name = hashlib.blake2b(question.text).digest()
         if name not in self._valid:
-            too_much = InvalidRequest(f"{question.param}: too much to compile", param=question.param)
+            too_much = InvalidRequest.at(question.param, "too much to compile")
             self._valid[name], _ = await self._children.ask(key, question.text, too_much=too_much)
             if len(self._valid) > _CACHED:
                 self._valid.popitem(last=False)

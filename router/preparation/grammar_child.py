@@ -14,6 +14,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from baton.grammars.compiler import TOO_MUCH, Alphabet, error_of
 from baton.grammars.trials import limited
 from baton.processes.limits import limit_memory
+from baton.router.api.fields import pointer as pointer_to
 from baton.router.api.structured import MAX_LENGTH, Structure
 from baton.router.errors import InvalidRequest
 from baton.router.preparation import demand, pipe
@@ -38,7 +39,7 @@ def answer_to(request: bytes) -> bytes:
         if structure is not None and structure not in parts.compiled:
             parts.compile(structure)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise InvalidRequest(f"{question.param}: {str(error) or TOO_MUCH}", param=question.param) from error
+        raise InvalidRequest.at(question.param, str(error) or TOO_MUCH) from error
     return msgspec.msgpack.encode((structure, parts.unenforced))
 
 
@@ -53,7 +54,7 @@ class _Parts:
     def __init__(self, alphabet: LLTokenizer) -> None:
         self._alphabet = alphabet
         self.compiled: list[Structure] = []
-        self.unenforced: list[tuple[str, str]] = []
+        self.unenforced: list[str] = []
 
     def part(self, structure: Structure, *, forms_of_the_whole: bool = True) -> Structure:
         """As `demand.Parts.part`."""
@@ -70,10 +71,9 @@ class _Parts:
         except InvalidRequest:
             raise
         except Exception as error:  # the translator from GBNF raises bare ones
-            message = f"{structure.field}: {prefix}{str(error) or TOO_MUCH}"
-            raise InvalidRequest(message, param=structure.field) from error
+            raise InvalidRequest.at(structure.field, f"{prefix}{str(error) or TOO_MUCH}") from error
         if len(text) > MAX_LENGTH:  # some texts became longer
-            raise InvalidRequest(f"{structure.field}: {TOO_MUCH}", param=structure.field)
+            raise InvalidRequest.at(structure.field, TOO_MUCH)
         latest = Structure(structure.kind, text, structure.field)
         if structure.kind != "json_schema":
             self.compile(latest)
@@ -82,7 +82,7 @@ class _Parts:
 
     def left_out(self, field: str, pointer: str) -> None:
         """As `demand.Parts.left_out`."""
-        self.unenforced.append((field, pointer))
+        self.unenforced.append(pointer_to(field) + pointer)
 
     def _schema(self, structure: Structure, forms_of_the_whole: bool) -> str:
         """Returns the schema that workers enforce, which the compiler takes. Raises ValueError."""
@@ -93,15 +93,13 @@ class _Parts:
         for pointer in made.unenforced:
             if structure.strict:
                 place, _, keyword = pointer.rpartition("/")
-                text = (
-                    f"{structure.field}: {keyword!r} at {place or '/'} cannot be enforced, and strict is true"
-                )
-                raise InvalidRequest(text, param=structure.field)
-            self.left_out(structure.field, pointer)
+                text = f"{keyword!r} at {place or '/'} cannot be enforced, and strict is true"
+                raise InvalidRequest.at(structure.field, text)
+            self.left_out(structure.field, structure.pointer + pointer)
         return structure.text if made.schema == schema else json.dumps(made.schema)
 
     def compile(self, structure: Structure) -> None:
         """Raises InvalidRequest."""
         structure.text.encode()  # a half of a character is no text
         if error := error_of(self._alphabet, structure.kind, structure.text):
-            raise InvalidRequest(f"{structure.field}: {error}", param=structure.field)
+            raise InvalidRequest.at(structure.field, error)

@@ -88,8 +88,8 @@ def decode_images(
             missing[name] = _source(name, file, of_image, i)
             total += missing[name].resized
         if total > MOST_PIXELS:
-            text = f"messages: the images up to image {i} have {total} pixels, more than {MOST_PIXELS}"
-            raise InvalidRequest(text, param="messages")
+            text = f"the images up to image {i} have {total} pixels, more than {MOST_PIXELS}"
+            raise InvalidRequest(text)
     for part in _parts(missing.values()):
         decoded_images |= {decoded.name: decoded for decoded in _decoded(part)}
     for name in names:
@@ -135,9 +135,8 @@ def place(
     InvalidRequest if there are not as many."""
     written = [i for i, each in enumerate(token_ids) if each == token] if images else []
     if len(written) != len(images):
-        text = f"messages: {counted(len(images), 'image')}, but the chat template wrote {len(written)} of "
-        text += "their tokens"
-        raise InvalidRequest(text, param="messages")
+        text = f"{counted(len(images), 'image')}, but the chat template wrote {len(written)} of their tokens"
+        raise InvalidRequest(text)
     placed: list[PlacedImage] = []
     ids: list[int] = []
     begin = 0
@@ -152,8 +151,8 @@ def place(
 def _file(url: str, i: int) -> bytes:
     match = _DATA.match(url[:256])
     if match is None:
-        text = f"messages: image {i}: must be a URL of https or http, or of the form data:image/png;base64,…"
-        raise Unsupported(text, param="messages")
+        text = f"image {i}: must be a URL of https or http, or of the form data:image/png;base64,…"
+        raise Unsupported(text)
     try:
         return base64.b64decode(url[match.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
@@ -248,7 +247,7 @@ def _opaque(image: Any, pil: Any) -> Any:
 
 
 def _wrong(i: int, fault: str) -> InvalidRequest:
-    return InvalidRequest(f"messages: image {i} {fault}", param="messages")
+    return InvalidRequest(f"image {i} {fault}")
 
 
 @cache
@@ -260,7 +259,7 @@ def pillow() -> Any:
         import PIL.ImageOps
     except ImportError:
         text = "images are not supported: install Baton with the extra `images`, which has Pillow"
-        raise Unsupported(text, param="messages") from None
+        raise Unsupported(text) from None
     PIL.Image.MAX_IMAGE_PIXELS = None  # it only warns: `MOST_SOURCE_PIXELS` refuses
     warnings.filterwarnings("ignore", module=r"PIL\.")  # each would put text of a client's file into the log
     return PIL

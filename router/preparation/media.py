@@ -112,7 +112,7 @@ class MediaFetcher:
             raise _wrong(sent, "has a user or a password")
         if _host(target) not in self._domains:
             text = f"leads to {target.raw_host}, which is not one of --allowed-media-domains"
-            raise Unsupported(f"messages: {_shown(sent)} {text}", param="messages")
+            raise Unsupported(f"{_shown(sent)} {text}")
         return target
 
     @property
@@ -186,4 +186,4 @@ def _shown(url: str) -> str:
 
 
 def _wrong(url: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"messages: {_shown(url)} {reason}", param="messages")
+    return InvalidRequest(f"{_shown(url)} {reason}")

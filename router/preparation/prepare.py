@@ -20,15 +20,15 @@ from baton.router.api.bodies import (
     TokenizeBody,
     parse_message,
 )
-from baton.router.api.fields import MAX_IMAGES
+from baton.router.api.fields import MAX_IMAGES, pointer
 from baton.router.api.jobs import output_room
 from baton.router.api.messages import Message
 from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.openai_responses.tools import Called
 from baton.router.api.options import Options, options_of
 from baton.router.api.sampling import Body
-from baton.router.api.validation import named_as_in, parse
-from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
+from baton.router.api.validation import parse
+from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported, about
 from baton.router.preparation.demand import NO_PLACES, Question, question_of
 from baton.router.preparation.images import Decoded, PlacedImage, decode_images, is_remote, place
 from baton.router.preparation.input_items import Query, input_items
@@ -99,7 +99,7 @@ class Prepared(msgspec.Struct, forbid_unknown_fields=True):
     called: dict[str, Called] = {}
     """What calls of functions are to a client of /v1/responses, by the functions' names."""
     unenforced: list[str] = []
-    """Fields of the request that have no effect on what workers enforce."""
+    """JSON pointers to the fields that have no effect on what workers enforce."""
     seals_reasoning: bool = False
     """The client gets the reasoning in a form that only the cluster reads."""
     marks_cache: bool = False
@@ -206,9 +206,10 @@ class NeedsChild(Exception):
 class NeedsFiles(Exception):
     """A body names images by URL. Once their files are known, the body is prepared again."""
 
-    def __init__(self, urls: list[str]) -> None:
-        """`urls`: of http or https, each once."""
-        super().__init__(urls)
+    def __init__(self, field: str, urls: list[str]) -> None:
+        """`field`: that with the images. `urls`: of http or https, each once."""
+        super().__init__(field, urls)
+        self.field = field
         self.urls = urls
 
 
@@ -243,8 +244,7 @@ class Preparation:
         body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
         if body.model not in (None, *self.served.model_names):
             raise ModelNotFound.of(body.model, self.served.model_names)
-        with named_as_in(kind):
-            prepared = self._of_body(body, kind)
+        prepared = self._of_body(body, kind)
         if kind == "messages":
             assert isinstance(prepared, Prepared)
             prepared.marks_cache = b'"cache_control"' in raw
@@ -285,7 +285,7 @@ class Preparation:
         may_call = (called[tool.function.name] for tool in chat.callable_tools)
         prepared = self._chat(chat, {name: call.field for name, call in called.items()})
         prepared.repeated, prepared.called = body.repeated, called
-        prepared.unenforced = [call.field for call in may_call if not call.enforced]
+        prepared.unenforced = [pointer(call.field) for call in may_call if not call.enforced]
         prepared.seals_reasoning = body.seals_reasoning
         return prepared
 
@@ -296,7 +296,7 @@ class Preparation:
             count = len(body.messages)
             raise ContextLengthExceeded.of_prompt(field, count, "messages", self.context, self.context)
         messages = self._readable(body.messages)
-        images = self._images(messages)
+        images = self._images(messages, field)
         text = self._rendered(body, messages)
         encode = partial(self.tokenizer.encode_chat, scope=(self.salt, body.cache_salt))
         if body.add_special_tokens:
@@ -306,11 +306,19 @@ class Preparation:
             raise Unsupported(text, param="truncate_prompt_tokens")
         with_places = self.tokenizer.with_places(text) if images else text
         prompt = self._encoded(with_places, body, encode)
-        prompt, placed = self._placed(prompt, images)
+        prompt, placed = self._placed(prompt, images, field)
         if placed:
             output_room(len(prompt), field, self.context)
+        way = self.tokenizer.reasoning
+        if (way is None or way.in_messages) and body.reasoning_budget is not None:
+            reason = "this model's way to reason is unknown, see --reasoning-parser"
+            if way is not None:
+                effort = body.named("reasoning_effort")
+                reason = f"no single token ends the reasoning of this model; use {effort}"
+            budget = body.named("thinking_token_budget")
+            raise Unsupported(f"{budget} is not supported: {reason}", param=budget)
         beginning: Beginning = "answer"
-        if (way := self.tokenizer.reasoning) is not None:
+        if way is not None:
             if not body.continue_final_message:
                 beginning = way.beginning_after(text)
             elif isinstance(last := body.messages[-1].content, str) and way.continues_reasoning(last):
@@ -331,29 +339,33 @@ class Preparation:
             return messages
         return [message.without_images() if message.role == "tool" else message for message in messages]
 
-    def _images(self, messages: Sequence[Message]) -> list[Decoded]:
-        """The images of a chat. Raises InvalidRequest for one that is broken, NeedsChild and NeedsFiles."""
+    def _images(self, messages: Sequence[Message], field: str) -> list[Decoded]:
+        """The images of a chat, in this field. Raises InvalidRequest for one that is broken, NeedsChild and
+        NeedsFiles."""
         images = [image for message in messages for image in message.images]
         if not images:
             return []
         if self.tokenizer.images is None:
             text = "parts of type 'image_url' are not supported: this model takes no images"
-            raise Unsupported(f"messages: {text}", param="messages")
+            raise Unsupported.at(field, text)
         if len(images) > (most := self.served.max_images):
-            text = f"messages: the request has {len(images)} images, more than {most}"
-            raise InvalidRequest(text, param="messages")
+            raise InvalidRequest.at(field, f"the request has {len(images)} images, more than {most}")
         if not self.in_child:
             raise NeedsChild
         urls = dict.fromkeys(image.url for image in images if is_remote(image.url))
         if missing := [url for url in urls if url not in self.files]:
-            raise NeedsFiles(missing)
-        return decode_images(images, self.tokenizer.images, self.files)
+            raise NeedsFiles(field, missing)
+        with about(field):
+            return decode_images(images, self.tokenizer.images, self.files)
 
-    def _placed(self, token_ids: list[int], images: list[Decoded]) -> tuple[list[int], list[PlacedImage]]:
+    def _placed(
+        self, token_ids: list[int], images: list[Decoded], field: str
+    ) -> tuple[list[int], list[PlacedImage]]:
         settings = self.tokenizer.images
-        return (
-            (token_ids, []) if settings is None or not images else place(token_ids, images, settings.token_id)
-        )
+        if settings is None or not images:
+            return token_ids, []
+        with about(field):
+            return place(token_ids, images, settings.token_id)
 
     def _completion(self, body: CompletionBody) -> Prepared:
         field = body.prompt_field
@@ -389,19 +401,19 @@ class Preparation:
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         token_ids = [array("I", encode(space + word.lstrip())) for word in words for space in ("", " ")]
         if (count := sum(map(len, token_ids))) > MAX_BAD_WORD_TOKENS:
-            text = f"bad_words: {count} tokens in all, with and without a space before each word"
-            raise InvalidRequest(f"{text}, are more than {MAX_BAD_WORD_TOKENS}", param="bad_words")
+            text = f"{count} tokens in all, with and without a space before each word"
+            raise InvalidRequest.at("bad_words", f"{text}, are more than {MAX_BAD_WORD_TOKENS}")
         return token_ids
 
     def _tokenize(self, body: TokenizeBody) -> bytes:
         messages = self._readable(body.messages or ())
-        images = self._images(messages)
+        images = self._images(messages, "messages")
         if body.messages is not None:
             text, special = self._rendered(body, messages), bool(body.add_special_tokens)
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
         self._check_length(text, "prompt" if body.messages is None else "messages")
-        tokens, _ = self._placed(self.tokenizer.encode(text, add_special_tokens=special), images)
+        tokens, _ = self._placed(self.tokenizer.encode(text, add_special_tokens=special), images, "messages")
         strings = self.tokenizer.entries(tokens) if body.return_token_strs else None
         response = {
             "count": len(tokens), "max_model_len": self.context, "tokens": tokens, "token_strs": strings,
@@ -415,11 +427,11 @@ class Preparation:
         return msgspec.json.encode({"prompt": text})
 
     def _count_tokens(self, body: ChatBody, more: dict[str, str] | None = None) -> bytes:
-        messages = self._readable(body.messages)
-        images = self._images(messages)
+        messages, field = self._readable(body.messages), body.prompt_field
+        images = self._images(messages, field)
         text = self._rendered(body, messages)
-        self._check_length(text, body.prompt_field)
-        tokens, _ = self._placed(self.tokenizer.encode(text, add_special_tokens=False), images)
+        self._check_length(text, field)
+        tokens, _ = self._placed(self.tokenizer.encode(text, add_special_tokens=False), images, field)
         count = len(tokens)
         return msgspec.json.encode({**(more or {}), "input_tokens": count})
 
@@ -434,8 +446,8 @@ class Preparation:
     def _check_ids(self, token_ids: list[int], field: str) -> None:
         size = self.tokenizer.vocab_size
         if (largest := max(token_ids, default=0)) >= size:
-            text = f"{field}: token id {largest} is out of vocabulary, which has {size} tokens"
-            raise InvalidRequest(text, param=field)
+            text = f"token id {largest} is out of vocabulary, which has {size} tokens"
+            raise InvalidRequest.at(field, text)
 
     def _rendered(self, body: RenderedBody, messages: Sequence[Message]) -> str:
         tools = body.offered_tools
@@ -446,13 +458,12 @@ class Preparation:
             for i, message in enumerate(messages):
                 if message.about_tools:
                     text = "this model's chat template does not support tool calls and their results"
-                    raise Unsupported(f"messages[{i}]: {text}", param=f"messages[{i}]")
-        if body.continue_final_message and messages[-1].images:
-            text = "continue_final_message: the last message has images, and no text can follow them"
-            raise InvalidRequest(text, param="continue_final_message")
-        if body.continue_final_message and messages[-1].tool_calls:
-            text = "continue_final_message: the last message has tool_calls, and no text can follow them"
-            raise InvalidRequest(text, param="continue_final_message")
+                    # The messages of another form of a chat have other numbers.
+                    raise Unsupported.at(body.names.get("messages", f"messages[{i}]"), text)
+        if body.continue_final_message and (messages[-1].images or messages[-1].tool_calls):
+            what = "images" if messages[-1].images else "tool_calls"
+            text = f"the last message has {what}, and no text can follow them"
+            raise InvalidRequest.at(body.named("continue_final_message"), text)
         try:
             template = self.tokenizer.chat_template
             return template.render(
@@ -463,7 +474,7 @@ class Preparation:
                 continue_final_message=body.continue_final_message,
             )
         except ValueError as error:
-            raise InvalidRequest(f"messages: {error}", param="messages") from error
+            raise InvalidRequest.at(body.named("messages"), str(error)) from error
 
     def _entries(self, messages: Sequence[Message], *, with_calls: bool) -> list[dict[str, Any]]:
         """Returns the messages as the chat template takes them. `with_calls`: it shows earlier calls.

@@ -124,8 +124,8 @@ def grammar_of(
                 rules.append(rule)
                 length += len(rule)
                 if length > MAX_LENGTH:  # each rule may repeat the definitions of its tool
-                    text = f"tools: a grammar of over {MAX_LENGTH} characters is too long for tool_choice"
-                    raise InvalidRequest(text, param="tools")
+                    text = f"a grammar of over {MAX_LENGTH} characters is too long for tool_choice"
+                    raise InvalidRequest.at("tools", text)
     return "\n".join(rules)
 
 
@@ -260,5 +260,5 @@ def quoted(text: str) -> str:
 
 
 def _unsupported(tool: Tool, lack: str) -> Unsupported:
-    text = f"tools: {tool.function.name} cannot be enforced: this model's format of calls has no {lack}"
-    return Unsupported(f"{text}; leave tool_choice at auto", param="tools")
+    text = f"{tool.function.name} cannot be enforced: this model's format of calls has no {lack}"
+    return Unsupported.at("tools", f"{text}; leave tool_choice at auto")

@@ -1,9 +1,9 @@
 """The bodies of POST /v1/messages and /v1/messages/count_tokens, and their translation into a chat."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
@@ -26,6 +26,7 @@ from baton.router.api.fields import (
 from baton.router.api.messages import (
     FUNCTION_NAME,
     MAX_TOOLS,
+    WITH_IMAGES,
     Arguments,
     Function,
     Message,
@@ -260,6 +261,8 @@ class InputMessage(Part):
     def _check_calls(self) -> Self:
         if self.role != "assistant" and any(isinstance(block, ToolUseBlock) for block in self.content):
             raise invalid("only messages of role assistant have tool_use blocks")
+        if self.role != "user" and any(isinstance(block, ImageBlock) for block in self.content):
+            raise invalid(WITH_IMAGES)
         return self
 
 
@@ -280,7 +283,6 @@ class _Said:
 
     @property
     def message(self) -> Message:
-        """Raises InvalidRequest."""
         reasoning = "\n".join(filter(None, self.reasoning)) if self.reasoning else None
         content = _joined(self.content)
         return Message.made(self.role, content, reasoning=reasoning, calls=self.calls, call_id=self.call_id)
@@ -449,6 +451,18 @@ def _without_vendor(value: Any) -> Any:
     return [part for part, each in zip(value, texts, strict=True) if not str(each).startswith(_OF_VENDOR)]
 
 
+class AnthropicChat(ChatBody):
+    """The chat completion that a body for /v1/messages asks for."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        "messages": "messages",
+        "continue_final_message": "messages",
+        "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+        "thinking_token_budget": "thinking.budget_tokens",
+    }
+
+
 class PromptBody(Body):
     """The fields that make the prompt."""
 
@@ -537,9 +551,9 @@ class CountTokensBody(PromptBody):
     _refuse_unsupported = refusing(COUNT_TOKENS)
 
     def chat(self, unsealed: Callable[[str], str]) -> ChatBody:
-        """Raises InvalidRequest, which names fields of a chat completion."""
+        """Raises InvalidRequest."""
         fields, _ = self.chat_fields(unsealed)
-        return validate(ChatBody, fields | {"model": self.model})
+        return validate(AnthropicChat, fields | {"model": self.model}, AnthropicChat.names)
 
 
 class MessagesBody(PromptBody, SamplingBody):
@@ -555,8 +569,7 @@ class MessagesBody(PromptBody, SamplingBody):
     _refuse_unsupported = refusing(MESSAGES)
 
     def chat_with_places(self, unsealed: Callable[[str], str]) -> tuple[ChatBody, dict[str, str]]:
-        """Returns the chat, and the fields as `chat_fields`. Raises InvalidRequest, which names fields of a
-        chat completion."""
+        """Returns the chat, and the fields as `chat_fields`. Raises InvalidRequest."""
         of_prompt, places = self.chat_fields(unsealed)
         fields = {
             **self.given(SamplingBody),
@@ -565,4 +578,4 @@ class MessagesBody(PromptBody, SamplingBody):
             "stop": self.stop_sequences or [],
             "user": claude_session(self.metadata.user_id),
         }
-        return validate(ChatBody, fields), places
+        return validate(AnthropicChat, fields, AnthropicChat.names), places

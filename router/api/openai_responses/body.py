@@ -1,9 +1,9 @@
 """The body of POST /v1/responses, and its translation into a chat."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +24,7 @@ from baton.router.api.fields import (
     Nullable,
     Part,
     ResultContent,
+    ShownImage,
     TemplateSettings,
     invalid,
     text,
@@ -31,6 +32,7 @@ from baton.router.api.fields import (
 )
 from baton.router.api.messages import (
     MAX_TOOLS,
+    WITH_IMAGES,
     Arguments,
     Message,
     ToolCall,
@@ -73,6 +75,13 @@ class MessageItem(Part):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
+
+    @model_validator(mode="after")
+    def _check_images(self) -> Self:
+        shown = self.content if isinstance(self.content, list) else ()
+        if self.role != "user" and any(isinstance(part, ShownImage) for part in shown):
+            raise invalid(WITH_IMAGES)
+        return self
 
 
 class ReasoningItem(Part):
@@ -202,8 +211,7 @@ def chat_messages(
 ) -> list[Message]:
     """Returns the messages of the chat. `unsealed`: reads reasoning that the cluster has encrypted.
 
-    Reasoning, a message of the assistant, and calls that follow each other become one message. Raises
-    InvalidRequest.
+    Reasoning, a message of the assistant, and calls that follow each other become one message.
     """
     chat = [Message.made("system", instructions)] if instructions else []
     said: list[Part] = []  # by the assistant, in one message
@@ -330,6 +338,16 @@ class ResponsesStreamOptions(Part):
     ) = None
 
 
+class ResponsesChat(ChatBody):
+    """The chat completion that a body for /v1/responses asks for."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+
+
 class ResponsesBody(OpenAIBody):
     """POST /v1/responses."""
 
@@ -396,7 +414,7 @@ class ResponsesBody(OpenAIBody):
         `history`: earlier inputs and outputs, as a JSON array of inputs.
         `unsealed`: reads reasoning that the cluster has encrypted.
 
-        Raises InvalidRequest, which names fields of a chat completion.
+        Raises InvalidRequest.
         """
         earlier = [item for items in (_earlier(history) if history else []) for item in items]
         places = [
@@ -422,7 +440,7 @@ class ResponsesBody(OpenAIBody):
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
-        return validate(ChatBody, fields), called
+        return validate(ResponsesChat, fields, ResponsesChat.names), called
 
     def _choice(self, called: dict[str, Called]) -> Any:
         """The `tool_choice` of the chat completion."""
@@ -460,8 +478,8 @@ def _earlier(history: bytes) -> list[Any]:
         return _HISTORY.validate_json(history)
     except ValidationError as error:
         reason = error.errors(include_url=False)[0]["msg"]
-        text = f"previous_response_id: the conversation has an item that cannot be an input: {reason}"
-        raise InvalidRequest(text, param="previous_response_id") from None
+        text = f"the conversation has an item that cannot be an input: {reason}"
+        raise InvalidRequest.at("previous_response_id", text) from None
 
 
 _REPEATED = {
