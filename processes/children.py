@@ -63,8 +63,8 @@ def describe_exit(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}"
 
 
-class Adopted:
-    """A process that this one has adopted, with what `Child` uses of a Popen."""
+class Forked:
+    """A child that this process has forked or adopted, with what `Child` uses of a Popen."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -82,7 +82,7 @@ class Adopted:
 class Child:
     """A child process that the running event loop watches and reaps."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes] | Adopted, *, session: bool = False) -> None:
+    def __init__(self, name: str, popen: subprocess.Popen[bytes] | Forked, *, session: bool = False) -> None:
         """`session`: it has one of its own. All processes of its group end with it."""
         self.name = name
         self._popen = popen

@@ -1,9 +1,9 @@
-"""Processes that share what a helper has imported and loaded: seconds and 100 MiB of each are saved.
+"""Processes that share what their parent has imported and loaded: seconds and 100 MiB of each are saved.
 
-    parent ─exec─▶ helper, which has no thread ─fork─▶ ─fork─▶ a process, which the parent adopts
+    parent ─fork─▶ helper, which has no thread ─fork─▶ ─fork─▶ a process, which the parent adopts
 
-The parent may have threads. The process between ends at once, so that a process is a child of the parent, and
-goes on when the helper ends.
+The parent forks the helper before it has threads of its own, which a fork would lose. The process between
+ends at once, so that a process is a child of the parent, and goes on when the helper ends.
 """
 
 import asyncio
@@ -19,69 +19,73 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from baton.processes.children import Adopted, adopt_orphans, die_with_parent
+from baton.processes.children import Forked, adopt_orphans, die_with_parent
 from baton.processes.liveness import HANG_SECONDS
-from baton.processes.spawn import spawn
 
 _ADOPTED_WITHIN = 10.0
 _MOST_FDS = 16
 
+Run = Callable[[bytes, Sequence[int]], int]
+"""What a process does with what `Forks.start` was given. Returns its exit code."""
+
+
+class HelperEnded(Exception):
+    """The helper has ended, or hung and was killed. The parent may have threads by now: it forks no other."""
+
 
 class Forks:
-    """The parent's side. It owns the helper, and starts it again when it has ended."""
+    """The parent's side. It owns the helper."""
 
-    def __init__(self, *arguments: str) -> None:
-        """`arguments`: of Python, for the helper. The number of its socket follows."""
-        self._arguments = arguments
-        self._given = b""
+    def __init__(self, helper: subprocess.Popen[bytes] | Forked, control: socket.socket) -> None:
+        """`control`: to the helper."""
+        self._helper, self._socket = helper, control
+        self._socket.setblocking(False)
         self._one_at_a_time = asyncio.Lock()
-        self._helper, self._socket = self._spawn()
 
-    def give(self, given: bytes) -> None:
-        """What the helper waits for before it forks."""
-        self._given = given
-        self._send(given)
-
-    async def start(self, given: bytes, fds: Sequence[int]) -> Adopted:
-        """Starts a process with `given` and copies of `fds`. Raises OSError."""
+    async def start(self, given: bytes, fds: Sequence[int]) -> Forked:
+        """Starts a process with `given` and copies of `fds`. Raises OSError and HelperEnded."""
         async with self._one_at_a_time:
-            if self._helper.poll() is not None:
-                self._socket.close()
-                self._helper, self._socket = self._spawn()
-                self._send(self._given)
             with _adopting():
-                self._send(given, fds)
                 try:
+                    self._send(given, fds)
                     async with asyncio.timeout(HANG_SECONDS):
                         pid = int(await asyncio.get_running_loop().sock_recv(self._socket, 64) or 0)
-                except TimeoutError:
-                    self._helper.kill()
+                except (ConnectionError, TimeoutError):
                     pid = 0
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
         if not pid:
-            self._helper.wait()
-            raise ConnectionError("the process that forks has ended")
-        return Adopted(pid)
+            self._helper.kill()
+            raise HelperEnded("the process that forks has ended, or hangs")
+        return Forked(pid)
 
     def close(self) -> None:
         self._socket.close()
         self._helper.kill()
         self._helper.wait()
 
-    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            number = theirs.fileno()
-            helper = spawn(*self._arguments, str(number), given=b"", pass_fds=[number])
-        ours.setblocking(False)
-        return helper, ours
-
-    def _send(self, given: bytes, fds: Sequence[int] = ()) -> None:
+    def _send(self, given: bytes, fds: Sequence[int]) -> None:
         with os.fdopen(os.memfd_create("given"), "w+b") as file:
             file.write(given)
             file.seek(0)
             socket.send_fds(self._socket, [b"given"], [file.fileno(), *fds])
+
+
+def fork_helper(title: str, run: Run, not_inherited: Sequence[int]) -> Forks:
+    """Forks a helper off this process, which has no thread yet. `not_inherited`: descriptors of this process
+    alone."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent_pid = os.getpid()
+    if pid := os.fork():
+        theirs.close()
+        return Forks(Forked(pid), ours)
+    try:
+        for fd in (ours.detach(), *not_inherited):
+            os.close(fd)
+        serve(theirs, parent_pid, title, run)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    os._exit(1)
 
 
 @contextlib.contextmanager
@@ -97,15 +101,12 @@ def _adopting() -> Iterator[None]:
 # ------------------------------------------------------------ the helper
 
 
-def serve(control: int, load: Callable[[bytes], str], run: Callable[[bytes, Sequence[int]], int]) -> None:
-    """Forks until its parent has gone. `load`: gets what all share, returns the title of the helper. `run`:
-    what a process does with what `start` has given. Returns its exit code."""
+def serve(messages: socket.socket, parent_pid: int, title: str, run: Run) -> NoReturn:
+    """Forks until its parent has gone."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # for the parent
         signal.signal(number, signal.SIG_IGN)
-    parent_pid = os.getppid()
-    die_with_parent()
-    messages = socket.socket(fileno=control)
-    setproctitle(load(_received(messages)[0]))
+    die_with_parent(parent_pid)
+    setproctitle(title)
     while True:
         given, fds = _received(messages)
         reader, writer = os.pipe()

@@ -35,7 +35,7 @@ def main(config: "RouterConfig") -> int:
         else:
             from baton.router.processes.supervise import supervise
 
-            run = partial(supervise, load=server.load)
+            run = partial(supervise, load=server.load, serve=server.main)
     return run(config)
 
 

@@ -4,22 +4,40 @@ import asyncio
 import contextlib
 import logging
 import os
-import pickle
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from baton.processes import ready_pipe
 from baton.processes.children import Child, report
 from baton.processes.forks import Forks
+from baton.router.admission.keys import ApiKey
 from baton.router.config import RouterConfig
 from baton.router.processes.sockets import ControlClient
 
 log = logging.getLogger(__name__)
 
-MODULE = "baton.router.process_helper"
-"""The helper."""
+
+class _Start(msgspec.Struct):
+    """What a process is told, which has the rest of its configuration from before the helper was forked.
+    The names are those of `RouterConfig`."""
+
+    process_number: int
+    port: int
+    grpc_port: int | None
+    admin_port: int | None
+    api_keys: tuple[ApiKey, ...]
+
+
+def configured(config: RouterConfig, given: bytes, fds: Sequence[int]) -> RouterConfig:
+    """The configuration of a process: what `RouterProcess.start` gives, in place of that in `config`."""
+    start = msgspec.structs.asdict(msgspec.msgpack.decode(given, type=_Start))
+    ready, control, keys, children = fds
+    start |= {"ready_fd": ready, "control_fd": control, "keys_fd": keys, "forks_fd": children}
+    return replace(config, id=os.urandom(16), **start)
 
 
 class RouterProcess:
@@ -44,22 +62,21 @@ class RouterProcess:
         self._client: ControlClient | None = None
 
     async def start(self, forks: Forks) -> None:
-        """Raises OSError."""
-        assert self._config.keys_fd is not None, "they share it"
-        assert self._config.forks_fd is not None, "they share it"
+        """Raises OSError and HelperEnded."""
+        config = self._config
+        assert config.keys_fd is not None, "they share it"
+        assert config.forks_fd is not None, "they share it"
         with contextlib.ExitStack() as undo:
             control, child_end = socket.socketpair()
             undo.callback(control.close)
             reader, writer = os.pipe()
             self._pipe = undo.enter_context(open(reader, "rb", 0))  # noqa: ASYNC230
             with child_end, open(writer, "wb"):  # noqa: ASYNC230
-                config = replace(
-                    self._config, id=os.urandom(16), process_number=self.number, read_api_keys=tuple
-                )
-                fds = writer, child_end.fileno(), self._config.keys_fd, self._config.forks_fd
-                adopted = await forks.start(pickle.dumps(config), fds)
-            self.pid = adopted.pid
-            self._child = Child(f"router process {self.number}", adopted)
+                start = _Start(self.number, config.port, config.grpc_port, config.admin_port, config.api_keys)
+                fds = writer, child_end.fileno(), config.keys_fd, config.forks_fd
+                forked = await forks.start(msgspec.msgpack.encode(start), fds)
+            self.pid = forked.pid
+            self._child = Child(f"router process {self.number}", forked)
             self._client = await ControlClient.connect(control, self.pid)
             undo.pop_all()
         self.ended = self._child.wait

@@ -14,9 +14,8 @@ import logging
 import logging.config
 import math
 import os
-import pickle
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ import setproctitle
 from aiohttp import web
 
 from baton.processes.children import report
-from baton.processes.forks import Forks
+from baton.processes.forks import Forks, HelperEnded, fork_helper
 from baton.processes.keep import keep
 from baton.processes.restarts import RestartPolicy
 from baton.processes.sandbox.client import ForkServer
@@ -40,13 +39,12 @@ from baton.router.endpoints.http_connections import ADMINS, HttpServer, listen, 
 from baton.router.errors import NotFound
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
-from baton.router.processes.process import MODULE, RouterProcess
+from baton.router.processes.process import RouterProcess, configured
 from baton.router.processes.sockets import reserve
 from baton.router.status import Condition, all_are, health, merged_status, pause_of, scrape_targets
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.system.addresses import url_host
 from baton.system.connections import Connections
-from baton.system.memory import trim
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ FIRST_BACKOFF, LAST_BACKOFF = 0.1, 30.0
 
 
 class _CannotServe(Exception):
-    """The first start of a process failed. The message is for the user."""
+    """The first start of a process failed, or no more can be started. The message is for the user."""
 
 
 class Supervisor:
@@ -145,14 +143,18 @@ class Supervisor:
                     next_signal.cancel()
 
     async def _keep(self, number: int) -> None:
-        """Keeps process `number` running. Raises _CannotServe when its first start fails."""
+        """Keeps process `number` running. Raises _CannotServe when its first start fails, or the helper has
+        ended."""
         ready_fd = self._config.ready_fd if number == 0 else None
         has_listened = False
 
         async def live() -> tuple[float, str]:
             nonlocal ready_fd, has_listened
             process = RouterProcess(number, self._config)
-            await process.start(self._forks)
+            try:
+                await process.start(self._forks)
+            except HelperEnded as error:
+                raise _CannotServe(f"process {number} cannot be started: {error}") from error
             fd, ready_fd = ready_fd, None
             listened, why = await self._live(process, fd)
             has_listened |= listened
@@ -169,6 +171,8 @@ class Supervisor:
         """Waits for the end of the process. Returns whether it listened, and why it ended."""
         number = process.number
         self._processes[number] = process
+        if self._stopping.is_set():  # while it was started: the others were told
+            process.kill()
         following = asyncio.create_task(self._follow(process, ready_fd))
         pinging = asyncio.create_task(self._ping(process))
         try:
@@ -307,20 +311,29 @@ async def _ask(process: RouterProcess, command: str) -> bytes:
         return b""
 
 
-def supervise(config: RouterConfig, load: Callable[[RouterConfig], Loaded]) -> int:
+def supervise(
+    config: RouterConfig,
+    load: Callable[[RouterConfig], Loaded],
+    serve: Callable[[RouterConfig, Loaded], int],
+) -> int:
     """Runs the processes until SIGTERM or SIGINT. Raises ValueError for a mistake of the user.
 
-    `load`: gives what all processes have."""
+    `load`: gives what all processes have. `serve`: runs one of them. Returns its exit code."""
     setproctitle.setproctitle(config.process_title)
     logging.config.dictConfig(config.logging())
-    processes = Forks("-m", MODULE)  # it imports while this process loads
-    try:
-        tokenizer, defaults = load(config)
-    except BaseException:
-        processes.close()
-        raise
-    processes.give(pickle.dumps((config.process_title, tokenizer.state, defaults)))
-    children = fork_server(config.process_title, tokenizer, processes=config.processes)
-    del tokenizer  # 50 MiB that only the processes need
-    trim()
+    loaded = load(config)
+
+    def run(given: bytes, fds: Sequence[int]) -> int:
+        own = configured(config, given, fds)
+        try:
+            return serve(own, loaded)
+        except ValueError as error:  # a mistake of the user
+            report(own.ready_fd, {"error": str(error)})
+        except BaseException:
+            log.exception("process %s", own.process_number)
+        return 1
+
+    of_supervisor = () if config.ready_fd is None else (config.ready_fd,)
+    processes = fork_helper(f"{config.process_title} processes", run, of_supervisor)
+    children = fork_server(config.process_title, loaded[0], processes=config.processes)
     return asyncio.run(Supervisor(config, processes, children).run())

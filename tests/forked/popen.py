@@ -28,7 +28,6 @@ KINDS = {
     "baton.cluster.engine_process": "roles",
     "baton.kv_transfer.process": "transfers",
     "baton.router.preparation.child": "roles",
-    "baton.router.process_helper": "roles",
     "baton.vllm_worker.engine_process": "roles",
     "tests.bench.mock_server": "loads",
     GATEWAY: "tests",

@@ -1,7 +1,6 @@
-"""Processes that share what a helper has loaded."""
+"""Processes that share what their parent has loaded. The helper is no fork of pytest, which has threads."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -14,29 +13,26 @@ import pytest
 
 from baton.processes import forks as forks_module
 from baton.processes.children import Child
-from baton.processes.forks import Forks
+from baton.processes.forks import Forks, HelperEnded
+from baton.processes.spawn import spawn
 from tests.within import within
 
 HELPER = """
 import os, socket, sys
 from baton.processes import forks
-loaded = b""
-def load(given):
-    global loaded
-    loaded = given
-    return "baton tests: helper"
 def run(given, fds):
     with socket.socket(fileno=fds[0]) as sock:
-        sock.send(b"%b %b %d" % (loaded, given, os.getppid()))
+        sock.send(b"%b %d" % (given, os.getppid()))
         return len(sock.recv(1))
-forks.serve(int(sys.argv[1]), load, run)
+forks.serve(socket.socket(fileno=int(sys.argv[1])), os.getppid(), "baton tests: helper", run)
 """
 
 
 @pytest.fixture
 async def helper() -> AsyncIterator[Forks]:
-    made = Forks("-c", HELPER)
-    made.give(b"loaded")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        made = Forks(spawn("-c", HELPER, str(theirs.fileno()), given=b"", pass_fds=[theirs.fileno()]), ours)
     yield made
     made.close()
 
@@ -47,20 +43,18 @@ async def started(helper: Forks, given: bytes) -> tuple[Child, socket.socket]:
     with theirs:
         child = Child("a process", await within(helper.start(given, [theirs.fileno()])))
     said = await within(asyncio.get_running_loop().sock_recv(ours, 100))
-    assert said == b"loaded %b %d" % (given, os.getpid())
+    assert said == b"%b %d" % (given, os.getpid())
     return child, ours
 
 
 async def test_a_process_is_a_child_of_its_parent_and_outlives_the_helper(helper: Forks) -> None:
-    """Also of a parent with threads. One that has ended is replaced, at the next start."""
+    """Also of a parent with threads. No other can be started then."""
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-    first, of_first = await started(helper, b"first")
+    (first, of_first), (second, of_second) = [await started(helper, given) for given in (b"first", b"second")]
     assert psutil.Process(first.pid).ppid() == os.getpid()
-    before = helper._helper.pid
-    os.kill(before, signal.SIGKILL)
-    helper._helper.wait()
-    second, of_second = await started(helper, b"second")
-    assert helper._helper.pid != before
+    os.kill(helper._helper.pid, signal.SIGKILL)
+    with pytest.raises(HelperEnded):
+        await within(helper.start(b"third", []))
     assert not first.has_ended
     with of_first, of_second:
         of_first.send(b"x")
@@ -69,18 +63,13 @@ async def test_a_process_is_a_child_of_its_parent_and_outlives_the_helper(helper
         assert await within(second.wait()) == -signal.SIGKILL
 
 
-async def test_a_helper_that_hangs_is_killed_and_the_next_start_has_another(
-    helper: Forks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_helper_that_hangs_is_killed(helper: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     (await started(helper, b"first"))[1].close()
     os.kill(helper._helper.pid, signal.SIGSTOP)
-    with monkeypatch.context() as patch:
-        patch.setattr(forks_module, "HANG_SECONDS", 0.05)
-        with pytest.raises(ConnectionError, match="the process that forks"):
-            await helper.start(b"", [])
-    child, ours = await started(helper, b"second")
-    ours.close()
-    assert await within(child.wait()) == 0
+    monkeypatch.setattr(forks_module, "HANG_SECONDS", 0.05)
+    with pytest.raises(HelperEnded):
+        await helper.start(b"", [])
+    assert helper._helper.wait() == -signal.SIGKILL
 
 
 async def test_a_helper_that_ends_while_it_is_asked_is_told(helper: Forks) -> None:
@@ -89,7 +78,5 @@ async def test_a_helper_that_ends_while_it_is_asked_is_told(helper: Forks) -> No
     asked: asyncio.Task[Any] = asyncio.create_task(helper.start(b"", []))
     await asyncio.sleep(0)
     os.kill(helper._helper.pid, signal.SIGKILL)
-    with pytest.raises(OSError, match=r"the process that forks|reset"):
+    with pytest.raises(HelperEnded):
         await within(asked)
-    with contextlib.closing((await started(helper, b"second"))[1]):
-        pass

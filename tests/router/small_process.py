@@ -1,5 +1,6 @@
-"""What a process of a router does in place of serving. It ends at once while the file `model` exists."""
+"""What a process of a router does in place of serving. It ends at once while its second argument exists."""
 
+import os
 import signal
 import socket
 import sys
@@ -8,7 +9,9 @@ from pathlib import Path
 
 from baton.processes import forks
 from baton.processes.children import report
-from baton.router.process_helper import configured
+from baton.router.config import RouterConfig
+from baton.router.processes.process import configured
+from tests.fake_worker import SECRET
 
 REPLIES = {
     "ping\n": b'{"ready": true, "state": "serving", "pause": "none"}',
@@ -17,10 +20,9 @@ REPLIES = {
 
 
 def run(given: bytes, fds: Sequence[int]) -> int:
-    config = configured(given, fds)
-    assert config.model is not None
+    config = configured(RouterConfig(model=None, secret=SECRET), given, fds)
     assert config.control_fd is not None
-    if Path(config.model).exists():
+    if Path(sys.argv[2]).exists():
         return 3
     report(config.ready_fd, {"ready": {"url": "http://nowhere"}}, last=True)
     control = socket.socket(fileno=config.control_fd)
@@ -35,4 +37,4 @@ def run(given: bytes, fds: Sequence[int]) -> int:
 
 
 if __name__ == "__main__":
-    forks.serve(int(sys.argv[1]), bytes.decode, run)
+    forks.serve(socket.socket(fileno=int(sys.argv[1])), os.getppid(), "small processes", run)

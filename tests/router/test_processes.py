@@ -22,9 +22,10 @@ import psutil
 import pytest
 
 from baton.kv_names import prompt_hints
-from baton.processes.children import Adopted
+from baton.processes.children import Forked
 from baton.processes.forks import Forks
 from baton.processes.sandbox.client import ForkServer
+from baton.processes.spawn import spawn
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import listen
 from baton.router.processes import sockets, supervise
@@ -34,7 +35,7 @@ from baton.rpc import worker_pb2
 from baton.rpc.stubs import InferenceStub
 from baton.system.addresses import url_host
 from tests.fake_worker import SECRET
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 from .conftest import TEXT
 from .routers import AS_CLIENT, KEY
@@ -334,10 +335,14 @@ IDLE = ["-c", "import signal; signal.pause()"]
 
 def of_small_processes(broken: Path) -> supervise.Supervisor:
     """Its processes do little, and end at once while `broken` exists."""
-    forks = Forks("-m", "tests.router.small_process")
-    forks.give(b"small processes")
-    config = RouterConfig(model=str(broken), secret=SECRET, port=0, processes=2, admin_port=0)
-    return supervise.Supervisor(config, forks, ForkServer(IDLE))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        number = theirs.fileno()
+        helper = spawn(
+            "-m", "tests.router.small_process", str(number), str(broken), given=b"", pass_fds=[number]
+        )
+    config = RouterConfig(model=None, secret=SECRET, port=0, processes=2, admin_port=0)
+    return supervise.Supervisor(config, Forks(helper, ours), ForkServer(IDLE))
 
 
 @pytest.mark.parametrize("failure", ["ends", "no process"])
@@ -350,7 +355,7 @@ async def test_a_failed_restart_leaves_the_other_processes(
     monkeypatch.setattr(supervise, "FIRST_BACKOFF", 0.01)
     begin, starts = Forks.start, failure == "ends"
 
-    async def start(forks: Forks, given: bytes, fds: Sequence[int]) -> Adopted:
+    async def start(forks: Forks, given: bytes, fds: Sequence[int]) -> Forked:
         if not starts and broken.exists():
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return await begin(forks, given, fds)
@@ -376,6 +381,33 @@ async def test_a_failed_restart_leaves_the_other_processes(
     assert after[0] == before[0]
     supervisor._signals.put_nowait(signal.SIGINT)
     assert await running == 0
+
+
+async def test_a_process_that_starts_while_the_router_stops_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It was not there when the others were told."""
+    supervisor = of_small_processes(tmp_path / "never")
+    running = asyncio.create_task(supervisor.run())
+    begin, starts, may_start = Forks.start, asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr(supervise, "END_SECONDS", 10 * WITHIN)
+
+    while not supervisor._all_ready():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+    async def start(forks: Forks, given: bytes, fds: Sequence[int]) -> Forked:
+        starts.set()
+        await may_start.wait()
+        return await begin(forks, given, fds)
+
+    monkeypatch.setattr(Forks, "start", start)
+    os.kill(supervisor._processes[1].pid, signal.SIGKILL)
+    await within(starts.wait())
+    supervisor._signals.put_nowait(signal.SIGINT)
+    while supervisor._processes:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    may_start.set()
+    assert await within(running) == 0
 
 
 @pytest.mark.parametrize("silent", ["process", "worker"])
