@@ -126,7 +126,6 @@ async def test_what_a_format_cannot_say_is_left_to_the_model(name: str, tokenize
         for parameters, places, is_enforced in cases:
             made, unenforced = await checker.check(demand(name, parameters).question, "")
             assert set(unenforced) == {"/tools/0/function/parameters" + place for place in places}
-            assert {field for field, _ in unenforced} == {"tools[0].function.parameters"}
             assert made is not None
             assert ('"x"' in made.text) == is_enforced
 
