@@ -109,19 +109,33 @@ def extend_names(
         names.append(name)
 
 
-def name_of_prefix(
+def names_of_prefixes(
     names: Sequence[bytes],
     token_ids: Sequence[int],
-    length: int,
+    lengths: range,
     root: bytes,
     images: Sequence[ImageSpan] = (),
-) -> bytes:
-    """The name of the first `length` tokens. `names` are those of the full chunks among them, or more."""
-    chunks, tail = divmod(length, CHUNK_TOKENS)
-    name = names[chunks - 1] if chunks else root
-    if not tail:
-        return name
-    return _name(name, _words(token_ids[length - tail : length]), length - tail, length, images)
+) -> list[bytes]:
+    """The name of the first tokens, for each of these lengths, ascending. `names` are those of the full
+    chunks among them, or more."""
+    found: list[bytes] = []
+    if not lengths:
+        return found
+    first = lengths[0] // CHUNK_TOKENS * CHUNK_TOKENS
+    data = _words(token_ids[first : lengths[-1]])
+    hashed, at = blake2b(), -1  # of a chunk, up to this position: no token of it is hashed twice
+    for length in lengths:
+        chunks, tail = divmod(length, CHUNK_TOKENS)
+        name, begin = names[chunks - 1] if chunks else root, length - tail
+        if tail and images:
+            name = _name(name, data[4 * (begin - first) : 4 * (length - first)], begin, length, images)
+        elif tail:
+            if at <= begin:
+                hashed, at = blake2b(key=name, digest_size=NAME_BYTES), begin
+            hashed.update(data[4 * (at - first) : 4 * (length - first)])
+            name, at = hashed.digest(), length
+        found.append(name)
+    return found
 
 
 def _name(key: bytes, words: memoryview, start: int, stop: int, images: Sequence[ImageSpan]) -> bytes:

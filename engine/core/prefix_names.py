@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from baton.engine.api.request import CachedBlock
-from baton.kv_names import CHUNK_TOKENS, ImageSpan, extend_names, name_of_prefix, packed, salted
+from baton.kv_names import CHUNK_TOKENS, ImageSpan, extend_names, names_of_prefixes, packed, salted
 
 
 class PrefixNames:
@@ -40,9 +40,9 @@ class PrefixNames:
         tokens = self._token_ids
         tokens.extend(packed(token_ids[len(tokens) : count]))
         extend_names(self.chunks, tokens, count, self._root, self._images)
-        for index in range(len(self.blocks) + 1, count // self._block_size + 1):
-            end = index * self._block_size
-            self.blocks.append(name_of_prefix(self.chunks, tokens, end, self._root, self._images))
+        size = self._block_size
+        ends = range((len(self.blocks) + 1) * size, count + 1, size)
+        self.blocks += names_of_prefixes(self.chunks, tokens, ends, self._root, self._images)
 
     def of_chunk(self, token_ids: Sequence[int], end: int) -> bytes:
         """The name of the first `end` tokens, which are full chunks."""

@@ -185,6 +185,13 @@ def test_runs_engine(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     }
 
 
+def test_runs_host(run: Run) -> None:
+    assert {*run("host", "--short")} == {
+        *(f"host.step.b{batch}" for batch in (1, 64, 256)),
+        *(f"host.{name}" for name in ("admission", "full", "report", "second_turn")),
+    }
+
+
 def test_runs_elastic(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from baton.bench.lab import elastic
 

@@ -13,7 +13,7 @@ from baton.kv_names import (
     content_root,
     extend_names,
     hint,
-    name_of_prefix,
+    names_of_prefixes,
     prompt_hints,
     salted,
     vocabulary_fingerprint,
@@ -29,6 +29,10 @@ def names(token_ids, root=ROOT) -> list[bytes]:
     return found
 
 
+def name_of_prefix(chunks, token_ids, length, images=()) -> bytes:
+    return names_of_prefixes(chunks, token_ids, range(length, length + 1), ROOT, images)[0]
+
+
 def test_the_values_never_change():
     """They are part of the protocol: routers and workers of different releases compare them."""
     assert ROOT.hex() == "4059e6a4c7bcc5cbe593023c42a3ed8a966bb4b50da95c411748d00c31030887"
@@ -36,7 +40,7 @@ def test_the_values_never_change():
         "caa4e5a024eb2a401be9c76c11aa9a4f",
         "f09865628642d06c31f921ac0c43e17f",
     ]
-    assert name_of_prefix(names(range(130)), range(130), 80, ROOT).hex() == "d1fc3b9ea497ef0f6d44b76d343a4601"
+    assert name_of_prefix(names(range(130)), range(130), 80).hex() == "d1fc3b9ea497ef0f6d44b76d343a4601"
     assert prompt_hints(range(64), ROOT, b"tenant") == [772574056762341225]
 
 
@@ -71,12 +75,19 @@ def test_a_longer_sequence_keeps_the_names_of_its_prefix(left, right):
 def test_the_name_of_a_prefix_is_that_of_its_last_chunk_or_of_no_chunk(token_ids, length):
     length = min(length, len(token_ids))
     chunks = names(token_ids)
-    name = name_of_prefix(chunks, token_ids, length, ROOT)
-    assert name == name_of_prefix(names(token_ids[:length]), token_ids[:length], length, ROOT)
+    name = name_of_prefix(chunks, token_ids, length)
+    assert name == name_of_prefix(names(token_ids[:length]), token_ids[:length], length)
     if length and length % CHUNK_TOKENS == 0:
         assert name == chunks[length // CHUNK_TOKENS - 1]
     else:
         assert name not in chunks
+
+
+@given(tokens, st.integers(0, 100), st.integers(1, 2 * CHUNK_TOKENS))
+def test_names_of_several_prefixes_are_those_of_each(token_ids, first, every):
+    lengths = range(first, len(token_ids) + 1, every)
+    found = names_of_prefixes(names(token_ids), token_ids, lengths, ROOT)
+    assert found == [name_of_prefix(names(token_ids), token_ids, length) for length in lengths]
 
 
 @pytest.mark.parametrize(
@@ -143,8 +154,8 @@ def test_images_name_the_chunks_that_they_reach_into():
     ]
     for chunk, count in enumerate((1, len(variants), len(variants))):
         assert len({each[chunk] for each in variants}) == count
-    behind = name_of_prefix(variants[1], ids, 70, ROOT, [image])
-    assert behind == name_of_prefix(variants[0], ids, 70, ROOT)
-    assert name_of_prefix(variants[1], ids, 71, ROOT, [image]) != name_of_prefix(variants[0], ids, 71, ROOT)
+    behind = name_of_prefix(variants[1], ids, 70, [image])
+    assert behind == name_of_prefix(variants[0], ids, 70)
+    assert name_of_prefix(variants[1], ids, 71, [image]) != name_of_prefix(variants[0], ids, 71)
     assert prompt_hints(ids, ROOT, b"", [image])[0] == prompt_hints(ids, ROOT, b"")[0]
     assert prompt_hints(ids, ROOT, b"", [image])[1] != prompt_hints(ids, ROOT, b"")[1]
