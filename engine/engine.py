@@ -15,7 +15,7 @@ from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logp
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells as Places
-from baton.engine.core.elastic import Budget
+from baton.engine.core.elastic import Amounts, Budget
 from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
 from baton.engine.core.leases import Owner
 from baton.engine.core.live_request import LiveRequest, Phase
@@ -30,7 +30,7 @@ from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks
 from baton.engine.execution.commands import Drop
-from baton.engine.execution.elastic_cache import Cells
+from baton.engine.execution.elastic_cache import PoolPlan
 from baton.engine.execution.graphs import batch_sizes
 from baton.engine.execution.image_encoder import encoder_stats
 from baton.engine.execution.kept_cache import Keep
@@ -116,15 +116,14 @@ def _pools(
     """The states are None if no layer has states."""
     block_units = slot_units = None
     if (planned := size.elastic) is not None:
-        block_units = _units(planned.blocks, planned.blocks.places, planned.present_blocks)
-        slot_units = _units(planned.slots, planned.num_slots, planned.present_slots)
+        block_units, slot_units = _units(planned.blocks), _units(planned.slots)
     states = Places[bytes](slot_units or Units.fixed(size.num_slots)) if size.num_slots else None
     records = None if kept is None else kept.blocks
     return BlockPool(size.num_blocks, block_size, windows, block_units, records), states
 
 
-def _units(cells: Cells, places: int, present: int) -> Units:
-    return Units(0, places, cells.unit, present // cells.unit, keeps_first=True)
+def _units(planned: PoolPlan, first: int = 0) -> Units:
+    return Units(first, planned.places, planned.unit, planned.present_units, keeps_first=not first)
 
 
 def _budget(
@@ -135,15 +134,13 @@ def _budget(
     max_num_seqs: int,
 ) -> Budget | None:
     """None: the pools keep their sizes."""
-    places = pool.windows if states is None else states
-    if (planned := started.pool.elastic) is None or places is None:
+    if (planned := started.pool.elastic) is None:
         return None
     budget = Budget(
         pool,
-        places,
+        states,
         copies,
-        block_pages=planned.blocks.pages,
-        place_pages=(planned.windows if states is None else planned.slots).pages,
+        pages=Amounts(planned.blocks.pages, planned.slots.pages, planned.windows.pages),
         page_bytes=planned.page_bytes,
         free_pages=planned.free_pages,
         memory=max_num_seqs,
@@ -287,8 +284,7 @@ class Engine:
                 return None
             units, first, count = None, started.pool.num_slots, started.pool.num_copies
             if (planned := started.pool.elastic) is not None:
-                unit = planned.slots.unit
-                units = Units(first, count, unit, planned.present_copies // unit, keeps_first=False)
+                units = _units(planned.copies, first)
             chunk, records = started.runner.chunk_tokens, None if kept is None else kept.states
             copies = StateCopies(first, count, COPY_TOKENS, self.block_size, chunk, units, records)
         return PrefixCache(
@@ -310,7 +306,7 @@ class Engine:
             return None
         windows, tokens, units = windows_of(self.cache_arrays), config.max_num_batched_tokens, None
         if (planned := started.pool.elastic) is not None:
-            units = _units(planned.windows, count, planned.present_windows)
+            units = _units(planned.windows)
         records = None if kept is None else kept.windows
         return WindowBlocks(self.num_blocks, count, self.block_size, windows, tokens, units, records)
 

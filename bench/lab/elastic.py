@@ -30,7 +30,7 @@ from baton.bench.lab.engine.drive import drain, greedy, prompt, steady
 from baton.bench.lab.shapes import BAMBA, SHAPES, write_shape
 from baton.bench.report import Row
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.engine.core.elastic import Budget
+from baton.engine.core.elastic import Amounts, Budget, Kind
 from baton.engine.execution import memory_sizing
 from baton.engine.execution.cache_limits import TOKENS_BESIDE_STATES
 from baton.engine.loader.families import cache_spec
@@ -96,7 +96,8 @@ def held_by_split(budget: Budget, load: Load, block_size: int) -> int:
     """Requests of a load that a pool would hold if its memory were split for that load."""
     stats, blocks = budget.stats, -(-(load.prompt + load.answer) // block_size)
     total_bytes = stats.kv_bytes + stats.state_bytes + stats.free_bytes
-    return min(load.requests, int(total_bytes / (budget.place_bytes + blocks * budget.block_bytes)))
+    each = budget.place_bytes(Kind.SLOTS) + blocks * budget.place_bytes(Kind.BLOCKS)
+    return min(load.requests, int(total_bytes / each))
 
 
 def run_load(engine: Engine, load: Load, seed: int, *, computed: bool) -> int:
@@ -147,13 +148,12 @@ def moves(engine: Engine, budget: Budget) -> list[float]:
     for _ in range(MIN_PAIRS):
         stats = budget.stats
         most = min(GB, (stats.state_bytes + stats.free_bytes) // 2)
-        blocks = pool.free + min(int(most / budget.block_bytes), budget.more_blocks)
-        for sizes in ((blocks, 0), (0, len(states.units.all_places))):
-            slots = sizes[1]
-            while slots and not budget.has_room(0, slots, free_blocks=pool.free, free_places=states.free):
-                slots -= 1
+        blocks = pool.free + min(int(most / budget.place_bytes(Kind.BLOCKS)), budget.more_blocks)
+        for wants in (Amounts(blocks), Amounts(slots=len(states.units.all_places))):
+            while wants.slots and not budget.has_room(wants):
+                wants = Amounts(slots=wants.slots - 1)
             before = budget.stats
-            budget.provide(sizes[0], slots)
+            budget.provide(wants)
             after = budget.stats
             if moved := after.moved_bytes - before.moved_bytes:
                 seconds.append((after.moving_seconds - before.moving_seconds) / moved * GB)

@@ -276,6 +276,10 @@ class Cells(Generic[K]):
 
     # Memory
 
+    def idle_units(self, places: Iterable[int]) -> int:
+        """How many units would not be idle any more if these places were held."""
+        return sum(unit in self.units.idle for unit in {place // self.units.size for place in places})
+
     def lease(self, place: int) -> Callable[[], None]:
         """The memory of a place is used until what this returns is called. The place may be evicted
         meanwhile."""

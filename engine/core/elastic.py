@@ -1,5 +1,5 @@
-"""One budget of memory for blocks of KV, and for what requests need beside them. Pure; the memory is the
-engine's. Requests need slots of states, or window blocks if layers have windows (`window_blocks`).
+"""One budget of memory for blocks of KV, and for what requests need beside them: slots of states, and window
+blocks if layers have windows (`window_blocks`). Pure; the memory is the engine's.
 
 Each pool has numbers for as many places as it could ever have. A part of them is *present*: it has memory.
 Places come and go in units, and each unit has pages of its own:
@@ -7,7 +7,7 @@ Places come and go in units, and each unit has pages of its own:
     absent ──add──▶ present, held by requests ◀──hold / let──▶ present, idle ──remove──▶ absent
 
 An idle unit has places that are free, or have cached content that no request holds. When a pool is short,
-`Budget.provide` takes the pages of idle units of another pool, those with nothing cached first. A pool is
+`Budget.provide` takes the pages of idle units of the others, those with nothing cached first. A pool is
 short if the eviction of all that it has cached would not be enough.
 
 Beyond that, window blocks get the share of the memory that requests need of them. `Budget.ended` measures it
@@ -28,7 +28,9 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
 from baton.engine.api.stats import MemoryStats
@@ -55,15 +57,41 @@ class Move(NamedTuple):
     present: bool
 
 
+class Amounts(NamedTuple):
+    """Places, or pages of a unit, by `Kind`."""
+
+    blocks: int = 0
+    slots: int = 0
+    windows: int = 0
+
+
 class Lacking(NamedTuple):
     """What pages move for, over several steps."""
 
-    blocks: int
+    wants: Amounts
     """So many are to be free."""
-    places: int
-    """The same of slots, or of window blocks."""
     hits: Collection[int]
     """Cached blocks that stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The places of one kind."""
+
+    kind: Kind
+    places: BlockPool | Cells[bytes] | WindowBlocks
+    pages: int
+    """Of a unit."""
+
+    @property
+    def units(self) -> Units:
+        return self.places.units
+
+    @property
+    def movable(self) -> int:
+        """Free places whose memory others may have."""
+        places = self.places
+        return min(places.free, places.spare) if isinstance(places, WindowBlocks) else places.free
 
 
 GROWTH = 8
@@ -84,71 +112,68 @@ class Budget:
     def __init__(
         self,
         pool: BlockPool,
-        places: Cells[bytes] | WindowBlocks,
+        slots: Cells[bytes] | None,
         copies: StateCopies | None,
         *,
-        block_pages: int,
-        place_pages: int,
+        pages: Amounts,
         page_bytes: int,
         free_pages: int,
         memory: int = 1,
     ) -> None:
-        """`block_pages`, `place_pages`: of a unit. `free_pages`: those of no unit. `memory`: so many requests
-        that ended last count for the share of window blocks."""
+        """`slots`: None without layers with states. `pages`: of a unit. `free_pages`: those of no unit.
+        `memory`: so many requests that ended last count for the share of window blocks."""
         self.move: Callable[[Sequence[Move]], None] = lambda _: None
         self.clock: Callable[[], float] = time.perf_counter
         self.decodes: Callable[[], bool] = lambda: False
         self.lacking: Lacking | None = None
-        self._least_pages = max(block_pages, place_pages)
-        self._left: float = self._least_pages  # that may move before the next step, while requests decode
         self.free_pages = free_pages
-        self.block_pages = block_pages
-        self.place_pages = place_pages
+        self.pages = pages
         self._page_bytes = page_bytes
         self._moved_pages = 0
         self._seconds = 0.0
-        self._pool = pool
-        self._places = places
-        self._windows = places if isinstance(places, WindowBlocks) else None
-        self._kind = Kind.SLOTS if self._windows is None else Kind.WINDOWS
-        self._copies = copies
-        self._blocks: Units = pool.units
-        self._units: Units = places.units
+        self._pool, self._windows, self._copies = pool, pool.windows, copies
+        all_kinds = zip(Kind, (pool, slots, pool.windows), pages, strict=True)
+        self._shares = [_Share(kind, places, each) for kind, places, each in all_kinds if places is not None]
+        self._least_pages = max(share.pages for share in self._shares)
+        self._left: float = self._least_pages  # that may move before the next step, while requests decode
         self._looked = -pool.num_blocks  # `moves` of the pool when copies found no memory
-        self._of_copies = None if copies is None else copies.units
         self._memory = memory
         self._taken: tuple[float, float] | None = None  # blocks and window blocks of a request, on average
+
+    @property
+    def free(self) -> Amounts:
+        """Places that may be taken now."""
+        return Amounts(**{share.kind.name.lower(): share.places.free for share in self._shares})
 
     @property
     def more_blocks(self) -> int:
         """Blocks beside those of the pool that it could have now, for a request that needs no slot. Negative:
         its window blocks would take memory of so many."""
-        pages, windows = self.free_pages + self._idle_copies * self.place_pages, self._windows
-        if windows is None:
-            pages += len(self._units.idle) * self.place_pages
-        else:
-            pages += self._beyond(windows.most, windows.free) * self.place_pages
-            pages -= self._units.units(max(0, windows.most - windows.free)) * self.place_pages
-        return min(pages // self.block_pages, len(self._blocks.absent)) * self._blocks.size
+        pages = self.free_pages + self._idle_copies * self.pages.slots
+        for share in self._shares[1:]:
+            places = share.places
+            wanted = places.most if isinstance(places, WindowBlocks) else 0
+            lacking = share.units.units(max(0, wanted - places.free))
+            pages += (self._beyond(share, wanted, places.free) - lacking) * share.pages
+        units = self._pool.units
+        return min(pages // self.pages.blocks, len(units.absent)) * units.size
 
-    @property
-    def block_bytes(self) -> float:
-        """Of a block, on this rank."""
-        return self.block_pages * self._page_bytes / self._blocks.size
-
-    @property
-    def place_bytes(self) -> float:
-        """Of the states of a request or of a window block, on this rank."""
-        return self.place_pages * self._page_bytes / self._units.size
+    def place_bytes(self, kind: Kind) -> float:
+        """Of a place, on this rank."""
+        [units] = [share.units for share in self._shares if share.kind is kind]
+        return self.pages[kind] * self._page_bytes / units.size
 
     @property
     def stats(self) -> MemoryStats:
-        places = self._units.present + (0 if self._of_copies is None else self._of_copies.present)
-        of_places = places * self.place_pages * self._page_bytes
+        pages = dict.fromkeys(Kind, 0)
+        for share in self._shares:
+            pages[share.kind] = share.units.present * share.pages
+        if self._copies is not None:
+            pages[Kind.SLOTS] += self._copies.units.present * self.pages.slots
         return MemoryStats(
-            kv_bytes=self._blocks.present * self.block_pages * self._page_bytes,
-            state_bytes=of_places if self._windows is None else 0,
-            window_bytes=0 if self._windows is None else of_places,
+            kv_bytes=pages[Kind.BLOCKS] * self._page_bytes,
+            state_bytes=pages[Kind.SLOTS] * self._page_bytes,
+            window_bytes=pages[Kind.WINDOWS] * self._page_bytes,
             free_bytes=self.free_pages * self._page_bytes,
             moved_bytes=self._moved_pages * self._page_bytes,
             moving_seconds=self._seconds,
@@ -156,39 +181,32 @@ class Budget:
 
     @property
     def _idle_copies(self) -> int:
-        return 0 if self._of_copies is None else len(self._of_copies.idle)
+        return 0 if self._copies is None else len(self._copies.units.idle)
 
-    def has_room(
-        self, blocks: int, places: int, hits: Collection[int] = (), *, free_blocks: int, free_places: int
-    ) -> bool:
-        """Whether requests can get so many blocks and places at the same time, and `hits`, which are cached
-        blocks, with the states behind these or their window blocks. Beyond what is free now, `free_blocks`
-        and `free_places` count places that will be idle soon."""
-        lacking_blocks, lacking_places = max(0, blocks - free_blocks), max(0, places - free_places)
-        block_units, place_units = self._blocks.units(lacking_blocks), self._units.units(lacking_places)
-        if block_units > len(self._blocks.absent) or place_units > len(self._units.absent):
-            return False
-        wanted = block_units * self.block_pages + place_units * self.place_pages
-        if not wanted:
-            return True
-        supply = self.free_pages + max(0, self._idle_copies - bool(hits)) * self.place_pages
-        if not lacking_places:
-            supply += self._beyond(places, free_places, hits) * self.place_pages
-        if not lacking_blocks:
-            soon = (free_blocks - self._pool.free) // self._blocks.size
-            spare = (free_blocks - blocks) // self._blocks.size
-            kept = sum(unit in self._blocks.idle for unit in {block // self._blocks.size for block in hits})
-            supply += min(len(self._blocks.idle) - kept + soon, spare) * self.block_pages
-        return wanted <= supply
+    def has_room(self, wants: Amounts, hits: Collection[int] = (), *, free: Amounts | None = None) -> bool:
+        """Whether requests can get so many places at the same time, and `hits`, which are cached blocks, with
+        the states behind these and their window blocks. `free`: places that will be idle soon, beyond those
+        that are free now."""
+        free = self.free if free is None else free
+        wanted, supply = 0, self.free_pages + max(0, self._idle_copies - bool(hits)) * self.pages.slots
+        for share in self._shares:
+            want, have = wants[share.kind], free[share.kind]
+            if want > have:
+                units = share.units.units(want - have)
+                if units > len(share.units.absent):
+                    return False
+                wanted += units * share.pages
+            else:
+                supply += self._beyond(share, want, have, hits) * share.pages
+        return not wanted or wanted <= supply
 
-    def may_provide(self, blocks: int, places: int, hits: Collection[int], *, waits: bool) -> bool:
-        """Whether `provide` takes no longer than the next step may wait. There is room for so many blocks and
-        places beside `hits`. `waits`: if not, the next steps make the moves."""
-        pages = self._lacking_pages(blocks, places)
-        if pages <= max(0, self._left) or not self.decodes():
+    def may_provide(self, wants: Amounts, hits: Collection[int], *, waits: bool) -> bool:
+        """Whether `provide` takes no longer than the next step may wait. There is room for so many places
+        beside `hits`. `waits`: if not, the next steps make the moves."""
+        if self._lacking_pages(wants) <= max(0, self._left) or not self.decodes():
             return True
         if waits and self.lacking is None:
-            self.lacking = Lacking(blocks, places, hits)
+            self.lacking = Lacking(wants, hits)
         return False
 
     def go_on(self, seconds: float) -> float:
@@ -200,91 +218,82 @@ class Budget:
             self._left = max(self._least_pages, int(seconds * pages_per_s))
         if self.lacking is None:
             return 0.0
-        before, (blocks, places, hits) = self._seconds, self.lacking
+        before, (wants, hits) = self._seconds, self.lacking
         hits = [block for block in hits if self._pool.has_cached(range(block, block + 1))]
-        if not self._has_room_now(blocks, places, hits):
+        if not self.has_room(wants, hits):
             self.lacking = None  # others took it
             return 0.0
         with ExitStack() as kept:
             for block in hits:
                 kept.callback(self._pool.lease(block))
-            self.provide(blocks, places, most=self._left)
-        if not self._lacking_pages(blocks, places):
+            self.provide(wants, most=self._left)
+        if not self._lacking_pages(wants):
             self.lacking = None
         return self._seconds - before
 
-    def _beyond(self, places: int, free_places: int, hits: Collection[int] = ()) -> int:
-        """Idle units of places beyond so many places. The rest is as in `has_room`."""
-        more = free_places - self._places.free
-        spare = (min(free_places, self._places.spare + more) - places) // self._units.size
-        kept = 0 if self._windows is None or not hits else self._windows.idle_units(hits)
-        return max(0, min(len(self._units.idle) - kept + more // self._units.size, spare))
+    def _beyond(self, share: _Share, wanted: int, free: int, hits: Collection[int] = ()) -> int:
+        """Idle units beyond so many places. The rest is as in `has_room`."""
+        size, places, idle = share.units.size, share.places, len(share.units.idle)
+        more = free - places.free
+        kept = places.idle_units(hits) if hits and share.kind is not Kind.SLOTS else 0
+        return max(0, min(idle - kept + more // size, (share.movable + more - wanted) // size))
 
-    def provide(self, blocks: int, places: int, *, most: float = math.inf) -> None:
-        """Gets so many free blocks and places, for which `has_room`. It leaves them where they are free. With
-        fewer than these, `most` pages are theirs now."""
-        lacking_blocks, lacking_places = self._lacking_units(blocks, places)
-        takes_blocks = not lacking_blocks
-        lacking_blocks = int(min(lacking_blocks, most // self.block_pages))
-        most -= lacking_blocks * self.block_pages
-        lacking_places = int(min(lacking_places, most // self.place_pages))
-        wanted = lacking_blocks * self.block_pages + lacking_places * self.place_pages
-        if not wanted:
+    def provide(self, wants: Amounts, *, most: float = math.inf) -> None:
+        """Gets so many free places, for which `has_room`. It leaves them where they are free. With fewer than
+        these, `most` pages are theirs now."""
+        coming: list[tuple[_Share, int]] = []
+        for share in self._shares:
+            units = int(min(self._lacking_units(share, wants), most // share.pages))
+            most -= units * share.pages
+            coming.append((share, units))
+        if not (wanted := sum(share.pages * units for share, units in coming)):
             return
         moves: list[Move] = []
-        self._free_up(wanted, blocks, places, moves, takes_blocks=takes_blocks)
-        for _ in range(lacking_blocks):
-            self._add(Kind.BLOCKS, self._blocks, self._pool.put_in, moves)
-        for _ in range(lacking_places):
-            self._add(self._kind, self._units, self._places.put_in, moves)
+        self._free_up(wanted, wants, moves)
+        for share, units in coming:
+            for _ in range(units):
+                self._add(share.kind, share.places, moves)
         self._make(moves)
 
-    def _lacking_units(self, blocks: int, places: int) -> tuple[int, int]:
-        """Units of blocks and of places that must come until so many of these are free."""
-        lacking_blocks = self._blocks.units(max(0, blocks - self._pool.free))
-        return lacking_blocks, self._units.units(max(0, places - self._places.free))
+    def _lacking_units(self, share: _Share, wants: Amounts) -> int:
+        """Units that must come until so many places are free."""
+        return share.units.units(max(0, wants[share.kind] - share.places.free))
 
-    def _lacking_pages(self, blocks: int, places: int) -> int:
-        block_units, place_units = self._lacking_units(blocks, places)
-        return block_units * self.block_pages + place_units * self.place_pages
+    def _lacking_pages(self, wants: Amounts) -> int:
+        return sum(self._lacking_units(share, wants) * share.pages for share in self._shares)
 
-    def _free_up(
-        self, pages: int, blocks: int, places: int, moves: list[Move], *, takes_blocks: bool
-    ) -> None:
-        """Takes memory from idle units until so many pages are free. So many blocks and places stay free."""
-
-        def remove(
-            kind: Kind, units: Units, which: Iterable[int], take_out: Callable[[range], object], most: float
-        ) -> None:
-            for count, unit in enumerate([*which]):
-                if self.free_pages >= pages or count >= most:
-                    return
-                take_out(units.places(unit))
-                units.remove(unit)
-                moves.append(Move(kind, unit, present=False))
-                self.free_pages += self.block_pages if kind is Kind.BLOCKS else self.place_pages
-
-        def idle(units: Units, has_cached: Callable[[range], bool]) -> Iterable[int]:
-            """Those with nothing in them first."""
-            empty = [unit for unit in units.idle if not has_cached(units.places(unit))]
-            return dict.fromkeys((*empty, *units.idle))
-
-        pool, of_places, copies, of_copies = self._pool, self._places, self._copies, self._of_copies
-        if copies is not None and of_copies is not None:
-            empty = (unit for unit in of_copies.idle if not copies.has_cached(of_copies.places(unit)))
-            remove(Kind.SLOTS, of_copies, empty, copies.take_out, float("inf"))
-        if self.free_pages < pages:
-            spare = self._beyond(places, of_places.free)
-            remove(
-                self._kind, self._units, idle(self._units, of_places.has_cached), of_places.take_out, spare
-            )
-        if takes_blocks:
-            units = self._blocks
-            spare = (pool.free - blocks) // units.size
-            remove(Kind.BLOCKS, units, idle(units, pool.has_cached), pool.take_out, spare)
-        if copies is not None and of_copies is not None:
-            remove(Kind.SLOTS, of_copies, of_copies.idle, copies.take_out, float("inf"))
+    def _free_up(self, pages: int, wants: Amounts, moves: list[Move]) -> None:
+        """Takes memory from idle units until so many pages are free. `wants` stay free."""
+        copies = self._copies
+        if copies is not None:
+            empty = [unit for unit in copies.units.idle if not copies.has_cached(copies.units.places(unit))]
+            self._remove(Kind.SLOTS, copies, empty, pages, moves)
+        for share in (*self._shares[1:], self._shares[0]):
+            units, places = share.units, share.places
+            empty = [unit for unit in units.idle if not places.has_cached(units.places(unit))]
+            which = [*dict.fromkeys((*empty, *units.idle))]  # those with nothing in them first
+            which = which[: self._beyond(share, wants[share.kind], places.free)]
+            self._remove(share.kind, places, which, pages, moves)
+        if copies is not None:
+            self._remove(Kind.SLOTS, copies, [*copies.units.idle], pages, moves)
         assert self.free_pages >= pages, "the caller asked whether there is room"
+
+    def _remove(
+        self,
+        kind: Kind,
+        places: Cells[bytes] | WindowBlocks,
+        which: Iterable[int],
+        pages: int,
+        moves: list[Move],
+    ) -> None:
+        """Takes the memory of these idle units, until so many pages are free."""
+        for unit in which:
+            if self.free_pages >= pages:
+                return
+            places.take_out(places.units.places(unit))
+            places.units.remove(unit)
+            moves.append(Move(kind, unit, present=False))
+            self.free_pages += self.pages[kind]
 
     def ended(self, blocks: int, watermark: int) -> None:
         """A request has ended that took so many blocks beside cached ones. Window blocks get the share of the
@@ -298,35 +307,31 @@ class Budget:
             before[0] + (taken[0] - before[0]) * weight,
             before[1] + (taken[1] - before[1]) * weight,
         )
-        units = self._units
-        window_pages = of_windows * self.place_pages / units.size
-        block_pages = of_blocks * self.block_pages / self._blocks.size
-        pages = self.free_pages + self._blocks.present * self.block_pages + units.present * self.place_pages
-        wanted = int(pages * window_pages / (window_pages + block_pages)) // self.place_pages
+        units, block_units, of_pages = windows.units, self._pool.units, self.pages
+        window_pages = of_windows * of_pages.windows / units.size
+        block_pages = of_blocks * of_pages.blocks / block_units.size
+        pages = self.free_pages + block_units.present * of_pages.blocks + units.present * of_pages.windows
+        wanted = int(pages * window_pages / (window_pages + block_pages)) // of_pages.windows
         if abs(wanted - units.present) * GROWTH <= wanted:
             return
         some = units.units(taken[1])  # so that no request ends with many moves
         if self.decodes():
-            some = int(min(some, max(0, self._left) // self.place_pages))
+            some = int(min(some, max(0, self._left) // of_pages.windows))
         if wanted > units.present:
             more = min(some, wanted - units.present, len(units.absent)) * units.size
-            if more and self._has_room_now(watermark, windows.free + more):
-                self.provide(watermark, windows.free + more)
-            return
-        pages = min(some, units.present - wanted) * self.place_pages
-        more = min(pages // self.block_pages, len(self._blocks.absent)) * self._blocks.size
-        if more and self._has_room_now(self._pool.free + more, windows.most):
-            self.provide(self._pool.free + more, windows.most)
+            wants = Amounts(blocks=watermark, windows=windows.free + more)
+        else:
+            gained = min(some, units.present - wanted) * of_pages.windows // of_pages.blocks
+            more = min(gained, len(block_units.absent)) * block_units.size
+            wants = Amounts(blocks=self._pool.free + more, windows=windows.most)
+        if more and self.has_room(wants):
+            self.provide(wants)
 
-    def _has_room_now(self, blocks: int, places: int, hits: Collection[int] = ()) -> bool:
-        free_blocks, free_places = self._pool.free, self._places.free
-        return self.has_room(blocks, places, hits, free_blocks=free_blocks, free_places=free_places)
-
-    def _add(self, kind: Kind, units: Units, put_in: Callable[[range], None], moves: list[Move]) -> None:
-        unit = units.add()
-        put_in(units.places(unit))
+    def _add(self, kind: Kind, places: Cells[bytes] | WindowBlocks, moves: list[Move]) -> None:
+        unit = places.units.add()
+        places.put_in(places.units.places(unit))
         moves.append(Move(kind, unit, present=True))
-        pages = self.block_pages if kind is Kind.BLOCKS else self.place_pages
+        pages = self.pages[kind]
         self.free_pages -= pages
         self._moved_pages += pages
         self._left -= pages
@@ -341,33 +346,26 @@ class Budget:
         than half of what they may have also take cached blocks, the least recently used ones."""
         copies, pool = self._copies, self._pool
         assert copies is not None, "they ask for it"
-        units = copies.units
+        units, blocks = copies.units, pool.units
         if not units.absent or pool.moves - self._looked < pool.num_blocks // GROWTH:
             return
-        if self._left < self.place_pages and self.decodes():
+        if self._left < self.pages.slots and self.decodes():
             return
         few = units.present < len(units.absent)
-        wanted = -(-max(0, self.place_pages - self.free_pages) // self.block_pages)
-        idle: list[int] = []
-        for unit in self._blocks.idle if wanted else ():
-            if few or not pool.has_cached(self._blocks.places(unit)):
-                idle.append(unit)
-            if len(idle) > 2 * wanted:
-                break
+        wanted = -(-max(0, self.pages.slots - self.free_pages) // self.pages.blocks)
+        of_idle = (unit for unit in blocks.idle if few or not pool.has_cached(blocks.places(unit)))
+        idle = [*islice(of_idle, 2 * wanted + 1)] if wanted else []
         if wanted and len(idle) <= 2 * wanted:  # some stay for the next requests
             self._looked = pool.moves
             return
         moves: list[Move] = []
-        for unit in idle[:wanted]:
-            pool.take_out(self._blocks.places(unit))
-            self._blocks.remove(unit)
-            moves.append(Move(Kind.BLOCKS, unit, present=False))
-            self.free_pages += self.block_pages
-        self._add(Kind.SLOTS, units, copies.put_in, moves)
+        self._remove(Kind.BLOCKS, pool, idle, self.pages.slots, moves)
+        self._add(Kind.SLOTS, copies, moves)
         self._make(moves)
 
     def assert_whole(self) -> None:
         """Asserts, when idle, that all pages but those of the first units could go to each pool."""
-        for units in (self._blocks, self._units, self._of_copies):
-            assert units is None or units.present - len(units.idle) <= 1, "a place of an idle pool is held"
-            assert units is None or units.is_whole
+        of_copies = [] if self._copies is None else [self._copies.units]
+        for units in (*(share.units for share in self._shares), *of_copies):
+            assert units.present - len(units.idle) <= 1, "a place of an idle pool is held"
+            assert units.is_whole

@@ -254,7 +254,7 @@ class PrefixExchange:
         if not self._may_take(0, len(table) - first, ()):
             return False
         windows.begin(span, table, first, len(table))
-        self._memory.provide(0, len(table) - first)
+        self._memory.provide(0, windows=len(table) - first)
         windows.promise(span, len(table) - first)
         return True
 
@@ -270,7 +270,7 @@ class PrefixExchange:
         if (windows := self._windows) is None:
             return 0
         read = count if self._may_take(count, count, ()) else windows.need(count)
-        self._memory.provide(count, read)
+        self._memory.provide(count, windows=read)
         windows.promise(span, read)
         return read
 
@@ -309,7 +309,7 @@ class PrefixExchange:
             return None
         span = WindowSpan()
         if self._windows is not None:
-            self._memory.provide(0, 1)
+            self._memory.provide(0, windows=1)
             if not self._pool.has_remnant(chunk):  # its memory became that of window blocks
                 return None
             self._windows.promise(span, 1)

@@ -3,11 +3,12 @@
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum, auto
+from operator import le
 from typing import NamedTuple
 
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells
-from baton.engine.core.elastic import Budget
+from baton.engine.core.elastic import Amounts, Budget
 from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_names import PrefixNames
@@ -141,7 +142,7 @@ class RequestMemory:
             return False
         if keep and not self.is_at_once(lacking, 0, lacks_windows):
             return False
-        self.provide(lacking, lacks_windows)
+        self.provide(lacking, windows=lacks_windows)
         if self._windows is not None and lacks_windows:
             self._windows.promise(live.windows, live.windows.promised + lacks_windows)
         live.blocks.extend(self._pool.allocate(lacking))
@@ -161,8 +162,8 @@ class RequestMemory:
         blocks, needs = sum(lacking), sum(map(self.lacks_windows, running, lacking))
         if not self.has_room(blocks, 0, needs):
             return False
-        if self._budget is not None and windows is not None:
-            self._budget.provide(blocks, needs)  # one after the other, they might take it from each other
+        if windows is not None:
+            self.provide(blocks, windows=needs)  # one after the other, they might take it from each other
         return True
 
     def has_room_for(self, live: LiveRequest, tokens: int) -> bool:
@@ -250,18 +251,20 @@ class RequestMemory:
         time, and the cached blocks `hits`. `free_blocks`: instead of what is free now. `released`: requests
         whose slots and window blocks count as free. A model without states needs no slot."""
         free_blocks = self._pool.free if free_blocks is None else free_blocks
-        places = free_places = 0
+        free_slots = free_windows = 0
         if self._states is not None:
-            places, free_places = slots, self._states.free + len(released)
-        elif self._windows is not None:
+            free_slots = self._states.free + len(released)
+        if self._windows is not None:
             promised = sum(span.promised for live in released for span in live.window_spans)
-            places, free_places = windows, self._windows.free + promised
-        if blocks <= free_blocks and places <= free_places:
+            free_windows = self._windows.free + promised
+        wants, free = self._amounts(blocks, slots, windows), Amounts(free_blocks, free_slots, free_windows)
+        if all(map(le, wants, free)):
             return True
-        budget = self._budget
-        return budget is not None and budget.has_room(
-            blocks, places, hits, free_blocks=free_blocks, free_places=free_places
-        )
+        return self._budget is not None and self._budget.has_room(wants, hits, free=free)
+
+    def _amounts(self, blocks: int, slots: int, windows: int) -> Amounts:
+        """Without what the model does not have."""
+        return Amounts(blocks, 0 if self._states is None else slots, 0 if self._windows is None else windows)
 
     def is_at_once(
         self,
@@ -273,8 +276,8 @@ class RequestMemory:
         waits: bool = False,
     ) -> bool:
         """Whether what `has_room` is there without moves that take too long (`Budget.may_provide`)."""
-        places = windows if self._states is None else slots
-        return self._budget is None or self._budget.may_provide(blocks, places, hits, waits=waits)
+        wants = self._amounts(blocks, slots, windows)
+        return self._budget is None or self._budget.may_provide(wants, hits, waits=waits)
 
     def admit(self, wants: Wants) -> Admission:
         """The one decision whether a request may have its memory. It leaves cached blocks out if the memory
@@ -298,8 +301,8 @@ class RequestMemory:
         if self.states is not None:
             copy = self.states.lend(live, len(hits))
         promised = {} if self._windows is None else self._begin_windows(live, num_tokens, hits)
-        places = sum(promised.values()) if self.states is None else 1
-        self.provide(lacking, places)  # which takes no memory of these hits, nor of the copy
+        # Which takes no memory of these hits, nor of the copy.
+        self.provide(lacking, slots=1, windows=sum(promised.values()))
         for span, count in promised.items():
             assert self._windows is not None
             self._windows.promise(span, count)
@@ -364,14 +367,14 @@ class RequestMemory:
 
     def allocate(self, blocks: int) -> list[int]:
         """As `BlockPool.allocate`, with memory of states where needed. There is room for them."""
-        self.provide(blocks, 0)
+        self.provide(blocks)
         return self._pool.allocate(blocks)
 
-    def provide(self, blocks: int, places: int) -> None:
-        """So many blocks and slots, or window blocks, are free then. There is room for them. The memory of
-        what nothing holds may become theirs."""
+    def provide(self, blocks: int, slots: int = 0, windows: int = 0) -> None:
+        """So many blocks, slots and window blocks are free then. There is room for them. The memory of what
+        nothing holds may become theirs."""
         if self._budget is not None:
-            self._budget.provide(blocks, places)
+            self._budget.provide(self._amounts(blocks, slots, windows))
 
     def _branch(self, live: LiveRequest, hits: int) -> int:
         """As in `Wanted`: the end of what any tier has of the request, past the `hits`."""

@@ -214,9 +214,7 @@ class WindowBlocks:
 
     def idle_units(self, blocks: Collection[int]) -> int:
         """How many units would not be idle any more if these blocks were read."""
-        units = self.units
-        of = {int(self.of[block]) // units.size for block in blocks if self.has(block)}
-        return sum(unit in units.idle for unit in of)
+        return self._cells.idle_units(int(self.of[block]) for block in blocks if self.has(block))
 
     def has_cached(self, places: range) -> bool:
         """Whether a block has one of these window blocks."""

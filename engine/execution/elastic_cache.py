@@ -1,5 +1,5 @@
 """The memory of a cache whose blocks share one budget of pages with slots, or with window blocks
-(`engine.core.elastic` decides).
+or with both (`engine.core.elastic` decides).
 
     plan ─▶ reserve the addresses of all places that there could ever be ─▶ create the pages of the budget
     ─▶ map those of the units that are present ─▶ move: unmap some units, map others
@@ -39,19 +39,22 @@ class PlaneSize(NamedTuple):
     place_bytes: int
 
 
-class Cells(NamedTuple):
-    """Blocks, slots or window blocks."""
+class PoolPlan(NamedTuple):
+    """Blocks, slots of requests, slots of copies of states, or window blocks. Without arguments: there are
+    none."""
 
-    places: int
+    places: int = 0
     """That there could ever be."""
-    unit: int
+    unit: int = 1
     """Places that get and lose memory together."""
-    pages: int
+    pages: int = 0
     """Of a unit, in all planes."""
+    present: int = 0
+    """Places that have memory at the start: the first ones."""
 
-
-NONE = Cells(0, 1, 0)
-"""The model needs none."""
+    @property
+    def present_units(self) -> int:
+        return self.present // self.unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +62,17 @@ class ElasticPlan:
     page_bytes: int
     num_pages: int
     """The budget."""
-    blocks: Cells
-    slots: Cells
-    """Of states of requests, then of copies."""
-    num_slots: int
-    """Of these, the states of requests."""
-    present_blocks: int
-    """At the start. The first ones have memory."""
-    present_slots: int = 0
-    """The same of states of requests."""
-    present_copies: int = 0
-    windows: Cells = NONE
-    present_windows: int = 0
+    blocks: PoolPlan
+    slots: PoolPlan
+    copies: PoolPlan
+    """In the slots behind those."""
+    windows: PoolPlan
 
     @property
     def free_pages(self) -> int:
         """At the start."""
-        slots = (self.present_slots + self.present_copies) // self.slots.unit
-        windows = self.present_windows // self.windows.unit
-        used = slots * self.slots.pages + windows * self.windows.pages
-        return self.num_pages - used - self.present_blocks // self.blocks.unit * self.blocks.pages
+        pools = self.blocks, self.slots, self.copies, self.windows
+        return self.num_pages - sum(pool.present_units * pool.pages for pool in pools)
 
 
 def page_size(smallest: int, room: int, *, on_gpu: bool) -> int:
@@ -105,52 +99,43 @@ def plan(
     sizes = _Sizes()
     for layer in cache:
         layer.allocate(Places(1, block_size, 1, 1 if min_windows else None), sizes)
-    blocks = _Geometry(sizes.of_blocks, page_bytes)
+    blocks, slots, windows = (
+        _Geometry(planes, page_bytes) for planes in (sizes.of_blocks, sizes.of_slots, sizes.of_windows)
+    )
     most_blocks = blocks.down(room // blocks.place_bytes)
-    if min_windows:
-        windows = _Geometry(sizes.of_windows, page_bytes)
-        first = windows.up(min_windows)
-        # Each belongs to a block.
-        most = max(first, windows.up(room // (blocks.place_bytes + windows.place_bytes)))
-        pages = room // page_bytes - blocks.resident(most_blocks) - windows.resident(most)
-        block_units = min(
-            most_blocks // blocks.unit, (pages - first // windows.unit * windows.pages) // blocks.pages
-        )
-        if block_units < FEWEST_UNITS:
-            return None
-        return ElasticPlan(
-            page_bytes,
-            pages,
-            Cells(block_units * blocks.unit, blocks.unit, blocks.pages),
-            NONE,
-            0,
-            block_units * blocks.unit,
-            windows=Cells(most, windows.unit, windows.pages),
-            present_windows=first,
-        )
-    slots = _Geometry(sizes.of_slots, page_bytes)
     num_slots, num_copies = slots.up(most_slots), slots.up(most_copies)
-    pages = room // page_bytes - blocks.resident(most_blocks) - slots.resident(num_slots + num_copies)
-    block_units = min(most_blocks // blocks.unit, max(0, pages - slots.pages) // blocks.pages)
+    # Each window block belongs to a block.
+    first_windows = windows.up(min_windows)
+    most_windows = max(first_windows, windows.up(room // (blocks.place_bytes + windows.place_bytes)))
+    if not min_windows:
+        most_windows = 0
+    resident = (
+        blocks.resident(most_blocks) + slots.resident(num_slots + num_copies) + windows.resident(most_windows)
+    )
+    # Window blocks for one request always have memory, and so has a unit of slots.
+    pages = room // page_bytes - resident
+    of_requests = pages - first_windows // windows.unit * windows.pages
+    block_units = min(most_blocks // blocks.unit, max(0, of_requests - slots.pages) // blocks.pages)
     if block_units < FEWEST_UNITS:
         return None
     # At the start, each request finds room for its states and some KV beside them.
     block_pages = -(-min_blocks * blocks.pages * slots.unit // blocks.unit)
-    slot_units = max(1, min(num_slots // slots.unit, (pages - blocks.pages) // (slots.pages + block_pages)))
-    free_pages = pages - slot_units * slots.pages
-    copy_units = min(1, num_copies // slots.unit, max(0, free_pages - blocks.pages) // slots.pages)
+    slot_units = min(
+        num_slots // slots.unit, (of_requests - blocks.pages) // max(1, slots.pages + block_pages)
+    )
+    slot_units = max(slot_units, min(1, num_slots))
+    free_pages = of_requests - slot_units * slots.pages
+    copy_units = min(1, num_copies // slots.unit, max(0, free_pages - blocks.pages) // max(1, slots.pages))
     present = min(block_units, (free_pages - copy_units * slots.pages) // blocks.pages)
     if present < 1:
         return None
     return ElasticPlan(
         page_bytes,
         pages,
-        Cells(block_units * blocks.unit, blocks.unit, blocks.pages),
-        Cells(num_slots + num_copies, slots.unit, slots.pages),
-        num_slots,
-        present * blocks.unit,
-        slot_units * slots.unit,
-        copy_units * slots.unit,
+        blocks.pool(block_units * blocks.unit, present),
+        slots.pool(num_slots, slot_units),
+        slots.pool(num_copies, copy_units),
+        windows.pool(most_windows, first_windows // windows.unit),
     )
 
 
@@ -159,7 +144,7 @@ class _Geometry:
 
     Attributes:
         place_bytes: of a place, in all planes.
-        unit, pages: as in `Cells`.
+        unit, pages: as in `PoolPlan`. 1 and 0 without planes.
     """
 
     def __init__(self, planes: Sequence[PlaneSize], page_bytes: int) -> None:
@@ -185,6 +170,9 @@ class _Geometry:
 
     def down(self, places: int) -> int:
         return places // self.unit * self.unit
+
+    def pool(self, places: int, present_units: int) -> PoolPlan:
+        return PoolPlan(places, self.unit, self.pages, present_units * self.unit)
 
 
 def unit_of(planes: Sequence[PlaneSize], page_bytes: int) -> int:
@@ -249,27 +237,27 @@ class ElasticCache:
         self, shape: Sequence[int], dtype: torch.dtype, which: int, rows: int, place_bytes: int
     ) -> Tensor:
         memory, planned = self._memory, self._plan
-        cells = (planned.blocks, planned.slots, planned.windows)[which]
-        size = rows * cells.places * place_bytes
+        pool = (planned.blocks, planned.slots, planned.windows)[which]
+        places = pool.places + (planned.copies.places if which == 1 else 0)
+        size = rows * places * place_bytes
         address = memory.reserve(size)
-        pages, remainder = divmod(cells.unit * place_bytes, memory.page_bytes)
+        pages, remainder = divmod(pool.unit * place_bytes, memory.page_bytes)
         if remainder:
             self._pages[address] = memory.create(-(-size // memory.page_bytes))
             memory.map(address, self._pages[address])
         else:
             for row in range(rows):
-                self._planes[which].append((address + row * cells.places * place_bytes, pages))
+                self._planes[which].append((address + row * places * place_bytes, pages))
                 self._map(*self._planes[which][-1], 0)  # torch asks CUDA for the device of the first address
         return tensor_at(address, shape, dtype, self._device, owner=self)
 
     def map_present(self) -> None:
         """Gives memory to what is present at the start. All tensors are there."""
-        planned, copies = self._plan, self._plan.num_slots // self._plan.slots.unit
-        of_copies = range(copies, copies + planned.present_copies // planned.slots.unit)
-        self.move((0, unit, True) for unit in range(1, planned.present_blocks // planned.blocks.unit))
-        slots = (*range(1, planned.present_slots // planned.slots.unit), *of_copies)
-        self.move((1, unit, True) for unit in slots)
-        self.move((2, unit, True) for unit in range(1, planned.present_windows // planned.windows.unit))
+        planned = self._plan
+        for which, pool in enumerate((planned.blocks, planned.slots, planned.windows)):
+            self.move((which, unit, True) for unit in range(1, pool.present_units))
+        first = planned.slots.places // planned.slots.unit
+        self.move((1, unit, True) for unit in range(first, first + planned.copies.present_units))
 
     def move(self, moves: Iterator[tuple[int, int, bool]] | Sequence[tuple[int, int, bool]]) -> None:
         """Makes these `Move`s of the budget, in order. Nothing touches a unit that loses its memory."""

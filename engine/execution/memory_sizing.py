@@ -94,12 +94,12 @@ class PoolSize:
     @property
     def present_blocks(self) -> int:
         """Blocks that have memory at the start: the first ones."""
-        return self.num_blocks if self.elastic is None else self.elastic.present_blocks
+        return self.num_blocks if self.elastic is None else self.elastic.blocks.present
 
     @property
     def present_slots(self) -> int:
         """The same of states of requests."""
-        return self.num_slots if self.elastic is None else self.elastic.present_slots
+        return self.num_slots if self.elastic is None else self.elastic.slots.present
 
     @property
     def present_windows(self) -> int | None:
@@ -107,7 +107,7 @@ class PoolSize:
         return (
             self.window_blocks
             if self.elastic is None or self.window_blocks is None
-            else (self.elastic.present_windows)
+            else self.elastic.windows.present
         )
 
 
@@ -145,8 +145,8 @@ def size_pool(
         if use is not None and taken > (gpu_room := ranks.minimum(use.room(1.0))):
             raise _blocks_do_not_fit(config, limits, use, num_slots, gpu_room)
     if elastic is not None:
-        num_blocks, num_slots = elastic.blocks.places, elastic.num_slots
-        num_copies = elastic.slots.places - num_slots
+        num_blocks, num_slots = elastic.blocks.places, elastic.slots.places
+        num_copies = elastic.copies.places
     capacity = max(0, num_blocks) * limits.block_size
     if capacity < (config.max_model_len or 1):
         raise _no_request_fits(config, limits, use, capacity)
@@ -163,23 +163,20 @@ def _elastic(
     config: EngineConfig, limits: CacheLimits, room: int, page_bytes: int, use: MemoryUse | None
 ) -> ElasticPlan | None:
     """None: the room is too small to be divided anew."""
-    if limits.windows:
-        return plan(
-            limits.cache,
-            limits.block_size,
-            room,
-            page_size(page_bytes, room, on_gpu=use is not None),
-            min_windows=limits.min_window_blocks(config.max_num_batched_tokens),
-        )
-    most_copies = max(2, int(COPY_SHARE * room) // limits.state_bytes) if config.enable_prefix_caching else 0
+    most_slots = most_copies = 0
+    if limits.state_bytes:
+        most_slots = _most_slots(config)
+        if config.enable_prefix_caching:
+            most_copies = max(2, int(COPY_SHARE * room) // limits.state_bytes)
     return plan(
         limits.cache,
         limits.block_size,
         room,
         page_size(page_bytes, room, on_gpu=use is not None),
-        most_slots=_most_slots(config),
+        most_slots=most_slots,
         most_copies=most_copies,
         min_blocks=-(-limits.min_kv_bytes // limits.block_bytes),
+        min_windows=limits.min_window_blocks(config.max_num_batched_tokens) if limits.windows else 0,
     )
 
 

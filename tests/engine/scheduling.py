@@ -9,7 +9,7 @@ from baton.engine import Engine
 from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells
-from baton.engine.core.elastic import Budget
+from baton.engine.core.elastic import Amounts, Budget
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
@@ -54,7 +54,7 @@ def make(
     if elastic:
         assert windows is not None, "they share memory with blocks"
         memory = Budget(
-            pool, windows, None, block_pages=3, place_pages=2, page_bytes=1, free_pages=0, memory=2
+            pool, None, None, pages=Amounts(blocks=3, windows=2), page_bytes=1, free_pages=0, memory=2
         )
     lives = RequestLives(
         pool,

@@ -14,7 +14,7 @@ from baton.bench.lab.shapes import BAMBA, write_shape
 from baton.engine import Engine, EngineRequest, SamplingParams
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells
-from baton.engine.core.elastic import Budget, Kind, Lacking, Move
+from baton.engine.core.elastic import Amounts, Budget, Kind, Lacking, Move
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
@@ -70,7 +70,7 @@ def lives() -> RequestLives:
     states = Cells[bytes](Units(0, 14, 2, 4, keeps_first=True))
     copies = StateCopies(14, 6, 256, BLOCK, 1, Units(14, 6, 2, 1, keeps_first=False))
     cache = PrefixCache(pool, ROOT, copies=copies)
-    budget = Budget(pool, states, copies, block_pages=3, place_pages=8, page_bytes=1, free_pages=16)
+    budget = Budget(pool, states, copies, pages=Amounts(3, 8), page_bytes=1, free_pages=16)
     return RequestLives(pool, max_num_seqs=14, cache=cache, states=states, budget=budget)
 
 
@@ -199,8 +199,8 @@ def test_copies_take_no_block_of_an_import_that_begins(lives: RequestLives, page
     assert cache is not None
     assert cache.copies is not None
     assert lives.budget is not None
-    lives.budget.provide(9 * UNIT, 0)
-    assert lives.budget.free_pages < lives.budget.place_pages
+    lives.budget.provide(Amounts(9 * UNIT))
+    assert lives.budget.free_pages < lives.budget.pages.slots
     held = [cache.copies.allocate() for _ in range(2)]
     blocks = lives.pool.free
     missing = exchange.missing(request_of(1, range(100 * BLOCK)), blocks)
@@ -277,7 +277,7 @@ def test_cached_blocks_of_a_request_stay_while_memory_moves_for_it() -> None:
         lives.memory.publish(live, 60)
         tables.append(list(live.blocks[:14]))
         lives.drop(live)
-    lives.budget.lacking = Lacking(0, lives.pool.windows.free + 16, tables[0])
+    lives.budget.lacking = Lacking(Amounts(windows=lives.pool.windows.free + 16), tables[0])
     lives.budget.go_on(math.inf)
     assert lives.budget.lacking is None
     cached = [sum(lives.pool.has_cached(range(block, block + 1)) for block in table) for table in tables]
@@ -388,7 +388,7 @@ def fitting(budget: Budget, blocks: int) -> int:
     """Requests with so many blocks and a slot that would fit a pool which is split for them."""
     stats = budget.stats
     whole = stats.kv_bytes + stats.state_bytes + stats.free_bytes
-    each = budget.block_bytes * blocks + budget.place_bytes
+    each = budget.place_bytes(Kind.BLOCKS) * blocks + budget.place_bytes(Kind.SLOTS)
     return int(whole / each)
 
 
@@ -517,17 +517,17 @@ def test_the_shape_of_bamba_holds_short_requests_and_then_long_ones(tmp_path: Pa
     assert planned is not None
     assert (planned.blocks.unit, planned.slots.unit) == (8, 1)
     pool, states = _pools(
-        PoolSize(planned.blocks.places, 131072, planned.num_slots, 2, None, planned), 128, None, None
+        PoolSize(planned.blocks.places, 131072, planned.slots.places, 2, None, planned), 128, None, None
     )
     assert states is not None
     budget = Budget(
-        pool, states, None, block_pages=planned.blocks.pages, place_pages=planned.slots.pages,
+        pool, states, None, pages=Amounts(planned.blocks.pages, planned.slots.pages),
         page_bytes=planned.page_bytes, free_pages=planned.free_pages,
     )  # fmt: skip
     lives = RequestLives(pool, max_num_seqs=256, states=states, budget=budget)
     for count, tokens in ((256, 80), (8, 128_000), (256, 80)):
         held = [lives.start(request_of(n, [n] * tokens)) for n in range(count)]
-        each = budget.place_bytes + -(-tokens // 128) * budget.block_bytes
+        each = budget.place_bytes(Kind.SLOTS) + -(-tokens // 128) * budget.place_bytes(Kind.BLOCKS)
         assert len([*filter(None, held)]) >= 0.9 * min(count, int(33e9 / each))
         for live in filter(None, held):
             lives.drop(live)
