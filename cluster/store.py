@@ -4,26 +4,24 @@ A master knows which store process has an object. Store processes give memory. I
 command ends, too, and its supervisor starts it again: a store that has lost its master is empty.
 """
 
+import asyncio
 import os
 import signal
-import socket
-import subprocess
 import sys
-import time
-from contextlib import suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import setproctitle
 
-from baton.cluster.options.parameters import ENV_PREFIX, size_in_bytes
+from baton.cluster.options.parameters import size_in_bytes
 from baton.cluster.options.roles import StoreOptions, StoreRole
 from baton.cluster.roles import supervised
 from baton.kv_transfer import shared_store
 from baton.kv_transfer.shared_store.chunk_object import StoreKeys
 from baton.kv_transfer.shared_store.client import ClientProcess
-from baton.processes.children import describe_exit, die_with_parent, report
+from baton.processes.children import Child, describe_exit, report
+from baton.processes.spawn import spawn
+from baton.processes.tree import StopSignals
 from baton.rpc.auth import load_secret
 from baton.system.addresses import cannot_listen, free_port, try_port, url_host
 
@@ -112,53 +110,52 @@ def _serve(options: StoreRole) -> int:
         ports.append(client_port)
     if not commands:
         raise ValueError("--size 0: nothing is left to run; leave out --kv-store, or give memory")
-    return _run(commands, ports, store, options.process.ready_fd)
+    return asyncio.run(_run(commands, ports, store, options.process.ready_fd))
 
 
-def _run(commands: list[list[str]], ports: list[int], store: StoreOptions, ready_fd: int | None) -> int:
+async def _run(commands: list[list[str]], ports: list[int], store: StoreOptions, ready_fd: int | None) -> int:
     """Runs the commands, each after the one before listens on its port, until one ends or a signal comes."""
-    children: list[subprocess.Popen[bytes]] = []
-    # Any peer may read their memory, so they must not have the cluster secret.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-    stop_signals: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda signum, _: stop_signals.append(signum))
-    deadline = time.monotonic() + START_WITHIN
-
-    def ended() -> subprocess.Popen[bytes] | None:
-        return next((child for child in children if child.poll() is not None), None)
-
-    for command, port in zip(commands, ports, strict=True):
-        # No thread runs here, so code may run between fork and exec.
-        tied = partial(die_with_parent, os.getpid())
-        children.append(subprocess.Popen(command, env=environment, preexec_fn=tied))
-        while not stop_signals and ended() is None and not _listens(store.host, port):
-            if time.monotonic() > deadline:
-                raise ValueError(f"{Path(command[0]).name} does not listen on port {port}; see its log above")
-            time.sleep(LOOK)
-    if not stop_signals and ended() is None:
-        report(ready_fd, {"ready": {"store": f"{url_host(store.host)}:{store.port}"}})
-    while not stop_signals and ended() is None:
-        time.sleep(LOOK)
-    lost = None if stop_signals else ended()
-    for child in children:
-        child.terminate()
-    for child in children:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(GRACE)
-        child.kill()
-        child.wait()
+    signals = StopSignals()
+    signals.install()
+    children, ends = list[Child](), list[asyncio.Task[int]]()
+    try:
+        async with asyncio.timeout(START_WITHIN):
+            for command, port in zip(commands, ports, strict=True):
+                # Any peer may read their memory: `spawn` keeps the cluster secret from them.
+                popen = spawn("-m", "baton.processes.tied", str(os.getpid()), *command, given=b"")
+                children.append(Child(Path(command[0]).name, popen))
+                ends.append(asyncio.create_task(children[-1].wait()))
+                listening = asyncio.create_task(_listens(store.host, port))
+                await signals.unless_stopped(listening, *ends)
+                if not listening.done():
+                    listening.cancel()
+                    break
+            else:
+                report(ready_fd, {"ready": {"store": f"{url_host(store.host)}:{store.port}"}})
+        await signals.unless_stopped(*ends)
+        lost = None if signals.stop.is_set() else next(child for child in children if child.has_ended)
+    except TimeoutError:
+        port = ports[len(children) - 1]
+        raise ValueError(f"{children[-1].name} does not listen on port {port}; see its log above") from None
+    finally:
+        for child in children:
+            child.signal(signal.SIGTERM)
+        await asyncio.gather(*(child.end(GRACE) for child in children))
     if lost is None:
         return 0
-    name, code = Path(commands[children.index(lost)][0]).name, lost.returncode
+    code = await lost.wait()
     hint = " (Debian: apt install libibverbs1)" if code == 127 else ""
-    print(f"{name} {describe_exit(code)}{hint}", file=sys.stderr)
+    print(f"{lost.name} {describe_exit(code)}{hint}", file=sys.stderr)
     return 1
 
 
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
+async def _listens(host: str, port: int) -> None:
+    """Returns when a program listens there."""
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+        except OSError:
+            await asyncio.sleep(LOOK)
+        else:
+            writer.close()
+            return

@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 HANG_SECONDS = 60.0
 """Without a reply for so long, a helper or its child hangs, and is killed. A limit of CPU time does not end a
@@ -21,7 +24,7 @@ class Silence:
 
     @property
     def is_too_long(self) -> bool:
-        return self.seconds > self.limit
+        return self.seconds >= self.limit
 
     def passed(self, seconds: float, interval: float, without_cpu: float = 0.0) -> None:
         """`seconds`: since the last check. If much more than the `interval`, this process itself was stopped,
@@ -30,6 +33,30 @@ class Silence:
 
     def broken(self) -> None:
         self.seconds = 0.0
+
+
+async def reply(
+    asked: Coroutine[Any, Any, T],
+    silence: Silence,
+    interval: float,
+    waited: Callable[[], float] = lambda: 0.0,
+) -> T:
+    """Waits for what was asked. Raises TimeoutError if the `silence` becomes too long, and what it raises.
+
+    Counts intervals, since this process itself may have been stopped in one. `waited`: the seconds in which
+    the asked process had no CPU until now."""
+    task, before = asyncio.ensure_future(asked), waited()
+    try:
+        while not silence.is_too_long:
+            await asyncio.wait({task}, timeout=interval)
+            if task.done():
+                return task.result()
+            now = waited()
+            silence.passed(interval, interval, now - before)
+            before = now
+        raise TimeoutError
+    finally:
+        task.cancel()
 
 
 class Watchdog:

@@ -11,6 +11,7 @@ from grpc.aio import Channel
 
 from baton.cluster.options.roles import DeadlineOptions
 from baton.cluster.supervision.blueprint import Pool
+from baton.processes.liveness import Silence, reply
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import check_health, connect
 from baton.rpc.stubs import WorkerStub
@@ -114,28 +115,20 @@ async def until_silent(
 ) -> str:
     """Checks the role that reported `ready` until it gives no answer for `patience` seconds.
 
-    Then returns the reason, for people. Without this check a hung process would stay forever. Counts only
-    time in which this process itself ran: if it was stopped, an interval may have lasted long, and counts as
-    one.
+    Then returns the reason, for people. Without this check a hung process would stay forever.
     """
-    silent = 0.0
+    silence = Silence(patience)
     async with contextlib.AsyncExitStack() as open_:
         check = await _check_of(ready, secret, tls, open_)
-        while silent < patience:
+        while not silence.is_too_long:
             await asyncio.sleep(interval)
-            checking = asyncio.create_task(check())
             try:
-                while not checking.done() and silent < patience:
-                    await asyncio.wait({checking}, timeout=interval)
-                    silent += interval
-                if checking.done():
-                    checking.result()
-                    silent = 0.0
-            except OSError:
-                pass
-            finally:
-                checking.cancel()
-    return f"gave no answer for {silent:.0f} s"
+                await reply(check(), silence, interval)
+                silence.broken()
+            except OSError:  # at once, or after intervals, of which `silence` knows
+                if not silence.is_too_long:
+                    silence.passed(interval, interval)
+    return f"gave no answer for {silence.seconds:.0f} s"
 
 
 async def _check_of(

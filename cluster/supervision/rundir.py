@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from baton.processes.children import describe_exit, process_end
+from baton.processes.children import Child, describe_exit
 from baton.processes.keep import keep
 from baton.processes.restarts import RestartPolicy
 from baton.processes.spawn import spawn
@@ -118,10 +118,7 @@ class Janitor:
         async def live() -> tuple[float, str]:
             if self._process.returncode is not None:
                 self._process = self._start()
-            await process_end(self._process.pid)
-            with self._process:  # reaps it, and closes its pipe
-                pass
-            return 0.0, describe_exit(self._process.returncode)
+            return 0.0, describe_exit(await Child(self._title, self._process).wait())
 
         def ended(why: str, delay: float) -> None:
             log.warning("%s %s; starting it again", self._title, why)

@@ -12,7 +12,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
-from baton.processes.liveness import Silence, waited_for_cpu
+from baton.processes.liveness import Silence, reply, waited_for_cpu
 from baton.system.addresses import binding, cannot_listen, family
 
 REPLY_SECONDS = 10.0
@@ -61,22 +61,8 @@ class ControlClient:
         """
         async with self._one_at_a_time:
             self._writer.write(command.encode() + b"\n")
-            reply = asyncio.create_task(self._reply())
-            try:
-                part, silence, waited = (
-                    REPLY_SECONDS / _PARTS,
-                    Silence(REPLY_SECONDS),
-                    waited_for_cpu(self._pid),
-                )
-                while silence.seconds < REPLY_SECONDS:
-                    await asyncio.wait({reply}, timeout=part)
-                    if reply.done():
-                        return reply.result()
-                    before, waited = waited, waited_for_cpu(self._pid)
-                    silence.passed(part, part, waited - before)
-            finally:
-                reply.cancel()
-            raise TimeoutError
+            silence, part = Silence(REPLY_SECONDS), REPLY_SECONDS / _PARTS
+            return await reply(self._reply(), silence, part, lambda: waited_for_cpu(self._pid))
 
     async def _reply(self) -> bytes:
         try:

@@ -16,6 +16,7 @@ import pytest
 from baton.cluster.supervision import calls
 from baton.cluster.supervision.calls import until_silent
 from baton.cluster.supervision.role_process import RoleProcess
+from baton.processes import liveness
 from baton.processes.restarts import RestartPolicy
 from baton.rpc.channel import check_health, cluster_pems, create_server
 from baton.rpc.tls import TlsFiles, add_port
@@ -38,8 +39,11 @@ def interval_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         await asyncio.wait([*map(asyncio.ensure_future, checking), passes], return_when="FIRST_COMPLETED")
         passes.cancel()
 
-    waits = {"sleep": lambda seconds: asyncio.sleep(0), "wait": wait}
-    monkeypatch.setattr(calls, "asyncio", SimpleNamespace(**vars(asyncio) | waits))
+    for module, name, waits in (
+        (calls, "sleep", lambda seconds: asyncio.sleep(0)),
+        (liveness, "wait", wait),
+    ):
+        monkeypatch.setattr(module, "asyncio", SimpleNamespace(**vars(asyncio) | {name: waits}))
     monkeypatch.setattr(calls, "ANSWER_WITHIN", WITHIN)
     return passed.release
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,12 @@ def test_clear_without_a_store_or_a_key_file(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_master_that_does_not_lead_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it leads, a master of several listens for metrics alone."""
     started: list[tuple[list[list[str]], list[int]]] = []
-    monkeypatch.setattr(baton.cluster.store, "_run", lambda *given: started.append(given[:2]) or 0)
+
+    async def run(commands: list[list[str]], ports: list[int], *_: object) -> int:
+        started.append((commands, ports))
+        return 0
+
+    monkeypatch.setattr(baton.cluster.store, "_run", run)
     port, metrics = free_port(), free_port()
     arguments = ["store", "serve", f"--port={port}", f"--metrics-port={metrics}"]
     for flags in (["--advanced.etcd=10.0.0.1:2379"], []):
@@ -144,19 +148,14 @@ def test_a_master_that_does_not_lead_is_ready(monkeypatch: pytest.MonkeyPatch) -
     assert not any("ha" in flag.split("_") for flag in alone[0])
 
 
-def test_the_processes_of_a_store_have_no_secret(
+async def test_the_processes_of_a_store_have_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Any peer of Mooncake may read their memory."""
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     seen = tmp_path / "environment"
-    try:
-        code = baton.cluster.store._run([["sh", "-c", f"env > {seen}; exit 127"]], [1], StoreOptions(), None)
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
-    assert code == 1
+    command = ["sh", "-c", f"env > {seen}; exit 127"]
+    assert await baton.cluster.store._run([command], [1], StoreOptions(), None) == 1
     assert "sh exited with 127 (Debian: apt install libibverbs1)" in capfd.readouterr().err
     assert "PATH=" in seen.read_text()
     assert "BATON_" not in seen.read_text()
