@@ -54,7 +54,7 @@ class Pair(Workers):
             speed = first_speed(status.prefill_tokens_per_s, status, described.attention_doubles_at)
             workers.append(SplitWorker(0.0, speed, step, floor))
         cost = PromptCost(tokens, 0, described.attention_doubles_at, layers=described.num_layers)
-        shares = split(cost, dict(enumerate(workers)), last=1)
+        shares = split(cost, [(0, workers[0])], last=(1, workers[1]))
         if shares is None:
             raise RuntimeError(f"the policy does not split a prompt of {tokens} tokens at these speeds")
         return [(drivers[part.worker], part.stop) for part in shares.ranges]

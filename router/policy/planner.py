@@ -19,6 +19,8 @@ Pure: the same arguments and draws give the same plan.
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
+from operator import itemgetter
 
 from baton.kv_names import Tier
 from baton.router.policy import placement, split
@@ -225,51 +227,57 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fle
     first = fleet.workers[offer.row]
     if not (fleet.splits and request.may_split and _takes_part(first)):
         return None
-    by_row = {first.row: _split_worker(first, first, fleet)}
-    if not split.may_gain(offer.tokens, by_row[first.row]):
+    loads, now = fleet.loads, fleet.now
+    of_first = _split_worker(first, first, loads.tokens_waiting(first.row, now), fleet)
+    if not split.may_gain(offer.tokens, of_first):
         return None
     # The workers of a plan compute what one worker could read from the shared store.
-    if first.status.store == "open" and fleet.loads.index.only_stored(first.row, request.chunks):
+    if first.status.store == "open" and loads.index.only_stored(first.row, request.chunks):
         return None
-    drawn = fleet.loads.draw(2 * split.MOST_WORKERS, fleet.rng)
-    others = (fleet.workers[row] for row in drawn if row not in (first.row, decode))
-    free = [worker for worker in others if _takes_part(worker) and worker.address not in request.avoid]
-    free.sort(key=lambda worker: fleet.loads.tokens_waiting(worker.row, fleet.now))
+    drawn = (
+        (loads.tokens_waiting(row, now), row, worker)
+        for row in loads.draw(2 * split.MOST_WORKERS, fleet.rng)
+        if row not in (first.row, decode)
+        and _takes_part(worker := fleet.workers[row])
+        and worker.address not in request.avoid
+    )
+    free = sorted(drawn, key=itemgetter(0))
     # Until a prompt that queues begins, the worker would decode others.
-    last = fleet.workers[decode]
+    last, ends = fleet.workers[decode], None
     may_decode = (
         fleet.overflow and last is not first and not offer.queues and last.address not in request.avoid
     )
     if may_decode and _takes_part(last):
-        free.append(last)
-    if not free:
+        ends = decode, _split_worker(last, first, loads.tokens_waiting(decode, now), fleet)
+    if not free and ends is None:
         return None
-    by_row |= {worker.row: _split_worker(worker, first, fleet) for worker in free}
     cost = split.PromptCost(
         request.tokens,
         cached=request.tokens - offer.tokens,
         doubles_at=first.description.attention_doubles_at,
         layers=max(1, first.description.num_layers),
     )
-    draft = split.split(cost, by_row, decode if decode in by_row and decode != first.row else None, alone)
+    others = ((row, _split_worker(worker, first, waiting, fleet)) for waiting, row, worker in free)
+    draft = split.split(cost, chain([(first.row, of_first)], others), ends, alone)
     if draft is None:
         return None
     order = "prefill" if offer.queues and draft.ranges[-1].worker != decode else "together"
     return draft._replace(decode=decode, within=offer.within, order=order)
 
 
-def _split_worker(worker: Seen, first: Seen, fleet: Fleet) -> split.SplitWorker:
-    status, loads = worker.status, fleet.loads
+def _split_worker(worker: Seen, first: Seen, waiting: float, fleet: Fleet) -> split.SplitWorker:
+    """`waiting`: prompt tokens that it has to compute."""
+    status, loads, described = worker.status, fleet.loads, worker.description
     speed = max(1.0, status.prefill_tokens_per_s or loads.speed(first.row))
     link = worker.prefix_links.get((first.description.incarnation, Tier.DEVICE))
     return split.SplitWorker(
-        wait=loads.tokens_waiting(worker.row, fleet.now) / speed,
-        speed=split.first_speed(speed, status, worker.description.attention_doubles_at),
-        step=worker.description.max_num_batched_tokens,
+        wait=waiting / speed,
+        speed=split.first_speed(speed, status, described.attention_doubles_at),
+        step=described.max_num_batched_tokens,
         floor=status.fastest_step_seconds,
         link=math.inf if link is None else link.tokens_per_s,
         utilisation=loads.utilisation(worker.row),
-        computes_on=frozenset(worker.description.computes_on[:_MOST_NAMES]),
+        computes_on=frozenset(described.computes_on[:_MOST_NAMES]),
     )
 
 

@@ -16,7 +16,7 @@ that of this prompt. Pure.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.kv_names import CHUNK_TOKENS
@@ -31,7 +31,13 @@ MOST_WORKERS = 4
 HOP_SECONDS = 0.004
 """From the first KV of a layer at one worker to its use at the next: two looks of the sender at its
 device."""
-_HALVINGS = 9
+_MOST_FILLS = 10
+"""Tries of a search. Three are usual. In one of 400 searches none of ten succeeds (simulated)."""
+_OF_REST = 0.7
+"""Of the time in which all workers compute what is left. With 1, two tries are usual, but two workers finish
+2,000 tokens 5 % later: the last range may end later than the search allows."""
+_LEAST_MORE = CHUNK_TOKENS / 4
+"""Tokens: the least that the second try computes more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +100,8 @@ def may_gain(tokens: int, worker: SplitWorker) -> bool:
 
 def split(
     cost: PromptCost,
-    workers: Mapping[int, SplitWorker],
-    last: int | None = None,
+    workers: Iterable[tuple[int, SplitWorker]],
+    last: tuple[int, SplitWorker] | None = None,
     alone: float = math.inf,
 ) -> Plan | None:
     """Returns the plan with the earliest first token and the least harm. It names no decode worker. None: one
@@ -105,30 +111,27 @@ def split(
     `harm`, by which prompts that come later are delayed, all together.
 
     Args:
-        workers: by row, in the order in which they are taken. The first one has `cost.cached`.
-        last: the worker that decodes, if it may have the last range. It is the last of `workers`.
+        workers: and their rows, in the order in which they are taken. The first one has `cost.cached`. No
+            more are read than may take part.
+        last: the worker that decodes, if it may have the last range.
         alone: seconds until a token, if one worker computes the whole prompt and decodes.
     """
-    rows = list[int]()
-    for row in workers:
-        if row != last and not _shares(workers, rows, row):
-            rows.append(row)
-    first = workers[rows[0]]
-    work = cost.work(cost.cached, cost.tokens)
-    unsplit = first.wait + work / first.speed
+    taken = list[tuple[int, SplitWorker]]()
+    for each in workers:
+        if not _shares(taken, each[1]):
+            taken.append(each)
+            if len(taken) == MOST_WORKERS:
+                break
+    first = taken[0][1]
+    unsplit = first.wait + cost.work(cost.cached, cost.tokens) / first.speed
     best, least = None, min((1 - LEAST_GAIN) * unsplit, alone)
     for count in range(MOST_WORKERS, 1, -1):
         before = best
-        ways: list[tuple[list[int], int | None]] = []
-        if count <= len(rows):
-            ways.append((rows[:count], None))
-        if last is not None and count - 1 <= len(rows) and not _shares(workers, rows[: count - 1], last):
-            ways.append(([*rows[: count - 1], last], last))
-        for chosen, ends in ways:
-            taking = [workers[row] for row in chosen]
-            if work > sum(each.speed * max(0.0, least - each.wait - each.floor) for each in taking):
-                continue  # they cannot compute all of it until then
-            plan = _best_of(cost, workers, chosen, ends, unsplit)
+        ways = [taken[:count]] if count <= len(taken) else []
+        if last is not None and count - 1 <= len(taken) and not _shares(taken[: count - 1], last[1]):
+            ways.append([*taken[: count - 1], last])
+        for way in ways:
+            plan = _best_of(cost, way, last if way[-1] is last else None, unsplit, least)
             if plan is not None and plan.costs["split"] + plan.costs["harm"] < least:
                 best, least = plan, plan.costs["split"] + plan.costs["harm"]
         if best is before is not None:
@@ -136,28 +139,63 @@ def split(
     return best
 
 
-def _shares(workers: Mapping[int, SplitWorker], chosen: Sequence[int], row: int) -> bool:
-    """Whether a worker computes on what one of the chosen ones computes on."""
-    return any(not workers[row].computes_on.isdisjoint(workers[each].computes_on) for each in chosen)
+def _shares(taken: Iterable[tuple[int, SplitWorker]], worker: SplitWorker) -> bool:
+    """Whether a worker computes on what one of those that are taken computes on."""
+    return any(not worker.computes_on.isdisjoint(each.computes_on) for _, each in taken)
 
 
 def _best_of(
-    cost: PromptCost, workers: Mapping[int, SplitWorker], chosen: list[int], last: int | None, unsplit: float
+    cost: PromptCost,
+    chosen: list[tuple[int, SplitWorker]],
+    last: tuple[int, SplitWorker] | None,
+    unsplit: float,
+    least: float,
 ) -> Plan | None:
-    """The plan that ends first. `last`: the worker that must have the last range; None: any."""
-    least = cost.work(cost.cached, cost.tokens) / sum(workers[i].speed for i in chosen)
-    best, low, high = None, least, unsplit
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        filled = _fill(cost, workers, chosen, last, middle)
-        low, high, best = (middle, high, best) if filled is None else (low, middle, filled)
-    if best is None or len({part.worker for part in best[0]}) == 1:
+    """The plan of these workers that ends first. `last`: the one that must have the last range; None: any.
+    None: the plan would not end before `least`.
+
+    The search begins when they could have computed the prompt without waits for each other. While a part is
+    left then, they get most of the time in which all of them compute that part. Each computes whole chunks,
+    so that may be little. The least that they get more doubles with each try."""
+    workers = [worker for _, worker in chosen]
+    until, speed = _without_waits(cost, workers), sum(worker.speed for worker in workers)
+    if cost.cached:
+        until = max(until, workers[0].wait + workers[0].floor + CHUNK_TOKENS / workers[0].speed)
+    least_more = _LEAST_MORE
+    for _ in range(_MOST_FILLS):
+        if until >= least:
+            return None
+        filled = _fill(cost, workers, None if last is None else len(chosen) - 1, until)
+        if not isinstance(filled, int):
+            break
+        until += max(_OF_REST * cost.work(filled, cost.tokens), least_more) / speed
+        least_more *= 2
+    else:
         return None
-    ranges, seconds, idle = best
-    alone = unsplit - workers[chosen[0]].wait
-    harm = sum(lost * _delayed(workers[i], seconds, alone) for i, lost in idle.items())
-    costs = {"split": seconds, "harm": harm, "unsplit": unsplit}
-    return Plan("split", tuple(ranges), cached=cost.cached, costs=costs)
+    ranges, seconds, idle = filled
+    if len({index for index, _, _ in ranges}) == 1:
+        return None
+    alone = unsplit - workers[0].wait
+    harm = sum(
+        lost * _delayed(worker, seconds, alone) for worker, lost in zip(workers, idle, strict=True) if lost
+    )
+    return Plan(
+        "split",
+        tuple(Range(chosen[index][0], start, stop) for index, start, stop in ranges),
+        cached=cost.cached,
+        costs={"split": seconds, "harm": harm, "unsplit": unsplit},
+    )
+
+
+def _without_waits(cost: PromptCost, workers: Sequence[SplitWorker]) -> float:
+    """Seconds until these workers have computed the prompt, if none waits for another one."""
+    work, speed, until = cost.work(cost.cached, cost.tokens), 0.0, math.inf
+    for begins, each in sorted((worker.wait + worker.floor, worker.speed) for worker in workers):
+        if begins >= until:
+            break
+        work, speed = work + begins * each, speed + each
+        until = work / speed
+    return until
 
 
 def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
@@ -171,46 +209,50 @@ def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
 
 
 def _fill(
-    cost: PromptCost, workers: Mapping[int, SplitWorker], chosen: list[int], last: int | None, until: float
-) -> tuple[list[Range], float, dict[int, float]] | None:
+    cost: PromptCost, workers: Sequence[SplitWorker], last: int | None, until: float
+) -> tuple[list[tuple[int, int, int]], float, list[float]] | int:
     """Gives the next range to the worker that is free first, while it can compute a part of it before
-    `until`. None: that is not the whole prompt.
+    `until`. Workers are numbers here. The one with the number `last` must have the last range.
 
-    Also returns when the last range ends, and how long each worker computes nothing once it has work."""
-    free = {i: workers[i].wait for i in chosen}  # when a worker can begin its next range
-    idle = dict.fromkeys(chosen, 0.0)
+    Returns the position up to which that goes, if it is not the whole prompt. Else the ranges, when the last
+    one ends, and how long each worker computes nothing once it has work."""
+    free = [worker.wait for worker in workers]  # when each can begin its next range; infinite: it gets none
+    idle, deferred = [0.0] * len(workers), math.inf
     began, ended, lag, position, start = -math.inf, 0.0, 0.0, cost.cached, 0
-    ranges, deferred = list[Range](), None
-    while free:
-        index = min(free, key=lambda i: (i == deferred, free[i]))
-        if cost.cached and not ranges:
-            index = chosen[0]  # no other one has anything cached
+    ranges, index = list[tuple[int, int, int]](), 0
+    while True:
+        # No other worker has anything cached, so the first one gets the first range.
+        if ranges or not cost.cached:
+            at = min(free)
+            if at == math.inf:
+                if last is None or math.isinf(deferred):
+                    return position
+                free[last], deferred = deferred, -math.inf  # the others have their last ranges
+                continue
+            index = free.index(at)
         worker = workers[index]
         begins = max(free[index], began + lag)
         seconds = max(0.0, max(until, ended + lag) - begins - worker.floor)
         stop = cost.reach(position, seconds * worker.speed)
-        most = position + int(min(worker.step, seconds * worker.link / (len(chosen) - 1)))
-        if stop < most and index == last != deferred:
-            deferred = last  # the others compute their last ranges first
+        most = position + int(min(worker.step, seconds * worker.link / (len(workers) - 1)))
+        if stop < most and index == last and deferred == math.inf:
+            deferred, free[index] = free[index], math.inf
             continue
         is_last_of_worker, stop = stop < most, min(stop, most)
         stop = cost.tokens if stop >= cost.tokens else stop - stop % CHUNK_TOKENS
         if stop <= position or (stop == cost.tokens and last not in (None, index)):
             if cost.cached and not ranges:
-                return None
-            del free[index]
+                return position
+            free[index] = math.inf
             continue
         work = cost.work(position, stop) / worker.speed
         ends = max(begins + worker.floor + work, ended + lag)
         idle[index] += ends - work - (free[index] or begins)
         began, ended, lag = begins, ends, (worker.floor + work) / cost.layers + HOP_SECONDS
-        if ranges and ranges[-1].worker == index:
-            start = ranges.pop().start
-        ranges.append(Range(index, start, stop))
+        if ranges and ranges[-1][0] == index:
+            start = ranges.pop()[1]
+        ranges.append((index, start, stop))
         if stop == cost.tokens:
             return ranges, ends, idle
-        free[index] = ends
-        if is_last_of_worker:
-            del free[index]
+        free[index] = math.inf if is_last_of_worker else ends
         position = start = stop
-    return None
