@@ -153,6 +153,7 @@ class ActiveRequest:
         self._error: ApiError | None = None  # until `take` raises it
         self._failure = ""  # its message
         self._unfinished = len(self.choices)
+        self._generates = options.max_tokens_wanted != 0  # else the only token is not sent
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -246,7 +247,7 @@ class ActiveRequest:
             if delta.finish_reason:
                 self._choice_ended(index, choice)
             deltas.append((index, delta))
-        if self.options.max_tokens_wanted != 0:  # else the only token is not sent
+        if self._generates:
             self.services.metrics.generation_tokens.count += len(deltas)
         return deltas
 

@@ -5,7 +5,7 @@ refused by name. Unknown fields are ignored, as in vLLM.
 """
 
 from collections import Counter
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from google.protobuf.message import DecodeError
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, RootModel, model_validator
@@ -117,6 +117,11 @@ class GenerationBody(OpenAIBody):
         return False
 
     @property
+    def reasoning_budget(self) -> int | None:
+        """Limit for the tokens of reasoning."""
+        return None
+
+    @property
     def logprobs_wanted(self) -> int | None:
         """Number of alternatives for each token. None: no logprobs at all."""
         raise NotImplementedError
@@ -139,6 +144,26 @@ class GenerationBody(OpenAIBody):
     def max_tokens_wanted(self) -> int | None:
         """The client's limit for output tokens."""
         return self.max_tokens
+
+    @property
+    def usage_at_the_end(self) -> bool:
+        return self.stream_options is not None and self.stream_options.usage_at_the_end
+
+    @property
+    def usage_in_each_chunk(self) -> bool:
+        return self.stream_options is not None and self.stream_options.usage_in_each_chunk
+
+    def without_prompt(self) -> Self:
+        """Returns what is read of the body after its preparation."""
+        fields = type(self).model_fields
+        return self.model_copy(update={name: made for name, made in _PREPARED.items() if name in fields})
+
+
+_PREPARED: dict[str, Any] = {
+    "messages": [], "prompt": [], "bad_words": None, "chat_template_kwargs": None, "response_format": None,
+    "structured_outputs": None,
+}  # fmt: skip
+"""Fields of which the preparation makes something else. They may be large."""
 
 
 class CompletionOptions(GenerationBody):
@@ -295,7 +320,12 @@ class ChatOptions(RenderedBody, GenerationBody):
     @property
     def many_calls(self) -> bool:
         """True if the output may have several tool calls."""
-        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+        return self.parallel_tool_calls is not False and not self.names_tool
+
+    @property
+    def names_tool(self) -> bool:
+        """True if `tool_choice` names the tool to call."""
+        return isinstance(self.tool_choice, NamedTool)
 
     @property
     def calls_functions(self) -> bool:
@@ -304,7 +334,6 @@ class ChatOptions(RenderedBody, GenerationBody):
 
     @property
     def reasoning_budget(self) -> int | None:
-        """Limit for the tokens of reasoning."""
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     @property
@@ -314,6 +343,12 @@ class ChatOptions(RenderedBody, GenerationBody):
     @property
     def max_tokens_wanted(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+if TYPE_CHECKING:
+    Options = ChatOptions | CompletionOptions
+else:  # as msgspec reads it
+    Options = GenerationBody
 
 
 class ChatBody(ChatOptions):

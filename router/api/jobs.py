@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from baton.kv_names import ImageSpan, prompt_hints, with_adapter
-from baton.router.api.bodies import MAX_CHOICES, GenerationBody
-from baton.router.api.options import Options
+from baton.router.api.bodies import MAX_CHOICES, CompletionOptions, GenerationBody, Options
 from baton.router.api.sampling import TOKEN_ID
 from baton.router.api.structured import Structure
 from baton.router.api.validation import validate
@@ -133,6 +132,7 @@ def make_jobs(
     body: Options,
     prompts: "Sequence[array[int]]",
     *,
+    prompt_field: str,
     context: int,
     vocab_size: int,
     session: str | None,
@@ -149,9 +149,9 @@ def make_jobs(
 ) -> Iterator[list[Job]]:
     """Yields the `n` jobs of each prompt, in the order of the choices. Raises InvalidRequest.
 
-    `session` is a name (`session_name`). `content_root` is that of the workers. `priority` counts beside the
-    requests of other keys. `defaults` are those of the model. `images`: of each prompt. Empty: there are
-    none."""
+    `prompt_field` has the prompts in the client's body. `session` is a name (`session_name`). `content_root`
+    is that of the workers. `priority` counts beside the requests of other keys. `defaults` are those of the
+    model. `images`: of each prompt. Empty: there are none."""
     salt = with_adapter(cache_salt, adapter)
     sampling = _sampling(body, vocab_size, defaults)
     sampling["structured_output"] = structure and structure.message
@@ -173,8 +173,9 @@ def make_jobs(
     lists = map(array.tolist, prompts)
     for prompt_ids, of_prompt in zip(lists, images or [[]] * len(prompts), strict=True):
         if not prompt_ids:
-            raise InvalidRequest.at(body.prompt_field, "must not be empty")
-        max_tokens = _max_tokens(body, len(prompt_ids), context, defaults)
+            raise InvalidRequest.at(prompt_field, "must not be empty")
+        room = output_room(len(prompt_ids), prompt_field, context)
+        max_tokens = _max_tokens(body, room, defaults)
         if body.min_tokens > max_tokens:
             text = f"must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest.at("min_tokens", text)
@@ -214,14 +215,13 @@ def output_room(prompt_tokens: int, field: str, context: int) -> int:
     return room
 
 
-def _max_tokens(body: Options, prompt_tokens: int, context: int, defaults: SamplingDefaults) -> int:
-    """Returns the limit for output tokens: an upper bound, as in vLLM, which the context may lower. Clients
-    send the largest limit that some model has."""
-    room = output_room(prompt_tokens, body.prompt_field, context)
+def _max_tokens(body: Options, room: int, defaults: SamplingDefaults) -> int:
+    """Returns the limit for output tokens: an upper bound, as in vLLM, which the context may lower to `room`.
+    Clients send the largest limit that some model has."""
     max_tokens = body.max_tokens_wanted
     limit = defaults.max_tokens or room
     if max_tokens is None:
-        max_tokens = min(limit, DEFAULT_COMPLETION_TOKENS) if not body.is_chat else limit
+        max_tokens = min(limit, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionOptions) else limit
     return min(max_tokens, room, limit) if defaults.limits_output else min(max_tokens, room)
 
 

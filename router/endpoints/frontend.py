@@ -217,6 +217,7 @@ class Frontend:
             for choice_jobs in make_jobs(
                 options,
                 prepared.prompts,
+                prompt_field=prepared.prompt_field,
                 context=self._served.context,
                 vocab_size=self._services.tokenizer.vocab_size,
                 session=session_name(headers, options.session, options.user),

@@ -15,6 +15,7 @@ from baton.router import access_log, errors
 from baton.router.active_request import ActiveRequest
 from baton.router.admission.entry import Entry
 from baton.router.admission.keys import Account
+from baton.router.api.bodies import ChatOptions
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_writer
 from baton.router.endpoints.builders.anthropic import AnthropicBuilder
@@ -80,7 +81,7 @@ class HttpGeneration:
             active = await self.prepare(request, kind, raw, entry)
             del raw  # frees the body, which may be large, before the generation, which may be long
             if kind == "invocation":
-                kind = "chat" if active.options.is_chat else "completion"
+                kind = "chat" if isinstance(active.options, ChatOptions) else "completion"
             return await self.respond(request, active, _BUILDERS[kind](active))
 
     async def prepare(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.router.api.options import Options
+from baton.router.api.bodies import Options
 from baton.router.errors import ApiError
 from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
 from baton.router.text.tokenizer import ModelTokenizer

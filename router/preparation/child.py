@@ -21,6 +21,7 @@ from baton.processes.sandbox import helper
 from baton.processes.sandbox.client import ForkServer
 from baton.router.admission.keys import ApiKey
 from baton.router.admission.slots import Slots
+from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.messages import Function, Tool
 from baton.router.child_pool import ChildPool
 from baton.router.errors import InvalidRequest, Unsupported
@@ -197,24 +198,37 @@ def share_pixels(answer: Answer) -> Answer:
 
 
 _Function = tuple[str, dict[str, Any] | None, bool | None]
+"""What a router reads of a tool."""
 
 
 def _plain(value: Any) -> Any:
     """What msgspec writes for a value of another type."""
     if isinstance(value, array):
         return value.tobytes()
-    assert isinstance(value, Tool), value
-    return value.function.name, value.function.parameters, value.function.strict
+    if isinstance(value, Tool):
+        return value.function.name, value.function.parameters, value.function.strict
+    assert isinstance(value, ChatOptions | CompletionOptions), value
+    prompt_and_tools = {"messages", "prompt", "tools"}
+    fields = value.model_dump(exclude=prompt_and_tools, exclude_none=True, warnings=False)
+    return fields | ({"tools": value.tools} if isinstance(value, ChatOptions) else {})
 
 
 def _rich(kind: type, value: Any) -> Any:
-    """Undoes `_plain`."""
+    """Undoes `_plain`. Raises ValueError."""
     if kind is array:
         (ids := array("I")).frombytes(value)
         return ids
-    name, parameters, strict = msgspec.convert(value, _Function)
-    function = Function.model_construct(name=name, parameters=parameters, strict=strict)
-    return Tool.model_construct(function=function)
+    options = ChatOptions if "tools" in value else CompletionOptions
+    if not value.keys() <= options.model_fields.keys():
+        raise ValueError("options have other fields")
+    if (tools := value.get("tools")) is not None:
+        value["tools"] = [
+            Tool.model_construct(
+                function=Function.model_construct(name=name, parameters=parameters, strict=strict)
+            )
+            for name, parameters, strict in msgspec.convert(tools, list[_Function])
+        ]
+    return options.model_validate(value)
 
 
 _as_json = msgspec.json.Encoder(enc_hook=_plain).encode

@@ -16,6 +16,7 @@ from baton.router.api.bodies import (
     CompletionBody,
     CompletionOptions,
     DetokenizeBody,
+    Options,
     RenderedBody,
     TokenizeBody,
     parse_message,
@@ -25,7 +26,6 @@ from baton.router.api.jobs import output_room
 from baton.router.api.messages import Message
 from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.openai_responses.tools import Called
-from baton.router.api.options import Options, options_of
 from baton.router.api.sampling import Body
 from baton.router.api.validation import parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported, about
@@ -86,6 +86,8 @@ class Prepared(msgspec.Struct, forbid_unknown_fields=True):
     """A validated request to generate."""
 
     options: Options
+    """The body without its prompt."""
+    prompt_field: str
     prompts: list[Ids]
     """Token ids, four bytes each: in a list they take nine times as much."""
     echoes: list[str] = []
@@ -324,7 +326,8 @@ class Preparation:
             elif isinstance(last := body.messages[-1].content, str) and way.continues_reasoning(last):
                 beginning = "reasoning"
         return Prepared(
-            options_of(body),
+            body.without_prompt(),
+            field,
             [array("I", prompt)],
             beginning=beginning,
             images=[placed] if placed else [],
@@ -379,22 +382,26 @@ class Preparation:
             else:
                 encode = partial(self.tokenizer.encode, add_special_tokens=body.add_special_tokens)
                 prompts.append(array("I", self._encoded(prompt, body, encode)))
-        question, bad_words = question_of(body, self.tokenizer), self._bad_words(body)
+        prepared = Prepared(
+            body.without_prompt(),
+            field,
+            prompts,
+            bad_words=self._bad_words(body),
+            question=question_of(body, self.tokenizer),
+        )
         if not body.echo:
-            return Prepared(options_of(body), prompts, bad_words=bad_words, question=question)
-        echoes: list[str] = []
-        starts: list[list[int]] = []
+            return prepared
         cut = body.truncate_prompt_tokens is not None and body.truncation_side != "right"
         for sent, prompt in zip(body.prompt, map(array.tolist, prompts), strict=True):
             is_text = isinstance(sent, str)
             echo = sent if is_text else self.tokenizer.decode(prompt, skip_special_tokens=False)
-            echoes.append(echo)
+            prepared.echoes.append(echo)
             if body.logprobs is not None:
                 special = is_text and body.add_special_tokens
-                starts.append(
+                prepared.echo_starts.append(
                     self.tokenizer.starts(prompt, echo, add_special_tokens=special, from_end=is_text and cut)
                 )
-        return Prepared(options_of(body), prompts, echoes, starts, bad_words=bad_words, question=question)
+        return prepared
 
     def _bad_words(self, body: ChatOptions | CompletionOptions) -> list[Ids]:
         words = body.bad_words or ()

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.api.bodies import CompletionOptions
-from baton.router.api.options import options_of
 from baton.router.generation.output import Choice, Delta
 from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
@@ -106,7 +105,7 @@ def test_text_of_128_choices_that_is_no_stop_string_after_all_is_released_at_onc
 
 
 def make_choice(tokenizer: ModelTokenizer, **options: Any) -> Choice:
-    read = options_of(CompletionOptions.model_validate(options))
+    read = CompletionOptions.model_validate(options)
     return Choice(tokenizer, read, StopStrings(read.stop))
 
 

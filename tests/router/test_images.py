@@ -360,9 +360,9 @@ def test_all_choices_count(tokenizer: ModelTokenizer, monkeypatch: pytest.Monkey
     """Each goes to a worker with its own copy of the pixels."""
     found = prepared(tokenizer, {**chat(url_of(file_of(picture(size=(80, 80))))), "n": 2})
     given: dict[str, Any] = {
-        "context": 256, "vocab_size": 199, "session": None, "content_root": b"", "cache_salt": b"",
-        "adapter": b"", "tenant": b"", "priority": 0, "structure": None, "reasoning": None, "bad_words": [],
-        "images": found.images, "defaults": jobs.SamplingDefaults(),
+        "prompt_field": "messages", "context": 256, "vocab_size": 199, "session": None, "content_root": b"",
+        "cache_salt": b"", "adapter": b"", "tenant": b"", "priority": 0, "structure": None,
+        "reasoning": None, "bad_words": [], "images": found.images, "defaults": jobs.SamplingDefaults(),
     }  # fmt: skip
     [[one, other]] = jobs.make_jobs(found.options, found.prompts, **given)
     assert one.images == other.images

@@ -27,7 +27,7 @@ from baton.router import child_pool, server
 from baton.router.active_request import ActiveRequests
 from baton.router.admission.entry import entering
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey
-from baton.router.api.bodies import BatchBody
+from baton.router.api.bodies import BatchBody, ChatOptions
 from baton.router.api.fields import MAX_ITEMS
 from baton.router.api.jobs import PlacedImage
 from baton.router.endpoints.grpc_server import SERVICE
@@ -120,7 +120,8 @@ def test_a_child_prepares_as_the_router_does(tokenizer: ModelTokenizer, kind: Ki
         assert there == here
         return
     assert isinstance(there, Prepared)
-    assert there == here
+    assert msgspec.structs.replace(there, options=here.options) == here
+    assert dict(here.options).items() >= dict(there.options).items()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_a_child_prepares_as_the_router_does(tokenizer: ModelTokenizer, kind: Ki
         {"prompts": [[1, 2]]},
         {"options": {"n": 1000000}},
         {"options": {"timeout": "1"}},
-        {"options": {"offered_tools": [["look", 1, None]]}},
+        {"options": {"tools": [["look", 1, None]]}},
         {"options": {"more": 1}},
         {"beginning": "end"},
         {"called": {"look": ["exec", "look"]}},
@@ -176,6 +177,8 @@ def test_a_child_returns_tools_unchanged(directory: Path, tmp_path: Path):
     assert isinstance(here, Prepared)
     assert isinstance(there, Prepared)
     assert there.prompts == here.prompts
+    assert isinstance(here.options, ChatOptions)
+    assert isinstance(there.options, ChatOptions)
     [ours], [theirs] = here.options.offered_tools, there.options.offered_tools
     assert theirs.function.name == ours.function.name == "look"
     assert theirs.function.parameters == ours.function.parameters

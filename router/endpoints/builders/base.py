@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from baton.router.active_request import ActiveRequest
+from baton.router.api.bodies import ChatOptions
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
 from baton.router.text.sealed import sealed
@@ -114,7 +115,7 @@ class OutputParser:
     def __init__(self, request: ActiveRequest, *, with_reasoning: bool | None = None) -> None:
         """`with_reasoning`: gives parts of reasoning. None: as the client wants it."""
         options, tokenizer = request.options, request.services.tokenizer
-        assert options.is_chat
+        assert isinstance(options, ChatOptions)
         self._max_calls = 1 if options.parallel_tool_calls is False else None
         self._only_calls = options.must_call
         self._named = options.names_tool

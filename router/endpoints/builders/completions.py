@@ -10,6 +10,7 @@ import msgspec.structs
 
 from baton.router import prompt_logprobs
 from baton.router.active_request import ActiveRequest
+from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, encode, event
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
@@ -204,6 +205,7 @@ class CompletionBuilder(ChoicesBuilder):
     def __init__(self, request: ActiveRequest) -> None:
         super().__init__(request)
         options = request.options
+        assert isinstance(options, CompletionOptions)
         self._echo = request.prepared.echoes
         self._opens = bool(self._echo)
         self._n = options.n
@@ -276,6 +278,7 @@ class ChatBuilder(ChoicesBuilder):
         super().__init__(request)
         self._parsers = [OutputParser(request) for _ in request.choices]
         options = request.options
+        assert isinstance(options, ChatOptions)
         self._functions = options.calls_functions
         self._called = "function_call" if self._functions else "tool_calls"
 
