@@ -250,7 +250,8 @@ class Desk(Fleet):
             tokens_per_s=self._prompt_speed(prefills, decodes),
             others=self.loads.tokens_of_others(),
         )
-        self.apart = self.overflow and regime.apart(prefills, decodes, self.loads.demand())
+        demand = self.loads.demand()
+        self.apart = self.overflow and regime.apart(prefills, decodes, demand, stands=self.apart)
         self._window_until = self.now + WINDOW_SECONDS
         self._window_pools = len(self.prefills), len(self.decodes)
 

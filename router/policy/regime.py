@@ -21,7 +21,8 @@ Here states with any share of the decodes at prefill workers are compared, as th
 Plans know the queues of the moment, and avoid them. So the decision is taken if apart, with its waits, costs
 less than all other states do without any. Where each decode less at prefill workers lowers the costs, plans
 need no decision. Where no other state could serve what comes, this is a burst, and no state lasts: plans
-serve it sooner with all workers.
+serve it sooner with all workers. A decision stands while this state costs less than all others: the costs of
+those with shared decodes are close, and which of them is least changes with each report.
 
 A worker has as many decodes as write its share of the output at their pace (Little's law). As many prompts
 wait for prefill workers as costs least, and others overflow to decode workers (M/M/m/K queues, with waits by
@@ -77,10 +78,10 @@ class _State(NamedTuple):
     busy: float
 
 
-def apart(prefills: Sequence[Seen], decodes: Sequence[Seen], demand: Demand | None) -> bool:
+def apart(prefills: Sequence[Seen], decodes: Sequence[Seen], demand: Demand | None, *, stands: bool) -> bool:
     """Whether prefill workers should leave all decodes to decode workers. False: plans find that themselves,
-    or it does not cost less, or it is not known. `demand`: what comes to all of them. The worker of middle
-    speed stands for all of its pool."""
+    or it does not cost less, or it is not known. `demand`: what comes to all of them. `stands`: the decision
+    before. The worker of middle speed stands for all of its pool."""
     if demand is None or not prefills or not decodes:
         return False
     prefill, decode = (_group(workers, demand) for workers in (prefills, decodes))
@@ -91,7 +92,7 @@ def apart(prefills: Sequence[Seen], decodes: Sequence[Seen], demand: Demand | No
         _cost(demand, prefill, decode, equal * step / STEPS, waits=False) for step in range(1, STEPS + 1)
     ]
     rising = others == sorted(others)  # also if none of them could serve it all
-    return not rising and _cost(demand, prefill, decode, 0.0) < min(others)
+    return (stands or not rising) and _cost(demand, prefill, decode, 0.0) < min(others)
 
 
 def _group(workers: Sequence[Seen], demand: Demand) -> _Group | None:

@@ -184,8 +184,13 @@ class Prediction(NamedTuple):
     high: float
 
     @property
+    def nearest(self) -> float:
+        """To 1, in the interval."""
+        return max(self.low, min(1.0, self.high))
+
+    @property
     def holds(self) -> bool:
-        return abs(self.ratio - 1) <= WITHIN or self.low <= 1 <= self.high
+        return abs(self.ratio - 1) <= WITHIN or self.nearest == 1
 
     def __str__(self) -> str:
         return (
@@ -226,7 +231,7 @@ def predictions(name: str, row: Row, *, hybrid: bool = False) -> dict[str, Predi
 
 OFF = {
     # Both GPUs compute in 0.9 of the time, and 3 % longer steps make it 5 to 14 % longer.
-    ("22/s", "ttft p50"): 0.82,
+    ("22/s", "ttft p50"): 0.98,
     # Half of the gaps are decodes alone, below 6.1 ms, and from 57 % on there are prompts, above 11 ms.
     ("22/s", "gap p50"): 0.84,
     # The router's loop tokenized prompts then, so tokens of a step came up to 4 ms late.
@@ -242,16 +247,13 @@ OFF = {
     # What was measured is the predicted quantile of 99.4 %: first gaps, which are 0.7 % of all, begin there.
     ("Qwen3.5, 4/s", "gap p99"): 0.78,
     # A router that has just started knows no rates, so the first seconds have decodes on both workers.
-    # And a regime stands for a second, as in routers: decided with each plan, these are 1.16, 1.04 and 1.56.
-    ("Qwen3.5, 12/s", "ttft p50"): 1.64,
-    ("Qwen3.5, 12/s", "ttft p99"): 1.25,
-    ("Qwen3.5, 12/s", "gap p99"): 2.06,
+    ("Qwen3.5, 12/s", "gap p99"): 1.56,
     # The measured cluster had no decision for all of its workers.
-    ("Qwen3.5, 16 agents", "later p99"): 0.49,
-    ("Qwen3.5, 48 agents", "later p99"): 0.53,
-    ("Qwen3.5, 48 agents", "latency p50"): 0.85,
+    ("Qwen3.5, 16 agents", "later p99"): 0.58,
+    ("Qwen3.5, 48 agents", "later p99"): 0.98,
+    ("Qwen3.5, 48 agents", "latency p50"): 0.90,
 }
-"""Ratios that are further off, with their causes."""
+"""The nearest ratios to 1 that are further off, with their causes."""
 NOT_WORSE = 1.15
 """Such a ratio may be so many times further off than it was, since small changes move it."""
 
@@ -262,7 +264,7 @@ def check(name: str, row: Row, *, hybrid: bool = False) -> None:
         if known is None:
             assert found.holds, (name, what, str(found))
         else:
-            off, was = (max(ratio, 1 / ratio) for ratio in (found.ratio, known))
+            off, was = (max(ratio, 1 / ratio) for ratio in (found.nearest, known))
             assert off <= NOT_WORSE * was, (name, what, str(found))
 
 

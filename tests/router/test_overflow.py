@@ -269,7 +269,9 @@ async def test_the_regime_is_decided_with_the_window(
     monkeypatch.setattr(
         regime,
         "apart",
-        lambda prefills, decodes, demand: len(prefills) == len(decodes) == 1 and demand is None,
+        lambda prefills, decodes, demand, stands: (
+            len(prefills) == len(decodes) == 1 and demand is None and not stands
+        ),
     )
     cluster.pool.desk.renew_window()
     assert cluster.pool.desk.apart

@@ -42,10 +42,15 @@ def workers(
 
 
 def decided(
-    model: StepModel | None, demand: Demand | None, pools: tuple[int, int] = (1, 1), **given: Any
+    model: StepModel | None,
+    demand: Demand | None,
+    pools: tuple[int, int] = (1, 1),
+    *,
+    stands: bool = False,
+    **given: Any,
 ) -> bool:
     prefills, decodes = (workers(count, model, **given) for count in pools)
-    return apart(prefills, decodes, demand)
+    return apart(prefills, decodes, demand, stands=stands)
 
 
 @pytest.mark.parametrize("pools", [(1, 1), (2, 2), (500, 500)], ids=str)
@@ -87,6 +92,14 @@ def test_the_decision_is_the_same_in_both_states() -> None:
         for prompt in (1850.0, 2000.0)
         for output in (1600.0, 1900.0)
     } == {True}
+
+
+def test_a_decision_stands_while_no_other_fleet_costs_less() -> None:
+    """Fleets with shared decodes cost about the same, so reports change which of them costs least."""
+    fewer = CHATS._replace(prompts=9.0, output=1100.0)
+    assert not decided(EXPERTS, fewer)
+    assert decided(EXPERTS, fewer, stands=True)
+    assert not decided(DENSE, AGENTS, stands=True)
 
 
 nonsense = st.sampled_from([0.0, 1e-300, 1e-6, 1.0, 1e6, 1e300, math.inf, math.nan])
