@@ -14,6 +14,11 @@ from baton.engine import EngineRequest, Logprobs, Output, PromptLogprobs, Reason
 from baton.engine.api.request import PROMPT_PIECE
 from baton.grammars.compiler import WHITESPACE, source
 
+_SAME = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "ignore_eos",
+)  # fmt: skip
+"""Fields that vLLM takes as they are."""
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 """Golden ratio: seeds of one request at different lengths have nothing in common."""
 
@@ -28,18 +33,10 @@ def sampling(request: EngineRequest, *, only_first: bool, scores_prompt: bool) -
     params, emitted = request.sampling, len(request.output_ids)
     _check(request)
     most = 1 if only_first else params.max_tokens - emitted
-    fields: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
+    fields: dict[str, Any] = {name: getattr(params, name) for name in _SAME} | {
         "max_tokens": most,
         "min_tokens": min(most, max(0, params.min_tokens - emitted)),
         "stop_token_ids": list(params.stop_token_ids),
-        "ignore_eos": params.ignore_eos,
         "logit_bias": dict(params.logit_bias) or None,
         "allowed_token_ids": list(params.allowed_token_ids) or None,
         # `bad_words` are texts there, which it turns into these.

@@ -1,8 +1,12 @@
-"""Sampling parameters and stop conditions of a request. Names and meanings are vLLM's."""
+"""Sampling parameters and stop conditions of a request: names, meanings, defaults and bounds. Those of vLLM.
 
+`SamplingParams` in proto/worker.proto has the same fields. Routers check bodies of clients by these bounds.
+`worker.requests` makes this class of that message, which does all checks."""
+
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (the limit of OpenAI's API)."""
@@ -10,8 +14,45 @@ MAX_NAMED = 128
 """Most tokens that a request may name for its log probabilities."""
 LARGEST = 1e6
 """Limit of numbers that scale or shift a logit, so that float32 holds the result."""
+MAX_LISTED = 1024
+"""Most entries of logit_bias, stop_token_ids, allowed_token_ids and bad_words."""
 MAX_LENGTH = 1 << 17
 """Most characters of a schema, regex or grammar. This length compiles in 0.1 s."""
+
+
+class Bounds(NamedTuple):
+    """Of a number."""
+
+    least: float
+    most: float = math.inf
+    above: bool = False
+    """It must be more than `least`."""
+
+    def __contains__(self, value: object) -> bool:
+        assert isinstance(value, int | float)
+        return self.least <= value <= self.most and not (self.above and value == self.least)
+
+    def __str__(self) -> str:
+        if self.most == math.inf:
+            return f"at least {self.least:g}"
+        least = "above {:g} and at most" if self.above else "between {:g} and"
+        return f"{least.format(self.least)} {self.most:.10g}"
+
+
+BOUNDS: Mapping[str, Bounds] = {
+    "temperature": Bounds(0, LARGEST),
+    "top_k": Bounds(0, (1 << 31) - 1),
+    "top_p": Bounds(0, 1, above=True),
+    "min_p": Bounds(0, 1),
+    "repetition_penalty": Bounds(1 / LARGEST, LARGEST),
+    "presence_penalty": Bounds(-2, 2),
+    "frequency_penalty": Bounds(-2, 2),
+    "max_tokens": Bounds(1),
+    "min_tokens": Bounds(0),
+    "logprobs": Bounds(0, MAX_LOGPROBS),
+    "prompt_logprobs": Bounds(0, MAX_LOGPROBS),
+}
+"""Of the fields of `SamplingParams` that are numbers. None is in bounds, where a field may have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +160,10 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"{name} must be {bound}, not {getattr(self, name)!r}")
 
-        require("temperature", 0 <= self.temperature <= LARGEST, f"between 0 and {LARGEST:g}")
-        require("top_k", 0 <= self.top_k < 1 << 31, "1 to 2³¹ − 1, or 0 for no limit")
-        require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
-        require(
-            "repetition_penalty",
-            1 / LARGEST <= self.repetition_penalty <= LARGEST,
-            f"between {1 / LARGEST:g} and {LARGEST:g}",
-        )
-        require("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2")
-        require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2")
-        require("max_tokens", self.max_tokens >= 1, "at least 1")
-        require("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        for name, bounds in BOUNDS.items():
+            value = getattr(self, name)
+            require(name, value is None or value in bounds, str(bounds))
+        require("min_tokens", self.min_tokens <= self.max_tokens, "at most max_tokens")
         require("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "token ids, which are at least 0")
         require("bad_words", all(self.bad_words), "sequences of at least one token")
         require("logit_bias", all(t >= 0 for t in self.logit_bias), "keyed by token ids, at least 0")
@@ -149,5 +181,3 @@ class SamplingParams:
         require(
             "logprob_token_ids", len(set(named)) == len(named) <= MAX_NAMED, f"at most {MAX_NAMED}, each once"
         )
-        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            require(name, count is None or 0 <= count <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")

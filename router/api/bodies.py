@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from google.protobuf.message import DecodeError
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, RootModel, model_validator
 
+from baton.engine.api.sampling_params import MAX_NAMED
 from baton.router.api.earlier import ChatReasoning, FunctionCall, with_effort, with_tools
 from baton.router.api.fields import (
     MAX_CHOICES,
@@ -20,6 +21,7 @@ from baton.router.api.fields import (
     TokenId,
     invalid,
     unsupported,
+    within,
 )
 from baton.router.api.messages import (
     MAX_TOOLS,
@@ -36,10 +38,7 @@ from baton.router.api.validation import CHAT, COMPLETION, GENERATION, TOKENIZE, 
 from baton.router.errors import InvalidRequest
 from baton.rpc import inference_pb2 as pb
 
-MAX_LOGPROBS = 20
-MAX_NAMED = 128
-"""Entries of `logprob_token_ids`. Workers have the same limit."""
-Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Alternatives = Annotated[int, within("logprobs")]
 
 
 class StreamOptions(BaseModel):

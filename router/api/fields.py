@@ -14,11 +14,12 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticUseDefault, core_schema
 
+from baton.engine.api.sampling_params import BOUNDS
+
 MAX_CHOICES = 128
 MAX_ITEMS = 1 << 16
 """Entries of lists of messages, of their parts and of tool calls. Each becomes an object of some hundred
 bytes."""
-MAX_LISTED = 1024  # entries of stop_token_ids and of logit_bias
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 
 
@@ -45,6 +46,12 @@ def _not_zero(value: int) -> int:
     if value == 0:
         raise invalid("must be -1, or at least 1")
     return value
+
+
+def within(name: str) -> Any:
+    """Returns the bounds of a sampling parameter, for a field with this name."""
+    least, most, above = BOUNDS[name]
+    return Field(ge=None if above else least, gt=least if above else None, le=most)
 
 
 # What clients may send, for the JSON schema. The validators below normalize it.

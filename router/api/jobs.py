@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from baton.engine.api.sampling_params import SamplingParams
 from baton.kv_names import ImageSpan, prompt_hints, with_adapter
 from baton.router.api.bodies import MAX_CHOICES, CompletionOptions, GenerationBody, Options
 from baton.router.api.sampling import TOKEN_ID
@@ -34,7 +35,7 @@ _AS_SENT = (
     "allowed_token_ids", "logprob_token_ids",
 )  # fmt: skip
 """Fields that workers get under the same name."""
-_NO_LIMITS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+_DEFAULTS = {name: getattr(SamplingParams(), name) for name in _AS_SENT}
 
 
 class PlacedImage(NamedTuple):
@@ -236,7 +237,7 @@ def _sampling(body: Options, vocab_size: int, defaults: SamplingDefaults) -> dic
             if token_id >= vocab_size:
                 text = f"{token_id} is out of vocabulary, which has {vocab_size} tokens"
                 raise InvalidRequest.at(field, text)
-    chosen: dict[str, Any] = dict(_NO_LIMITS)
+    chosen: dict[str, Any] = dict(_DEFAULTS)
     for source in (defaults, body):
         chosen |= {name: value for name in _AS_SENT if (value := getattr(source, name)) is not None}
     return chosen | {

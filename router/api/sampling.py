@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from baton.engine.api.sampling_params import BOUNDS, MAX_LISTED
 from baton.router.api.fields import (
-    MAX_LISTED,
     MAX_STOPS,
     Nullable,
     Part,
@@ -14,6 +14,7 @@ from baton.router.api.fields import (
     StopString,
     TokenId,
     TruncatedLength,
+    within,
 )
 from baton.router.api.structured import StructuredOutputs, with_structured_outputs
 from baton.router.api.validation import NO_NAMES, refusing
@@ -53,13 +54,13 @@ class SamplingBody(Body):
     """How tokens are chosen, where the text ends, and how the request is scheduled."""
 
     stream: Nullable[bool] = False
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    temperature: Annotated[float, within("temperature")] | None = None
+    top_p: Annotated[float, within("top_p")] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=BOUNDS["top_k"].most)] | None = None
+    min_p: Annotated[float, within("min_p")] | None = None
+    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from baton.engine.api.sampling_params import MAX_LENGTH
 from baton.router.api.fields import Items, Part, Sent, invalid
 from baton.router.api.messages import SPACED
 from baton.router.api.schemas import in_usual_form
@@ -18,8 +19,6 @@ from baton.router.api.validation import refusing
 from baton.rpc import worker_pb2 as pb
 
 Schema = dict[str, Any]
-MAX_LENGTH = 1 << 17
-"""Characters of a schema, regular expression or grammar. Workers have the same limit."""
 MAX_GIVEN = 8 * MAX_LENGTH
 """Characters of the schemas of a request, which may become shorter: workers need no descriptions."""
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from pydantic import TypeAdapter
 
+from baton.engine.api.sampling_params import MAX_LENGTH
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.messages import Tool
-from baton.router.api.structured import MAX_GIVEN, MAX_LENGTH, Structure, calls_or_answer
+from baton.router.api.structured import MAX_GIVEN, Structure, calls_or_answer
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools import harmony

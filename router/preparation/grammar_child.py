@@ -11,11 +11,12 @@ import msgspec
 from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from baton.engine.api.sampling_params import MAX_LENGTH
 from baton.grammars.compiler import TOO_MUCH, Alphabet, error_of
 from baton.grammars.trials import limited
 from baton.processes.limits import limit_memory
 from baton.router.api.fields import pointer as pointer_to
-from baton.router.api.structured import MAX_LENGTH, Structure
+from baton.router.api.structured import Structure
 from baton.router.errors import InvalidRequest
 from baton.router.preparation import demand, pipe
 from baton.router.schemas.enforce import enforceable

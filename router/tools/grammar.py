@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from baton.engine.api.sampling_params import MAX_LENGTH
 from baton.router.api.messages import SPACED, Tool
-from baton.router.api.structured import MAX_LENGTH
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.tools.regex import anywhere, literal, of_ascii
 from baton.router.tools.schema import (

@@ -327,7 +327,7 @@ async def test_an_invalid_request_is_refused_and_its_stream_goes_on(pair: Pair) 
     source = pair.source(os.urandom(16))
     for req, reason in (
         (request([512], sampling()), "has token 512, which is not in the vocabulary of 512"),
-        (request([1], sampling(temperature=-1.0)), "temperature must be between 0 and 1e+06"),
+        (request([1], sampling(temperature=-1.0)), "temperature must be between 0 and 1000000"),
         (request([1], sampling(top_p=0.0)), "top_p must be above 0"),
         (request(prompt(CONTEXT), sampling()), "more than the context of 4096"),
     ):

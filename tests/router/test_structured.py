@@ -11,8 +11,9 @@ import pytest
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from baton.engine.api.sampling_params import MAX_LENGTH
 from baton.processes.sandbox.client import ForkServer
-from baton.router.api.structured import MAX_LENGTH, Structure
+from baton.router.api.structured import Structure
 from baton.router.child_pool import ChildPool
 from baton.router.errors import InvalidRequest
 from baton.router.preparation.child import fork_server

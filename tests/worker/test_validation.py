@@ -1,12 +1,13 @@
 """Checks of a router's messages."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
-from baton.engine import EngineRequest, Image, Reasoning
+from baton.engine import EngineRequest, Image, Reasoning, SamplingParams
+from baton.engine.api.sampling_params import BOUNDS
 from baton.kv_names import with_adapter
 from baton.rpc import worker_pb2 as pb
 from baton.vision.images import ImageSettings
@@ -35,6 +36,13 @@ def taken(asked: pb.Request, limits: Limits = LIMITS, pixels: bytes = b"") -> En
     checked = submission(ID, asked, limits, pixels)
     assert checked.origin is not None
     return engine_request(checked.origin, asked, checked.pixels)
+
+
+def test_a_message_has_the_sampling_parameters_of_the_engine() -> None:
+    kinds = {pb.SamplingParams: SamplingParams, pb.Reasoning: Reasoning}
+    for message, kind in kinds.items():
+        assert {*message.DESCRIPTOR.fields_by_name} == {field.name for field in fields(kind)}
+    assert BOUNDS.keys() <= {field.name for field in fields(SamplingParams)}
 
 
 def test_images_are_taken_whole_or_refused() -> None:

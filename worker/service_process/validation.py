@@ -16,6 +16,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from baton.engine import check_request
+from baton.engine.api.sampling_params import MAX_LISTED
 from baton.kv_names import CHUNK_TOKENS, IMAGE_NAME_BYTES
 from baton.rpc import LONGEST_REPORT, bounded_report
 from baton.rpc import worker_pb2 as pb
@@ -25,8 +26,6 @@ from baton.worker.messages import Code, Origin
 from baton.worker.requests import engine_request
 
 ID_BYTES = 16
-MAX_LISTED = 1024
-"""The most entries of logit_bias, stop_token_ids, allowed_token_ids and bad_words."""
 MAX_ADDRESS = 256
 MAX_RANGES = 256
 """Of a plan."""

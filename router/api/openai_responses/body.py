@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from baton.router.api.bodies import MAX_LOGPROBS, ChatBody
+from baton.router.api.bodies import Alternatives, ChatBody
 from baton.router.api.fields import (
     ByType,
     Content,
@@ -360,7 +360,7 @@ class ResponsesBody(OpenAIBody):
         ResponsesStreamOptions | None, Field(description="`include_obfuscation` only `false`")
     ] = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Alternatives | None = None
     include: Annotated[
         Items[str] | None, Field(description=f"only `{_LOGPROBS}` and `{_ENCRYPTED}` have an effect")
     ] = None
