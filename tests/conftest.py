@@ -106,7 +106,7 @@ KERNELS = re.compile(r"tests/engine/test_(exact|mamba2|(\w+_)?kernels)\.py")
 transformers."""
 ENGINE = "tests/router/test_tokenizer.py"
 """This module compares with transformers, too."""
-FORKS = ("tests/bench/test_smoke.py", "tests/decode_worker", "tests/router/test_process", "tests/worker")
+FORKS = ("tests/decode_worker", "tests/router/test_process", "tests/worker")
 """Tests of the scope `forks`. They share workers and a fork server (`tests.forked`), which takes seconds to
 start."""
 

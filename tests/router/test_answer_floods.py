@@ -1,7 +1,6 @@
 """Hundreds of connections whose clients read nothing: the figures that the router keeps to."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +9,11 @@ import aiohttp
 import psutil
 import pytest
 
-from baton.router import server
 from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import Cluster, make_cluster
 from .routers import AS_CLIENT
-from .test_unread_answers import FILE, KEYS, ended_batches, get, open_unread
+from .test_unread_answers import KEYS, ended_batches, get, open_unread
 
 pytestmark = pytest.mark.long
 
@@ -51,35 +49,6 @@ async def settled(get_figures: Callable[[], tuple[float, float]]) -> tuple[float
         await asyncio.sleep(0.5)
         before, figures = figures, get_figures()
     return figures
-
-
-@pytest.mark.parametrize("pause", [0.0, 0.5])
-async def test_a_key_is_served_beside_700_connections_without_a_key(
-    tokenizer: ModelTokenizer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    pause: float,
-):
-    """Each pipelines 31 requests for a page. `pause`: seconds before the first call with the key."""
-    monkeypatch.setattr(server, "affordable_connections", lambda processes: 511)
-    async with make_cluster(tokenizer, tmp_path, api_keys=KEYS) as cluster:
-        with growth() as grown:
-            unread = [await open_unread(cluster.url, 31 * FILE) for _ in range(700)]
-            await asyncio.sleep(pause)
-            slowest = 0.0
-            for _ in range(20):
-                began = time.monotonic()
-                headers = {**AS_CLIENT, "Connection": "close"}
-                status, answer = await cluster.post("/v1/completions", headers, prompt="Hi", max_tokens=200)
-                assert status == 200, answer
-                slowest = max(slowest, time.monotonic() - began)
-            print("slowest call in s:", slowest)
-            process, kernel = await settled(grown)
-            for sock in unread:
-                sock.close()
-    assert slowest < 1
-    assert process < 511 * 128 / 1024
-    assert kernel < 511 * 256 / 1024
 
 
 async def batches(cluster: Cluster) -> bytes:

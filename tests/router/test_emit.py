@@ -3,7 +3,6 @@
 import time
 from typing import cast
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -160,25 +159,3 @@ class EmitMachine(RuleBasedStateMachine):
 
 TestEmit = EmitMachine.TestCase
 TestEmit.settings = settings(max_examples=100, stateful_step_count=60)
-
-
-def test_the_first_token_comes_from_prefill_or_decode():
-    for decode_is_first in (False, True):
-        emit = make_pair()
-        first, second = begin_prefill(emit), begin_decode(emit)
-        if decode_is_first:
-            first, second = second, first
-        assert emit.offer(first, 0, 5) is Verdict.EMIT
-        assert emit.offer(second, 0, 5) is Verdict.DROP
-        assert emit.output_ids == [5]
-
-
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_prefill_has_one_token_and_one_index(index):
-    emit = make_pair()
-    emit.offer(begin_prefill(emit), 0, 5)
-    second = begin_prefill(emit)
-    assert second.base == 1
-    assert emit.offer(second, index, 6) is Verdict.DROP
-    assert emit.offer(second, 1, 6) is Verdict.EMIT
-    assert emit.offer(second, 2, 7) is Verdict.DROP

@@ -12,16 +12,6 @@ pytestmark = pytest.mark.all
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
-def test_chat(client: openai.OpenAI, model_id: str) -> None:
-    answer = client.chat.completions.create(model=model_id, messages=QUESTION, temperature=0)
-    choice = answer.choices[0]
-    assert choice.message.content == "The capital of Japan is Tokyo."
-    assert choice.message.role == "assistant"
-    assert choice.finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-
-
 def test_chat_stream(client: openai.OpenAI, model_id: str) -> None:
     stream = client.chat.completions.create(
         model=model_id, messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
@@ -48,34 +38,6 @@ def test_completion_stream_equals_answer(client: openai.OpenAI, model_id: str) -
     assert whole.choices[0].finish_reason == "length"
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 8
-
-
-def test_one_token(client: openai.OpenAI, model_id: str) -> None:
-    """max_tokens=1 needs no decode worker."""
-    answer = client.completions.create(model=model_id, prompt="1, 2, 3, 4, 5,", max_tokens=1, temperature=0)
-    assert answer.choices[0].text == " "
-    assert answer.choices[0].finish_reason == "length"
-
-
-def test_eos_as_first_token(client: openai.OpenAI, model_id: str) -> None:
-    """An answer that is complete already: the model's first token is EOS, and decode is never needed."""
-    prompt = (
-        "<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n"
-        "<|im_start|>assistant\nThe capital of Japan is Tokyo."
-    )
-    answer = client.completions.create(model=model_id, prompt=prompt, temperature=0, max_tokens=8)
-    assert answer.choices[0].text == ""
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 1
-
-
-def test_stop_string(client: openai.OpenAI, model_id: str) -> None:
-    answer = client.completions.create(
-        model=model_id, prompt="1, 2, 3, 4, 5,", max_tokens=32, temperature=0, stop=["9"]
-    )
-    assert answer.choices[0].text == " 6, 7, 8, "
-    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_prompts_of_all_kinds(client: openai.OpenAI, model_id: str) -> None:
@@ -108,15 +70,3 @@ def test_what_shapes_the_sampling(client: openai.OpenAI, model_id: str) -> None:
     beyond = says(max_completion_tokens=12, extra_body={"ignore_eos": True, "min_p": 0.1, "top_k": 40})
     assert beyond.usage.completion_tokens == 12
     assert beyond.choices[0].finish_reason == "length"
-
-
-def test_errors_are_the_clients_own(client: openai.OpenAI, model_id: str) -> None:
-    with pytest.raises(openai.NotFoundError, match="no-such-model"):
-        client.completions.create(model="no-such-model", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.completions.create(model=model_id, prompt="x", temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 8192 tokens"):
-        client.completions.create(model=model_id, prompt=[5] * 9000)
-    now: Any = {"type": "function", "function": {"name": "now"}}
-    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-        client.chat.completions.create(model=model_id, messages=QUESTION, tools=[now])
