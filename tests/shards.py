@@ -17,7 +17,7 @@ from operator import itemgetter
 import pytest
 
 MINUTES: dict[str, float] = {
-    "tests/bench/test_smoke.py": 6,
+    "tests/bench/test_smoke.py": 12,
     "tests/clients/test_clients.py": 8,
     "tests/decode_worker/": 4,
     "tests/decode_worker/test_fuzz.py": 8,

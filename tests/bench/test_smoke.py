@@ -32,9 +32,11 @@ TINY = "one-small-layer"
 SHORT = (
     "disagg",
     "elastic",
+    "encoder --pixels 64x32",
     "engine",
     "flip",
     "host",
+    "images --pixels 64x64",
     "kv --only tcp",
     "overlap",
     "quality --only killed",
@@ -53,8 +55,6 @@ ELSEWHERE = {
     "chaos": "tests/system/test_chaos.py",
     "routing_sim": "test_runs_routing_sim",
     "speculation": "takes minutes on a CPU",
-    "encoder": "needs a GPU",
-    "images": "needs GPUs",
     "vllm": "tests/vllm_worker/test_bench.py",
 }
 
