@@ -10,11 +10,9 @@ from baton.engine.core.live_request import LiveRequest
 from baton.kv_transfer import Began, Closed, FetchFailed, Injected
 from baton.kv_transfer.protocol.messages import Reason
 from baton.rpc import worker_pb2 as pb
-from baton.worker import messages
 from baton.worker.engine_process.attempt import Lease, logprobs_of
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Writing
 from baton.worker.engine_process.states import State
-from baton.worker.messages import Code
 
 
 @dataclass(slots=True, eq=False)
@@ -91,15 +89,15 @@ class DecodeAttempt(EngineAttempt):
         if self.state not in (State.FETCHING, State.WITHOUT_KV):
             return
         if source.incarnation == self.shared.incarnation:
-            self.lost(Code.HANDED_BACK, "the new prefill is on this worker: submit again")
+            self.lost(pb.FAILURE_CODE_HANDED_BACK, "the new prefill is on this worker: submit again")
             return
         try:
             extended = self.shared.engine.extend_reservation(self.live_request, output_ids)
         except ValueError as error:
-            self.lost(Code.INVALID, str(error))
+            self.lost(pb.FAILURE_CODE_INVALID, str(error))
             return
         if not extended:
-            self.lost(Code.NO_ROOM, self.shared.no_room())
+            self.lost(pb.FAILURE_CODE_NO_ROOM, self.shared.no_room())
             return
         self.tokens = self.prompt_tokens + len(output_ids)
         self.source = source
@@ -115,21 +113,20 @@ class DecodeAttempt(EngineAttempt):
         assert isinstance(event, FetchFailed), "only an attempt that has ended closes its fetch"
         self.to(State.WITHOUT_KV)
         if event.reason == "finished":
-            self.lost(Code.FINISHED, "prefill's token is the last")
+            self.lost(pb.FAILURE_CODE_FINISHED, "prefill's token is the last")
         else:
             assert self.source is not None
-            self.attempts.fail(self, Code.KV_FAILED, event.reason, self.source.prefill_id)
+            self.attempts.fail(self, pb.FAILURE_CODE_KV_FAILED, event.reason, self.source.prefill_id)
 
     def _join(self, event: Injected) -> None:
         shared, stats, first = self.shared, event.stats, event.first_token
         self.to(State.DECODING)
         self.joined_at = time.monotonic()
-        self.first_token_at = stats.commit_at
         fetch_us = stats.fetch_seconds * 1e6
         shared.trace.instant("joined", decode=self.id.hex(), bytes=stats.bytes, fetch_us=fetch_us)
-        self.attempts.report(messages.KVInjected(self.origin, stats))
+        self.attempts.injected(self, stats)
         if defect := first.defect(shared.engine.model_config.vocab_size):
-            self.lost(Code.ENGINE, defect)
+            self.lost(pb.FAILURE_CODE_ENGINE, defect)
             return
         output = self.shared.engine.join(self.live_request, first.token_id, logprobs_of(first))
         self._repeat(output)
@@ -138,7 +135,9 @@ class DecodeAttempt(EngineAttempt):
         """The KV is in this worker already. The request needs neither blocks nor a transfer."""
         prefill = self.attempts.find(prefill_id)
         if prefill is None or prefill.take(self) is None:
-            self.lost(Code.HANDED_BACK, f"there is no prefill {prefill_id.hex()[:8]} on this worker")
+            self.lost(
+                pb.FAILURE_CODE_HANDED_BACK, f"there is no prefill {prefill_id.hex()[:8]} on this worker"
+            )
             return
         self.taking = Taking(self, prefill)
         self.to(State.TAKING)
@@ -148,7 +147,7 @@ class DecodeAttempt(EngineAttempt):
         """Resumes the prefill that the attempt takes, if it is ready and there is a seat."""
         live = taking.prefill.take(self)
         if live is None:
-            self.lost(Code.HANDED_BACK, "the prefill has ended before")
+            self.lost(pb.FAILURE_CODE_HANDED_BACK, "the prefill has ended before")
         elif isinstance(live, LiveRequest) and (
             output := self.shared.engine.resume(live, self.id, owner=self)
         ):
@@ -164,7 +163,7 @@ class DecodeAttempt(EngineAttempt):
         """Goes on if its prefill is ready. Hands the request back if its KV is too late."""
         if self.deadline < now:
             lacks = "the KV did not arrive" if self.again is None else "memory did not move"
-            self.lost(Code.HANDED_BACK, f"{lacks} before the request's deadline")
+            self.lost(pb.FAILURE_CODE_HANDED_BACK, f"{lacks} before the request's deadline")
         elif self.again is not None:
             self.again()
         elif self.taking is not None:
@@ -177,7 +176,7 @@ class DecodeAttempt(EngineAttempt):
         return waits or self.state is State.WITHOUT_KV
 
     def drop(self) -> None:
-        self.lost(Code.HANDED_BACK, "prompts on this worker need its blocks")
+        self.lost(pb.FAILURE_CODE_HANDED_BACK, "prompts on this worker need its blocks")
 
     # ------------------------------------------------------------ tokens
 

@@ -23,6 +23,7 @@ from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import wait
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
+from baton.worker.engine_process import to_routers
 from baton.worker.engine_process.start import (
     EXIT_START_FAILED,
     EXIT_TRANSFER_GONE,
@@ -30,7 +31,7 @@ from baton.worker.engine_process.start import (
     start,
 )
 from baton.worker.ipc import ServiceLink
-from baton.worker.messages import Code, Origin
+from baton.worker.messages import Origin
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -77,7 +78,7 @@ class EncoderLoop:
         for message in self._link.receive_all():
             match message:
                 case messages.Stop():
-                    self._fail_all(Code.DRAINING, "the worker shuts down")
+                    self._fail_all(pb.FAILURE_CODE_DRAINING, "the worker shuts down")
                     self._link.send(messages.Stopped())
                     return False
                 case messages.FromRouter(stream, data, origin, pixels):
@@ -91,7 +92,7 @@ class EncoderLoop:
                 case messages.AskStatus(question):
                     self._link.send(self._status(question))
                 case messages.HandBack(reason):
-                    self._fail_all(Code.DRAINING, reason)
+                    self._fail_all(pb.FAILURE_CODE_DRAINING, reason)
                 case _:
                     self._answer(message)
         with suppress(BlockingIOError):
@@ -145,14 +146,13 @@ class EncoderLoop:
         try:
             image.future.result()
         except ValueError as error:
-            self._fail(image, Code.INVALID, str(error))
+            self._fail(image, pb.FAILURE_CODE_INVALID, str(error))
         except (Exception, CancelledError) as error:  # noqa: BLE001  of a device that has no memory, for one
-            self._fail(image, Code.ENGINE, f"{type(error).__name__}: {error}")
+            self._fail(image, pb.FAILURE_CODE_ENGINE, f"{type(error).__name__}: {error}")
         else:
             self._served.encoded(image.name, image.tokens)
-            self._link.send(
-                messages.Encoded(image.stream, origin, origin.accepted_at, image.ended_at, image.tokens)
-            )
+            self._link.send(to_routers.encoded(image.stream, origin.attempt_id))
+            self._link.send(messages.Encoded(origin, origin.accepted_at, image.ended_at, image.tokens))
 
     def _cancel(self, stream: int, attempt_id: bytes | None) -> None:
         """An image that is not begun, and that no other attempt wants, is not encoded."""
@@ -165,10 +165,11 @@ class EncoderLoop:
             if all(other.future is not image.future for other in self._open.values()):
                 image.future.cancel()
 
-    def _fail(self, image: _Image, code: Code, message: str) -> None:
-        self._link.send(messages.AttemptFailed(image.stream, image.origin, code, message, b""))
+    def _fail(self, image: _Image, code: pb.FailureCode, message: str) -> None:
+        self._link.send(to_routers.failed(image.stream, image.origin.attempt_id, code, message))
+        self._link.send(messages.Failed(image.origin, code, message))
 
-    def _fail_all(self, code: Code, message: str) -> None:
+    def _fail_all(self, code: pb.FailureCode, message: str) -> None:
         for image in self._open.values():
             self._fail(image, code, message)
         self._open.clear()

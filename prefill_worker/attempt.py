@@ -6,10 +6,10 @@ from functools import partial
 
 from baton.engine import EngineRequest, Output
 from baton.engine.core.live_request import LiveRequest
+from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import UNREAD, Attempt, handed_over
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading
 from baton.worker.engine_process.states import State
-from baton.worker.messages import Code
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class PrefillAttempt(EngineAttempt):
     def drop(self) -> None:
         text = "prefill %s is dropped: no decode worker has fetched it, and its blocks are needed"
         log.warning(text, self.id.hex()[:8])
-        self.lost(Code.DROPPED, "not fetched, and its blocks were needed")
+        self.lost(pb.FAILURE_CODE_DROPPED, "not fetched, and its blocks were needed")
 
     def take(self, decode: Attempt) -> LiveRequest | bool | None:
         if self.closed or not self.gives_token:

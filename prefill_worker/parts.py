@@ -52,7 +52,6 @@ from baton.prefill_worker.attempt import PrefillAttempt
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.engine_attempt import Reading, Writing
 from baton.worker.engine_process.states import State
-from baton.worker.messages import Code
 
 STEP_WAIT = 2.0
 """Seconds that a step waits at most for KV from other workers, all its layers together."""
@@ -135,7 +134,7 @@ class PartAttempt(PrefillAttempt):
         have leases on the attempt."""
         engine, sender = self.shared.engine, self.shared.sender
         if {of.prefill_id for of in plan if of.incarnation == self.shared.incarnation} != {request.id}:
-            self.lost(Code.INVALID, "a worker computes one part of a prompt")
+            self.lost(pb.FAILURE_CODE_INVALID, "a worker computes one part of a prompt")
             return
         part_ranges = [range(of.start, of.stop) for of in plan if of.prefill_id == request.id]
         workers = {of.prefill_id: of for of in plan if of.prefill_id != request.id}
@@ -266,7 +265,7 @@ class PartAttempt(PrefillAttempt):
 
     def _fail(self, why: str) -> None:
         self.attempts.counts.prompt_parts_failed += 1
-        self.lost(Code.DROPPED, why)
+        self.lost(pb.FAILURE_CODE_DROPPED, why)
 
     def _unread(self, reason: str) -> None:
         if reason == "acked":

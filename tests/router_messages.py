@@ -160,3 +160,7 @@ def told(sent: Iterable[object]) -> list[pb.WorkerMessage]:
 
 def tokens_told(sent: Iterable[object]) -> list[pb.TokenEvent]:
     return [token for message in told(sent) for token in message.step.tokens]
+
+
+def failures_told(sent: Iterable[object]) -> list[pb.AttemptFailed]:
+    return [message.failed for message in told(sent) if message.HasField("failed")]

@@ -29,6 +29,7 @@ import zmq.asyncio
 
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
+from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import ConnectorLink, OnDevice, Pool
 from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
@@ -38,7 +39,7 @@ from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.start import EXIT_START_FAILED, EngineProcessConfig, start
 from baton.worker.ipc import ServiceLink
-from baton.worker.messages import Code, EngineReady, FromEngine
+from baton.worker.messages import EngineReady, FromEngine
 
 if TYPE_CHECKING:
     from baton.vllm_worker.llm import VLLM
@@ -194,7 +195,7 @@ class EngineProcess:
                     status.adapter_move_seconds = self._adapters.move_seconds
                     self._send(status)
                 case messages.Stop():
-                    self._attempts.fail_all(Code.DRAINING, "the worker shuts down")
+                    self._attempts.fail_all(pb.FAILURE_CODE_DRAINING, "the worker shuts down")
                     self._roles.stop()
                     self._send(messages.Stopped())
                 case messages.Exit():
@@ -214,7 +215,7 @@ class EngineProcess:
                     self._send(messages.MemorySet(question, [], False, False, why))
                 case messages.Pause(question, frozen, abort):
                     if abort:
-                        self._attempts.end_all(Code.ABORTED, abort)
+                        self._attempts.end_all(pb.FAILURE_CODE_ABORTED, abort)
                     open_ones = sum(not attempt.closed for attempt in self._attempts)
                     why = "--engine vllm: requests cannot be frozen; pause with mode=abort or mode=wait"
                     error = why if frozen and open_ones else ""

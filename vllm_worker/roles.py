@@ -52,7 +52,7 @@ from baton.worker.engine_process.attempt import UNREAD, AttemptTable, handed_ove
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.engine_process.states import State
-from baton.worker.messages import Code, FromRouter, ToEngine
+from baton.worker.messages import FromRouter, ToEngine
 from baton.worker.requests import engine_request, prefill_source
 
 Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncGenerator[Any, None]]
@@ -62,7 +62,7 @@ request is wrong, and EngineGone."""
 
 _SERVED = ("acked", "finished")
 """Why a prefill is freed that has sent, or will send, its token to its router."""
-_PREEMPTED = Code.DROPPED, "preempted: other requests needed its blocks"
+_PREEMPTED = pb.FAILURE_CODE_DROPPED, "preempted: other requests needed its blocks"
 """By vLLM, if this worker has not closed the prefill."""
 
 
@@ -157,7 +157,9 @@ class Roles:
             case "retarget":
                 attempt = self._attempts.find(said.retarget.decode_id)
                 if attempt is not None and attempt.stream == message.stream and attempt.awaits_kv:
-                    attempt.lost(Code.HANDED_BACK, "a vLLM worker cannot change the source of a request")
+                    attempt.lost(
+                        pb.FAILURE_CODE_HANDED_BACK, "a vLLM worker cannot change the source of a request"
+                    )
             case "cancel":
                 self._attempts.cancel(message.stream, said.cancel.attempt_id)
             case "only_copies":
@@ -168,7 +170,7 @@ class Roles:
     def _prefill(self, message: FromRouter, submit: pb.SubmitPrefill) -> None:
         attempt = self._attempt(message, submit.request, decode=False, handover=submit.handover)
         if submit.plan:
-            self._attempts.fail(attempt, Code.INVALID, "vLLM computes no part of a prompt")
+            self._attempts.fail(attempt, pb.FAILURE_CODE_INVALID, "vLLM computes no part of a prompt")
             return
         if not self._open(attempt):
             return
@@ -196,7 +198,7 @@ class Roles:
                 attempt
             ):
                 text = f"there is no prefill {source.prefill_id.hex()[:8]} on this worker"
-                attempt.lost(Code.HANDED_BACK, text)
+                attempt.lost(pb.FAILURE_CODE_HANDED_BACK, text)
                 return
             else:
                 attempt.taken, attempt.first_token = prefill, prefill.first_token
@@ -212,7 +214,7 @@ class Roles:
             text = "a prompt that must share no step with others has its turn next"
         if text:
             self._attempts.counts.no_room += 1
-            attempt.lost(Code.NO_ROOM, text)
+            attempt.lost(pb.FAILURE_CODE_NO_ROOM, text)
         elif self._start(attempt, params):
             self._attempts.reserved(attempt)
 
@@ -240,7 +242,7 @@ class Roles:
             if attempt.source is None and not all(image.pixels for image in request.images):
                 raise ValueError("images: their pixels are missing, and this worker computes the prompt")
         except ValueError as error:
-            attempt.lost(Code.INVALID, str(error))
+            attempt.lost(pb.FAILURE_CODE_INVALID, str(error))
             return False
         params = {
             **kv_transfer_params,
@@ -298,9 +300,9 @@ class Roles:
         except EngineGone:  # the attempt was in the step that crashed
             self._gone()
         except ValueError as error:
-            self._attempts.fail(attempt, Code.INVALID, str(error))
+            self._attempts.fail(attempt, pb.FAILURE_CODE_INVALID, str(error))
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base
-            self._attempts.fail(attempt, Code.ENGINE, f"vLLM: {error!r}")
+            self._attempts.fail(attempt, pb.FAILURE_CODE_ENGINE, f"vLLM: {error!r}")
 
     def _left(self, attempt: VLLMAttempt) -> None:
         """vLLM has the request no more. A handover stays until the connector reads its blocks no more."""
@@ -378,11 +380,13 @@ class Roles:
     def _failed(self, attempt: VLLMAttempt) -> None:
         """vLLM has ended the request with an error."""
         if attempt.no_kv == "finished":
-            self._attempts.fail(attempt, Code.FINISHED, "prefill's token is the last")
+            self._attempts.fail(attempt, pb.FAILURE_CODE_FINISHED, "prefill's token is the last")
         elif attempt.source is not None:
-            self._attempts.fail(attempt, Code.HANDED_BACK, f"its KV is not used ({attempt.no_kv})")
+            self._attempts.fail(attempt, pb.FAILURE_CODE_HANDED_BACK, f"its KV is not used ({attempt.no_kv})")
         else:
-            self._attempts.fail(attempt, Code.ENGINE, "vLLM ended the request with an error; see the log")
+            self._attempts.fail(
+                attempt, pb.FAILURE_CODE_ENGINE, "vLLM ended the request with an error; see the log"
+            )
 
     def _end_without_kv(self, attempt: VLLMAttempt) -> None:
         """vLLM cannot fail a request whose layers are in several groups: it keeps it until it is aborted."""
@@ -415,19 +419,18 @@ class Roles:
                 self._attempts.prefill_started(attempt)
             case Injected(_, first_token, stats):
                 attempt.first_token.set_result(first_token)
-                attempt.first_token_at = stats.commit_at
-                self._attempts.report(messages.KVInjected(attempt.origin, stats))
+                self._attempts.injected(attempt, stats)
             case FetchFailed(_, reason):
                 attempt.no_kv = reason
                 if reason not in ("finished", "cancelled"):  # of these the worker of the prefill tells
                     assert attempt.source is not None
-                    self._attempts.fail(attempt, Code.KV_FAILED, reason, attempt.source.prefill_id)
+                    self._attempts.fail(attempt, pb.FAILURE_CODE_KV_FAILED, reason, attempt.source.prefill_id)
                 self._end_without_kv(attempt)
             case Closed():
                 attempt.no_kv = "cancelled"
                 self._end_without_kv(attempt)
             case Blind():
-                attempt.lost(Code.HANDED_BACK, "preempted: its images are on another worker")
+                attempt.lost(pb.FAILURE_CODE_HANDED_BACK, "preempted: its images are on another worker")
             case Released(_, reason):
                 self._released(attempt, reason)
 

@@ -7,7 +7,6 @@ detached router reaches no other router. An attempt id is a prefill id or a deco
 """
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import msgspec
@@ -21,23 +20,14 @@ from baton.rpc import worker_pb2 as pb
 from baton.vision.images import ImageSettings
 
 
-class Code(IntEnum):
-    """Why an attempt failed. The numbers are those of `FailureCode` in proto/worker.proto."""
-
-    NO_ROOM = 1
-    KV_FAILED = 2
-    HANDED_BACK = 3
-    DRAINING = 4
-    DROPPED = 5
-    INVALID = 6
-    ENGINE = 7
-    FINISHED = 8
-    ABORTED = 9
-    NO_ADAPTER = 10
-
-
 class _Message(Struct, tag=True, array_like=True):
     pass
+
+
+class Answer(_Message):
+    """Of the engine, to a question of the service."""
+
+    question: int
 
 
 class Origin(_Message, tag=False):
@@ -196,24 +186,6 @@ class ToRouter(_Message):
     data: bytes  # of a `WorkerMessage` of proto/worker.proto
 
 
-class Encoded(_Message):
-    """Workers can fetch the embeddings of an image."""
-
-    stream: int
-    origin: Origin
-    began_at: float  # time.monotonic(), as the next
-    ended_at: float
-    tokens: int
-
-
-class AttemptFailed(_Message):
-    stream: int
-    origin: Origin
-    code: Code
-    message: str
-    prefill_id: bytes  # with KV_FAILED: the prefill that should have sent the KV
-
-
 @dataclass(slots=True)
 class RequestCounts:
     """Counts since the start of an engine process."""
@@ -238,6 +210,10 @@ class RequestCounts:
     prompt_parts_failed: int = 0
     prompt_parts_waited: float = 0.0
     """Seconds that their steps waited for KV."""
+    handovers: int = 0
+    """Requests whose KV came from another worker."""
+    handovers_hidden: float = 0.0
+    """Sum over these of `InjectStats.hidden_share`."""
 
     def count_prompt(self, tokens: int, cached: int, fetched: int) -> None:
         """Counts a prefilled prompt. `fetched` tokens came for it, and are among the `cached` ones if they
@@ -258,10 +234,9 @@ class StoreStats(_Message, tag=False):
     missed: int  # chunks whose objects were wrong, or gone when they were read
 
 
-class EngineStatus(_Message):
+class EngineStatus(Answer):
     """Load, pools and counts of the engine, read between two steps."""
 
-    question: int
     stats: EngineStats
     counts: RequestCounts
     idle: bool  # there is no request in any phase, and no transfer reads or writes a block
@@ -273,33 +248,28 @@ class EngineStatus(_Message):
     waiting_of_streams: dict[int, int] = {}  # prompt tokens not yet computed, by the stream of their router
 
 
-class WeightsStaged(_Message):
-    question: int
+class WeightsStaged(Answer):
     nbytes: int
     error: str  # for the user; empty: they fit
     fingerprint: str = ""  # of the model with these weights, without a version
 
 
-class WeightsReplaced(_Message):
-    question: int
+class WeightsReplaced(Answer):
     model_fingerprint: str
     content_root: bytes
 
 
-class AdapterLoaded(_Message):
-    question: int
+class AdapterLoaded(Answer):
     fingerprint: bytes
     error: str  # for the user; empty: it is loaded
 
 
-class Paused(_Message):
-    question: int
+class Paused(Answer):
     computing: bool  # a step is under way
     error: str  # for the user, why the engine cannot pause; empty: it does
 
 
-class MemorySet(_Message):
-    question: int
+class MemorySet(Answer):
     released: list[str]  # what has no memory now
     lost_weights: bool  # as in proto/worker.proto
     busy: bool  # a request or a copy still uses it: nothing was done
@@ -324,17 +294,21 @@ class Stopped(_Message):
     """Answers Stop. It is the engine's last message; the engine then waits for Exit."""
 
 
-class KVInjected(_Message):
-    """The KV of a request is complete in the decode engine's blocks."""
+class OfAttempt(_Message):
+    """What metrics, logs and traces say of an attempt. Times are time.monotonic()."""
 
     origin: Origin
+
+
+class KVInjected(OfAttempt):
+    """The KV of a request is complete in the decode engine's blocks."""
+
     stats: InjectStats
 
 
-class Prefilled(_Message):
-    """A prefill has sampled its token. Times are time.monotonic()."""
+class Prefilled(OfAttempt):
+    """A prefill has sampled its token."""
 
-    origin: Origin
     queued_at: float  # when the engine got it
     began_at: float  # start of the first step that computed a part of the prompt
     token_at: float
@@ -344,46 +318,55 @@ class Prefilled(_Message):
     images_encoded_at: float = 0.0  # when the last one was encoded
 
 
-class Decoded(_Message):
-    """A request ended with its last token. Times are time.monotonic()."""
+class SecondToken(OfAttempt):
+    """A decode has sampled its first token, which follows that of the prefill."""
 
-    origin: Origin
+    handover: float  # seconds between the two
+
+
+class Decoded(OfAttempt):
+    """A request ended with its last token."""
+
     joined_at: float  # when the request joined the batch
     ended_at: float
     output_tokens: int  # tokens that this worker sampled
 
 
-class Cancelled(_Message):
+class Encoded(OfAttempt):
+    """Workers can fetch the embeddings of an image."""
+
+    began_at: float
+    ended_at: float
+    tokens: int
+
+
+class Failed(OfAttempt):
+    """Its router was told why."""
+
+    code: int  # a `FailureCode` of proto/worker.proto
+    message: str
+
+
+class Cancelled(OfAttempt):
     """The router of an attempt cancelled it, or ended its stream."""
 
-    origin: Origin
 
-
-class SecondToken(_Message):
-    """The time from prefill's first token to decode's second token, in seconds."""
-
-    handover: float
-
-
-Report = KVInjected | Prefilled | Decoded | Cancelled | SecondToken
-"""What metrics, logs and traces say of an attempt."""
+Report = KVInjected | Prefilled | SecondToken | Decoded | Encoded | Failed | Cancelled
 FromEngine = (
     Progress
     | StandsBy
     | StartFailed
     | EngineReady
+    | EngineStatus
     | WeightsStaged
     | WeightsReplaced
     | AdapterLoaded
     | Paused
     | MemorySet
     | ToRouter
-    | Encoded
-    | AttemptFailed
-    | EngineStatus
-    | Report
     | CacheChanged
     | CacheEvents
+    | Report
     | Stopped
 )
 

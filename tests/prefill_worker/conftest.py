@@ -22,6 +22,7 @@ from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.frame import Header
 from baton.kv_transfer.wait import wait
 from baton.prefill_worker.role import PrefillRole, SenderSink
+from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.context import Context
@@ -31,9 +32,9 @@ from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.ipc import ServiceLink
-from baton.worker.messages import Code, Origin
+from baton.worker.messages import Origin
 from tests.cluster_helpers import tiny_model
-from tests.router_messages import cancel, submit_prefill, tokens_told, work
+from tests.router_messages import cancel, failures_told, submit_prefill, tokens_told, work
 from tests.stand_in import stand_in
 from tests.within import WITHIN
 
@@ -151,8 +152,8 @@ class Worker:
         return [(token.attempt_id, token.output_index, FINISH[token.finish_reason]) for token in said]
 
     @property
-    def failures(self) -> list[Code]:
-        return [message.code for message in self.of(messages.AttemptFailed)]
+    def failures(self) -> list[pb.FailureCode]:
+        return [failure.code for failure in failures_told(self.sent)]
 
     # Of the loop
 

@@ -13,7 +13,6 @@ from baton.prefill_worker.parts import pair_id
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process.states import State
-from baton.worker.messages import Code
 from tests.cluster_helpers import tiny_model
 from tests.router_messages import (
     HERE,
@@ -168,11 +167,11 @@ def test_no_attempt_gets_the_id_under_which_a_part_moves_kv(
     for message in both if first == "the part" else both[::-1]:
         worker.roles.handle(message)
         turn(worker)
-    assert worker.failures == [Code.INVALID]
+    assert worker.failures == [pb.FAILURE_CODE_INVALID]
     worker.roles.handle(messages.Detached(STREAM))
     worker.settle()
     worker.roles.handle(both[1])
-    assert worker.failures == [Code.INVALID], "it is free again"
+    assert worker.failures == [pb.FAILURE_CODE_INVALID], "it is free again"
     worker.roles.handle(messages.Detached(STREAM))
     worker.settle()
     worker.forget()

@@ -33,7 +33,6 @@ from baton.worker.engine_process.paged_kv import kv_layout
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.engine_process.states import TRANSITIONS, State
-from baton.worker.messages import Code
 from tests.cluster_helpers import tiny_model
 from tests.engine.checkpoints import edit_json
 from tests.router_messages import Asked, content_at, planned, retarget, submit_decode, submit_prefill, work
@@ -198,7 +197,7 @@ class Lives(RuleBasedStateMachine):
         if how == 20:
             self.worker.roles.handle(messages.Detached(STREAM))
         elif how == 19:
-            self.worker.context.attempts.fail_all(Code.DRAINING, "the worker shuts down")
+            self.worker.context.attempts.fail_all(pb.FAILURE_CODE_DRAINING, "the worker shuts down")
         else:
             self.worker.cancel(self._pick(pick, state))
 

@@ -10,8 +10,8 @@ import pytest
 from baton.engine.core.live_request import LiveRequest
 from baton.kv_names import extend_names, salted
 from baton.kv_transfer.protocol import local_messages as local
+from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
-from baton.worker.messages import Code
 from tests.router_messages import tokens_told, told
 
 from .conftest import STREAM, Worker, decode_here, workers
@@ -111,10 +111,10 @@ def test_an_id_is_free_when_the_blocks_are(worker: Worker) -> None:
     worker.prefill(P, 20)
     worker.compute()
     worker.prefill(P, 20)
-    assert worker.failures == [Code.INVALID]
+    assert worker.failures == [pb.FAILURE_CODE_INVALID]
     worker.cancel(P)
     worker.prefill(P, 20)
-    assert worker.failures == [Code.INVALID] * 2, "the sender has not released it"
+    assert worker.failures == [pb.FAILURE_CODE_INVALID] * 2, "the sender has not released it"
     worker.settle()
     worker.prefill(P, 20)
     worker.cancel(P)
@@ -122,10 +122,13 @@ def test_an_id_is_free_when_the_blocks_are(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "codes"), [("acked", []), ("deadline", [Code.DROPPED]), ("reused", [Code.INVALID])]
+    ("reason", "codes"),
+    [("acked", []), ("deadline", [pb.FAILURE_CODE_DROPPED]), ("reused", [pb.FAILURE_CODE_INVALID])],
 )
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_why_a_prefill_was_released(worker: Worker, reason: str, codes: list[Code], chunks: int) -> None:
+def test_why_a_prefill_was_released(
+    worker: Worker, reason: str, codes: list[pb.FailureCode], chunks: int
+) -> None:
     """Also between two chunks, of which the second is then not computed."""
     worker.prefill(P, 20)
     for _ in range(chunks):
@@ -185,7 +188,7 @@ def test_spare_is_what_no_worker_wants_in_order_of_arrival(worker: Worker) -> No
     assert [prefill.id for prefill in worker.roles.spare()] == [P, D]
     found[P].drop()
     assert [prefill.id for prefill in worker.roles.spare()] == [D]
-    assert worker.failures == [Code.DROPPED]
+    assert worker.failures == [pb.FAILURE_CODE_DROPPED]
     for prefill_id in (Q, D, E):
         worker.cancel(prefill_id)
 

@@ -15,8 +15,8 @@ from baton.kv_transfer import Began, FetchFailed, Injected
 from baton.kv_transfer.protocol import local_messages as local
 from baton.prefill_worker import parts
 from baton.prefill_worker.parts import pair_id
+from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.paged_kv import kv_layout
-from baton.worker.messages import Code
 from tests.cluster_helpers import tiny_model
 from tests.engine.checkpoints import edit_json
 from tests.engine.conftest import save_tiny
@@ -164,7 +164,7 @@ def test_a_part_fails_with_the_kv_that_it_needs(pair: Pair, when: str) -> None:
     last.incoming.send(local.FailedIn(fetch.transfer_id, "lost", retry=True))
     last.take_in(FetchFailed)
     last.settle()
-    assert last.failures == [Code.DROPPED]
+    assert last.failures == [pb.FAILURE_CODE_DROPPED]
     assert not last.tokens
     assert last.context.attempts.counts.prompt_parts_failed > 0
 
@@ -180,7 +180,7 @@ def test_a_step_waits_for_kv_within_a_bound(
     pair.bring(*range(1 if missing.startswith("all") else len(pair.slices) - 1))
     last.take_in(Began)
     last.step()
-    assert last.failures == [Code.DROPPED]
+    assert last.failures == [pb.FAILURE_CODE_DROPPED]
     last.settle()
     assert not last.tokens
     assert last.told(local.CloseOut) == local.CloseOut(B, "gone"), "nor does a decode worker get any of it"
@@ -207,11 +207,12 @@ def test_a_cancel_of_a_part_ends_all_its_transfers(pair: Pair, when: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("reason", "codes"), [("acked", []), ("deadline", [Code.DROPPED]), ("reused", [Code.DROPPED])]
+    ("reason", "codes"),
+    [("acked", []), ("deadline", [pb.FAILURE_CODE_DROPPED]), ("reused", [pb.FAILURE_CODE_DROPPED])],
 )
 @pytest.mark.parametrize("is_computed", [False, True])
 def test_a_part_that_another_worker_should_read(
-    pair: Pair, reason: str, codes: list[Code], is_computed: bool
+    pair: Pair, reason: str, codes: list[pb.FailureCode], is_computed: bool
 ) -> None:
     first = pair.first
     if is_computed:
@@ -238,9 +239,9 @@ def test_a_decode_here_may_take_the_final_part_alone(pair: Pair) -> None:
 
 def test_a_part_is_refused_if_its_plan_is_wrong_or_its_blocks_do_not_fit(worker: Worker) -> None:
     worker.prefill(A, 16, plan=planned((A, 1, 0, 16), (B, 1, 16, 30)))
-    assert worker.failures == [Code.INVALID], "a worker computes one part of a prompt"
+    assert worker.failures == [pb.FAILURE_CODE_INVALID], "a worker computes one part of a prompt"
     worker.prefill(B, 300, plan=planned((A, 2, 0, 150), (B, 1, 150, 300)))
-    assert worker.failures == [Code.INVALID, Code.NO_ROOM]
+    assert worker.failures == [pb.FAILURE_CODE_INVALID, pb.FAILURE_CODE_NO_ROOM]
     assert worker.told(local.CloseOut) == local.CloseOut(pair_id(B, A), "gone")
     assert not list(worker.roles.spare())
 

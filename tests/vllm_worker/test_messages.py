@@ -11,9 +11,9 @@ import pytest
 
 from baton.engine import Image
 from baton.kv_transfer import Injected, Released
+from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.attachment import Close
 from baton.worker import messages
-from baton.worker.messages import Code
 from tests.router_messages import (
     HERE,
     MESSAGES,
@@ -128,7 +128,7 @@ async def test_an_answered_attempt_of_another_kind_is_no_prefill_to_go_on_with()
     for state in (answered, joined, decoding):
         await state(worker, attempt_id := new_id())
         worker.roles.handle(submit_decode(STREAM, work(new_id()), source(attempt_id, HERE)))
-        assert worker.failures().pop() is Code.HANDED_BACK
+        assert worker.failures().pop() == pb.FAILURE_CODE_HANDED_BACK
         worker.roles.handle(cancel(STREAM, attempt_id))
         await worker.settle()
 
@@ -143,7 +143,7 @@ async def test_a_prefill_of_another_prompt_is_none_to_go_on_with() -> None:
     for tokens, images in ((20, ()), (30, (Image(b"i" * 32, 3, 2, 4),)), (20, (Image(b"j" * 32, 3, 2, 4),))):
         decode = submit_decode(STREAM, work(new_id(), tokens).show(images), source(prefill_id, HERE))
         worker.roles.handle(decode)
-    assert worker.failures() == [Code.HANDED_BACK] * 3
+    assert worker.failures() == [pb.FAILURE_CODE_HANDED_BACK] * 3
     decode = submit_decode(STREAM, work(other).show([Image(b"i" * 32, 3, 2, 4)]), source(prefill_id, HERE))
     worker.roles.handle(decode)
     await worker.settle()
@@ -171,5 +171,5 @@ async def test_an_id_that_vllm_has_had_is_not_used_again(
     worker.roles.handle(cancel(STREAM, attempt_id))
     await worker.settle()
     worker.roles.handle(submit_decode(STREAM, work(attempt_id), source(new_id())))
-    assert worker.failures() == [Code.INVALID]
+    assert worker.failures() == [pb.FAILURE_CODE_INVALID]
     assert worker.idle

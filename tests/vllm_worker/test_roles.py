@@ -23,9 +23,18 @@ from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.start import EngineProcessConfig
-from baton.worker.messages import Code, FromEngine
+from baton.worker.messages import FromEngine
 from tests.layouts import kv_layout
-from tests.router_messages import Asked, cancel, retarget, submit_decode, submit_prefill, tokens_told, told
+from tests.router_messages import (
+    Asked,
+    cancel,
+    failures_told,
+    retarget,
+    submit_decode,
+    submit_prefill,
+    tokens_told,
+    told,
+)
 from tests.router_messages import work as asked_work
 from tests.stand_in import stand_in
 from tests.vllm_worker.played import played
@@ -118,8 +127,8 @@ class Worker:
         said = tokens_told(self.sent)
         return [(token.output_index, token.token_id, FINISH[token.finish_reason]) for token in said]
 
-    def failures(self) -> list[Code]:
-        return [message.code for message in self.of(messages.AttemptFailed)]
+    def failures(self) -> list[pb.FailureCode]:
+        return [failure.code for failure in failures_told(self.sent)]
 
     @property
     def idle(self) -> bool:
@@ -230,9 +239,16 @@ async def test_freed_before_vllms_answer(worker: Worker, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "code"), [("deadline", Code.DROPPED), ("reused", Code.INVALID), ("cancelled", Code.DROPPED)]
+    ("reason", "code"),
+    [
+        ("deadline", pb.FAILURE_CODE_DROPPED),
+        ("reused", pb.FAILURE_CODE_INVALID),
+        ("cancelled", pb.FAILURE_CODE_DROPPED),
+    ],
 )
-async def test_a_prefill_that_lost_its_blocks_is_dropped(worker: Worker, reason: str, code: Code) -> None:
+async def test_a_prefill_that_lost_its_blocks_is_dropped(
+    worker: Worker, reason: str, code: pb.FailureCode
+) -> None:
     """As when vLLM preempts it before its token."""
     worker.roles.handle(submit_prefill(7, work(P), handover=True))
     await worker.settle()
@@ -293,18 +309,18 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
 @pytest.mark.parametrize(
     ("reason", "codes"),
     [
-        ("gone", [Code.KV_FAILED, Code.HANDED_BACK]),
-        ("cancelled", [Code.HANDED_BACK]),
-        ("finished", [Code.FINISHED]),
+        ("gone", [pb.FAILURE_CODE_KV_FAILED, pb.FAILURE_CODE_HANDED_BACK]),
+        ("cancelled", [pb.FAILURE_CODE_HANDED_BACK]),
+        ("finished", [pb.FAILURE_CODE_FINISHED]),
     ],
 )
-async def test_kv_that_does_not_come(worker: Worker, reason: str, codes: list[Code]) -> None:
+async def test_kv_that_does_not_come(worker: Worker, reason: str, codes: list[pb.FailureCode]) -> None:
     """The router drops a prefill that cannot be fetched, and gets its request back. A prefill that its worker
     has ended, as vLLM does for room, is no failure. vLLM is told to end the request: it may not know."""
     worker.roles.handle(submit_decode(7, work(D), source()))
     await worker.settle()
     worker.roles.heard(FetchFailed(D, reason))
-    failures = worker.of(messages.AttemptFailed)
+    failures = failures_told(worker.sent)
     assert [failure.code for failure in failures] == codes
     assert [failure.prefill_id for failure in failures] == [P] * (len(codes) - 1) + [b""]
     await worker.settle()
@@ -318,7 +334,7 @@ async def test_a_decode_whose_kv_failed_is_handed_back_once(worker: Worker) -> N
     worker.roles.heard(FetchFailed(D, "gone"))
     worker.roles.handle(retarget(7, D, source(), []))
     await worker.settle()
-    assert worker.failures() == [Code.KV_FAILED, Code.HANDED_BACK]
+    assert worker.failures() == [pb.FAILURE_CODE_KV_FAILED, pb.FAILURE_CODE_HANDED_BACK]
     assert worker.idle
 
 
@@ -329,7 +345,7 @@ async def test_a_grammar_that_rejects_the_first_token(worker: Worker) -> None:
     ended = output([0], "stop")
     ended.outputs[0].stop_reason = REJECTED
     await worker.says(D, ended)
-    assert worker.failures() == [Code.HANDED_BACK]
+    assert worker.failures() == [pb.FAILURE_CODE_HANDED_BACK]
     assert not worker.tokens()
     assert worker.idle
 
@@ -340,11 +356,11 @@ async def test_decodes_are_refused_if_their_blocks_do_not_fit(worker: Worker) ->
     await worker.says(P, output([5], "length"))
     worker.roles.handle(submit_decode(7, work(D, 100), source()))
     worker.roles.handle(submit_decode(7, work(E), source()))
-    assert worker.failures() == [Code.NO_ROOM]
+    assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM]
     assert worker.attempts.counts.no_room == 1
     worker.roles.heard(Released(P, "acked"))
     worker.roles.handle(submit_decode(7, work(E), source()))
-    assert worker.failures() == [Code.NO_ROOM]
+    assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM]
 
 
 async def test_decodes_are_refused_if_vllm_runs_as_many(worker: Worker) -> None:
@@ -354,7 +370,7 @@ async def test_decodes_are_refused_if_vllm_runs_as_many(worker: Worker) -> None:
         worker.roles.handle(submit_decode(7, work(name(letter)), source()))
     assert not worker.failures()
     worker.roles.handle(submit_decode(7, work(D), source()))
-    assert worker.failures() == [Code.NO_ROOM]
+    assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM]
     assert worker.attempts.counts.no_room == 1
     worker.roles.handle(cancel(7, name("a")))
     await worker.settle()
@@ -368,10 +384,10 @@ async def test_blocks_of_a_common_prefix_count_once(worker: Worker) -> None:
     other = work(P, 130)
     other.request.cache_salt = b"of another tenant"
     worker.roles.handle(submit_decode(7, other, source()))
-    assert worker.failures() == [Code.NO_ROOM]
+    assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM]
     worker.roles.handle(submit_decode(7, work(E, 130), source()))
-    assert worker.failures() == [Code.NO_ROOM]
-    assert len(told(worker.sent)) == 2
+    assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM]
+    assert [each.WhichOneof("kind") for each in told(worker.sent)] == ["reserved", "failed", "reserved"]
 
 
 async def test_a_decode_does_not_walk_the_prefixes_of_others(worker: Worker) -> None:
@@ -408,7 +424,7 @@ async def test_decodes_go_first_in_vllms_queue(worker: Worker) -> None:
 async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     """Its prefix is in vLLM's cache, and its blocks come back."""
     worker.roles.handle(submit_decode(7, work(D), source(OURS)))
-    assert worker.failures() == [Code.HANDED_BACK]
+    assert worker.failures() == [pb.FAILURE_CODE_HANDED_BACK]
     worker.roles.handle(submit_prefill(7, work(P), handover=True))
     await worker.says(P, output([5], "length"))
     worker.roles.handle(submit_decode(7, work(D), source(OURS)))
@@ -421,7 +437,7 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     assert worker.told == [Close(P)]
     worker.roles.heard(Released(P, "cancelled"))
     assert worker.tokens() == [(0, 5, ""), (0, 5, ""), (1, 6, "stop")]
-    assert worker.failures() == [Code.HANDED_BACK]
+    assert worker.failures() == [pb.FAILURE_CODE_HANDED_BACK]
     assert worker.idle
 
 
@@ -430,10 +446,12 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     [
         (lambda: cancel(7, D), None),
         (lambda: messages.Detached(7), None),
-        (lambda: retarget(7, D, source(), []), Code.HANDED_BACK),
+        (lambda: retarget(7, D, source(), []), pb.FAILURE_CODE_HANDED_BACK),
     ],
 )
-async def test_ends_that_a_router_wants(worker: Worker, ends: Callable[[], Any], code: Code | None) -> None:
+async def test_ends_that_a_router_wants(
+    worker: Worker, ends: Callable[[], Any], code: pb.FailureCode | None
+) -> None:
     worker.roles.handle(submit_decode(7, work(D), source()))
     await worker.says(D, output([6]))
     worker.roles.handle(cancel(8, D))  # of another router
@@ -449,12 +467,12 @@ async def test_ends_that_a_router_wants(worker: Worker, ends: Callable[[], Any],
 async def test_an_attempt_that_ends_before_vllm_has_it(worker: Worker) -> None:
     worker.roles.handle(submit_prefill(7, work(P), handover=True))
     worker.roles.handle(submit_decode(7, work(D), source()))
-    worker.attempts.fail_all(Code.DRAINING, "the worker shuts down")
+    worker.attempts.fail_all(pb.FAILURE_CODE_DRAINING, "the worker shuts down")
     worker.roles.stop()
     await worker.settle()
     assert worker.idle
     assert not worker.fields
-    assert worker.failures() == [Code.DRAINING] * 2
+    assert worker.failures() == [pb.FAILURE_CODE_DRAINING] * 2
 
 
 async def test_a_cancelled_handover_is_closed_once(worker: Worker) -> None:
@@ -471,9 +489,13 @@ async def test_a_cancelled_handover_is_closed_once(worker: Worker) -> None:
 
 @pytest.mark.parametrize(
     ("error", "codes"),
-    [(ValueError("no such"), [Code.INVALID]), (RuntimeError("broken"), [Code.ENGINE]), (EngineGone(), [])],
+    [
+        (ValueError("no such"), [pb.FAILURE_CODE_INVALID]),
+        (RuntimeError("broken"), [pb.FAILURE_CODE_ENGINE]),
+        (EngineGone(), []),
+    ],
 )
-async def test_errors_of_vllm(worker: Worker, error: Exception, codes: list[Code]) -> None:
+async def test_errors_of_vllm(worker: Worker, error: Exception, codes: list[pb.FailureCode]) -> None:
     """If its process has ended, the service tells the routers."""
     worker.roles.handle(submit_decode(7, work(D), None))
     await worker.says(D, error)
@@ -512,7 +534,7 @@ async def test_a_prompt_that_must_run_alone_has_its_turn_on_a_busy_worker(worker
     worker.roles.handle(submit_prefill(7, suspect, handover=True))
     for decode in (D, E):
         worker.roles.handle(submit_decode(7, work(decode), source() if decode is D else None))
-    assert worker.failures() == [Code.NO_ROOM] * 2
+    assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM] * 2
     stats = worker.roles.status(0).stats
     assert (stats.blocks_free, stats.blocks_spare) == (0, 0), "routers send decodes elsewhere"
     for letter in "ab":
@@ -535,7 +557,7 @@ async def test_a_prompt_that_must_run_alone_has_its_turn_on_a_busy_worker(worker
     assert worker.computing == [name("d")]
     worker.roles.heard(Released(P, "acked"))
     worker.roles.handle(submit_decode(7, work(E), source()))
-    assert worker.failures() == [Code.NO_ROOM] * 2
+    assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM] * 2
     assert worker.roles.status(0).stats.blocks_free
 
 
@@ -554,7 +576,7 @@ async def test_two_prompts_that_must_run_alone_take_turns(worker: Worker) -> Non
 
 async def test_a_request_that_vllm_cannot_have_is_refused(worker: Worker) -> None:
     worker.roles.handle(submit_prefill(7, work(P, output_ids=[4], presence_penalty=1.0), handover=True))
-    assert worker.failures() == [Code.INVALID]
+    assert worker.failures() == [pb.FAILURE_CODE_INVALID]
     assert not worker.told, "vLLM never had it"
     assert worker.idle
 
@@ -582,7 +604,7 @@ async def test_a_decode_that_fetches_needs_no_pixels_until_it_is_preempted(worke
     assert worker.fields[D]["extra_args"]["kv_transfer_params"]["unseen_until"] == SEEN.stop
     worker.roles.heard(Blind(D))
     await worker.settle()
-    assert worker.failures() == [Code.HANDED_BACK]
+    assert worker.failures() == [pb.FAILURE_CODE_HANDED_BACK]
     assert worker.aborted == [D]
     assert worker.idle
 
@@ -600,6 +622,6 @@ async def test_a_prompt_without_its_pixels_is_refused(worker: Worker, decodes: b
     asked = seeing(P, SEEN, UNSEEN)
     worker.roles.handle(submit_decode(7, asked, None) if decodes else submit_prefill(7, asked, True))
     await worker.settle()
-    assert worker.failures() == [Code.INVALID]
+    assert worker.failures() == [pb.FAILURE_CODE_INVALID]
     assert not worker.fields
     assert worker.idle

@@ -7,11 +7,12 @@ from baton.engine import Logprobs, Output
 from baton.kv_transfer import TraceWriter
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
+from baton.worker.engine_process import to_routers
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.engine_attempt import Resources
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
-from baton.worker.messages import Code, FromEngine, Origin
-from tests.router_messages import submit_decode, tokens_told, work
+from baton.worker.messages import FromEngine, Origin
+from tests.router_messages import submit_decode, tokens_told, told, work
 from tests.stand_in import stand_in
 
 
@@ -64,31 +65,35 @@ def test_an_attempt_that_ended_sends_no_messages(of: Table, how: str) -> None:
     if how == "cancelled":
         of.table.cancelled(of.a)
     else:
-        of.table.fail(of.a, Code.HANDED_BACK, "why")
+        of.table.fail(of.a, pb.FAILURE_CODE_HANDED_BACK, "why")
     of.table.flush()
-    last = messages.Cancelled(of.a.origin)
-    assert of.sent == [
-        last if how == "cancelled" else messages.AttemptFailed(1, of.a.origin, Code.HANDED_BACK, "why", b"")
-    ]
+    code = pb.FAILURE_CODE_HANDED_BACK
+    ends: dict[str, list[FromEngine]] = {
+        "cancelled": [messages.Cancelled(of.a.origin)],
+        "failed": [
+            to_routers.failed(1, of.a.id, code, "why"), messages.Failed(of.a.origin, code, "why"),
+        ],
+    }  # fmt: skip
+    assert of.sent == ends[how]
     of.table.token(of.a, Output(of.a.id, 0, 7))
     of.table.reserved(of.a)
     of.table.prefill_started(of.a)
-    for code in (Code.ENGINE, Code.KV_FAILED):
+    for code in (pb.FAILURE_CODE_ENGINE, pb.FAILURE_CODE_KV_FAILED):
         of.table.fail(of.a, code, "late")
     of.table.flush()
-    assert len(of.sent) == 1
+    assert of.sent == ends[how]
     assert of.table.find(of.a.id) is of.a, "its blocks may still be in use"
 
 
 def test_a_failure_is_sent_after_the_tokens_before_it(of: Table) -> None:
     of.table.token(of.a, Output(of.a.id, 0, 7, Logprobs(-1.0, (7,), (-1.0,))))
-    of.table.fail_all(Code.DRAINING, "why")
-    assert [type(m) for m in of.sent] == [messages.ToRouter, *[messages.AttemptFailed] * 3]
+    of.table.fail_all(pb.FAILURE_CODE_DRAINING, "why")
+    assert [m.WhichOneof("kind") for m in told(of.sent)] == ["step", *["failed"] * 3]
 
 
 def test_an_attempt_goes_on_when_its_kv_failed(of: Table) -> None:
-    of.table.fail(of.a, Code.KV_FAILED, "gone", of.c.id)
-    assert of.sent == [messages.AttemptFailed(1, of.a.origin, Code.KV_FAILED, "gone", of.c.id)]
+    of.table.fail(of.a, pb.FAILURE_CODE_KV_FAILED, "gone", of.c.id)
+    assert of.sent == [to_routers.failed(1, of.a.id, pb.FAILURE_CODE_KV_FAILED, "gone", of.c.id)]
     assert of.a.stream == 1
 
 
@@ -100,6 +105,6 @@ def test_an_id_in_use_is_refused(of: Table) -> None:
     again = attempt(b"a", 2).origin
     message = submit_decode(2, work(again.attempt_id)._replace(origin=again), None)
     role.handle(message, pb.RouterMessage.FromString(message.data).decode)
-    assert of.sent == [messages.AttemptFailed(2, again, Code.INVALID, "this id is in use", b"")]
+    assert of.sent == [to_routers.failed(2, again.attempt_id, pb.FAILURE_CODE_INVALID, "this id is in use")]
     assert of.a.stream == 1
     assert of.table.find(again.attempt_id) is of.a

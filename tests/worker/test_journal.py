@@ -11,10 +11,10 @@ import pytest
 
 from baton.engine import EngineConfig
 from baton.kv_transfer import InjectStats
+from baton.rpc import worker_pb2 as pb
 from baton.system import tracing
 from baton.worker import messages
 from baton.worker.config import Role, WorkerConfig
-from baton.worker.messages import Code
 from baton.worker.service_process import validation
 from baton.worker.service_process.journal import Journal
 from tests.cluster_helpers import request, sampling
@@ -58,7 +58,7 @@ def test_a_prefill_makes_spans_and_log_lines(receiver: Receiver, caplog: pytest.
     caplog.set_level(logging.DEBUG, "baton.worker")
     worker, now = Worker("prefill", receiver), time.monotonic()
     origin = worker.submit()
-    worker.journal.prefilled(messages.Prefilled(origin, now, now + 1, now + 3, 11, 4))
+    worker.journal.report(messages.Prefilled(origin, now, now + 1, now + 3, 11, 4))
     spans = worker.spans(2)
     queue, prefill = spans["queue"], spans["prefill"]
     assert {span.parent for span in spans.values()} == {worker.parent}
@@ -76,7 +76,7 @@ def test_a_prefill_makes_spans_and_log_lines(receiver: Receiver, caplog: pytest.
 def test_a_prompt_with_images_has_a_span_for_the_encoder(receiver: Receiver) -> None:
     worker, now = Worker("prefill", receiver), time.monotonic()
     origin = worker.submit()
-    worker.journal.prefilled(messages.Prefilled(origin, now, now + 1, now + 9, 11, 4, now + 2, now + 5))
+    worker.journal.report(messages.Prefilled(origin, now, now + 1, now + 9, 11, 4, now + 2, now + 5))
     found = {each.kind: each.seconds for each in worker.journal.phases("mine")}
     assert found == {"queue": pytest.approx(now + 1 - origin.accepted_at), "encode": 3, "prefill": 8}
     encode = worker.spans(3)["encode"]
@@ -85,7 +85,7 @@ def test_a_prompt_with_images_has_a_span_for_the_encoder(receiver: Receiver) -> 
 
 def test_an_encoder_makes_a_span_for_an_image(receiver: Receiver) -> None:
     worker, now = Worker("encode", receiver), time.monotonic()
-    worker.journal.encoded(messages.Encoded(1, worker.submit(), now, now + 2, 2040))
+    worker.journal.report(messages.Encoded(worker.submit(), now, now + 2, 2040))
     assert [(each.kind, each.seconds) for each in worker.journal.phases("mine")] == [("encode", 2)]
     span = worker.spans(1)["encode"]
     assert (span.parent, span.process) == (worker.parent, "baton-encode 2")
@@ -96,8 +96,8 @@ def test_a_decode_makes_spans(receiver: Receiver) -> None:
     worker, now = Worker("decode", receiver), time.monotonic()
     origin = worker.submit()
     stats = InjectStats(1000, 10, 3, now, now, now + 1, now + 3, now + 2, now + 3, now + 4)
-    worker.journal.injected(messages.KVInjected(origin, stats))
-    worker.journal.decoded(messages.Decoded(origin, now + 4, now + 9, 6))
+    worker.journal.report(messages.KVInjected(origin, stats))
+    worker.journal.report(messages.Decoded(origin, now + 4, now + 9, 6))
     phases = worker.journal.phases("mine")
     assert [(each.kind, each.seconds) for each in phases] == [
         ("transfer", 2), ("injection", 2), ("decode", 5),
@@ -116,9 +116,13 @@ def test_only_failures_are_logged_at_info(receiver: Receiver, caplog: pytest.Log
     caplog.set_level(logging.INFO, "baton.worker")
     worker = Worker("decode", receiver)
     origin = worker.submit()
-    for code, why in ((Code.KV_FAILED, "lost"), (Code.NO_ROOM, "full"), (Code.ENGINE, "not finite")):
-        worker.journal.failed(messages.AttemptFailed(1, origin, code, why, b""))
-    worker.journal.cancelled(origin)
+    for code, why in (
+        (pb.FAILURE_CODE_KV_FAILED, "lost"),
+        (pb.FAILURE_CODE_NO_ROOM, "full"),
+        (pb.FAILURE_CODE_ENGINE, "not finite"),
+    ):
+        worker.journal.report(messages.Failed(origin, code, why))
+    worker.journal.report(messages.Cancelled(origin))
     worker.journal.close()
     assert [record.getMessage() for record in caplog.records if record.name == Journal.__module__] == [
         f"request mine, attempt {worker.attempt.hex()}: kv_failed: lost",

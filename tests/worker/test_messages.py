@@ -45,7 +45,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
     "message",
     [
         messages.ToRouter(3, b"bytes"),
-        messages.AttemptFailed(3, ORIGIN, messages.Code.KV_FAILED, "why", ID),
+        messages.Failed(ORIGIN, pb.FAILURE_CODE_KV_FAILED, "why"),
         messages.ToRouter(None, b"bytes"),
         messages.EngineStatus(
             1,

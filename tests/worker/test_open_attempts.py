@@ -11,12 +11,13 @@ from baton.worker import messages
 from baton.worker.engine_process import to_routers
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.to_routers import StepTokens
-from baton.worker.messages import Code, FromRouter
+from baton.worker.messages import FromRouter
 from baton.worker.service_process.open_attempts import OpenAttempts
 from tests.router_messages import (
     Asked,
     cancel,
     content_at,
+    failures_told,
     planned,
     retarget,
     source,
@@ -107,7 +108,7 @@ def test_a_decode_without_kv_fetches_again_from_its_last_source(open_attempts: O
     other = source(C, 8, 2)
     open_attempts.said(*sent(retarget(2, A, other, [4])))  # of another router
     open_attempts.said(*sent(retarget(1, A, other, [4, 5])))
-    failed = messages.AttemptFailed(1, work(A).origin, Code.KV_FAILED, "", B)
+    failed = to_routers.failed(1, A, pb.FAILURE_CODE_KV_FAILED, "", B)
     open_attempts.heard(failed)
     assert open_attempts.lost([], "it died") == []
     [again] = read(open_attempts.again())
@@ -118,7 +119,7 @@ def test_a_decode_without_kv_fetches_again_from_its_last_source(open_attempts: O
 def test_what_has_ended_is_forgotten(open_attempts: OpenAttempts) -> None:
     ends = [
         tokens(A, 1, end="stop"),
-        messages.AttemptFailed(1, work(A).origin, Code.NO_ROOM, "", b""),
+        to_routers.failed(1, A, pb.FAILURE_CODE_NO_ROOM, "", b""),
     ]
     for end in ends:
         open_attempts.said(*decode(A))
@@ -154,7 +155,9 @@ def test_what_another_worker_may_have_read_goes_back_to_the_router(open_attempts
         assert message.origin is not None
         open_attempts.heard(heard)
         (lost,) = open_attempts.lost([], "it died")
-        assert (lost.stream, lost.attempt_id, lost.code) == (1, message.origin.attempt_id, Code.HANDED_BACK)
+        [failure] = failures_told([lost])
+        assert (lost.stream, failure.attempt_id) == (1, message.origin.attempt_id)
+        assert failure.code == pb.FAILURE_CODE_HANDED_BACK
         assert not len(open_attempts)
     open_attempts.said(*prefill(A))
     open_attempts.said(*decode(B, SOURCE, images=(image,)))
@@ -168,8 +171,8 @@ def test_the_third_crashed_step_is_the_end_of_an_attempt(open_attempts: OpenAtte
     for alone in (False, True):
         assert open_attempts.lost([A], "it died") == []
         assert [each.decode.request.alone for each in read(open_attempts.again())] == [alone, False]
-    (lost,) = open_attempts.lost([A, B], "it died")
-    assert (lost.attempt_id, lost.code) == (A, Code.ENGINE)
+    [failure] = failures_told(open_attempts.lost([A, B], "it died"))
+    assert (failure.attempt_id, failure.code) == (A, pb.FAILURE_CODE_ENGINE)
     assert len(open_attempts) == 1
 
 

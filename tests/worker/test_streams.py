@@ -135,7 +135,7 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
     parts = [await next_one(), await next_one()]
     [evicted] = feed.changed({chunks[-1]: None})
     routers.broadcast_cache_events(evicted)
-    routers.deliver(1, big(9))
+    routers.deliver(messages.ToRouter(1, big(9)))
     between = [await next_one() for _ in range(3)]
     assert between[1:] == [read(evicted), read(big(9))]
     parts += [between[0], await next_one(), await next_one()]
@@ -293,10 +293,3 @@ def test_logprobs_of_a_prompt_keep_every_field() -> None:
     given = PromptLogprobs(b"a" * 16, 5, b"logp", b"rank", b"ids!", b"tops")
     sent = read(to_routers.scored(1, given).data).prompt_logprobs
     assert [value for _, value in sent.ListFields()] == list(given)
-
-
-@pytest.mark.parametrize("code", list(messages.Code))
-def test_failure_codes_are_those_of_the_protocol(code: messages.Code) -> None:
-    failed = read(streams.failed(b"a" * 16, code, "why", b"p" * 16)).failed
-    assert (failed.message, failed.prefill_id) == ("why", b"p" * 16)
-    assert pb.FailureCode.Name(failed.code) == f"FAILURE_CODE_{code.name}"

@@ -11,7 +11,6 @@ from baton.engine.api.sampling_params import BOUNDS
 from baton.kv_names import with_adapter
 from baton.rpc import worker_pb2 as pb
 from baton.vision.images import ImageSettings
-from baton.worker.messages import Code
 from baton.worker.requests import content_source, engine_request
 from baton.worker.service_process.validation import (
     Limits,
@@ -171,7 +170,7 @@ def test_an_invalid_request_is_refused_with_its_reason(field: str, value: Any, r
     part.MergeFrom(type(part)(**{name: value}))
     with pytest.raises(RefusedAttempt, match=reason) as refusal:
         submission(ID, good, LIMITS)
-    assert refusal.value.code is Code.INVALID
+    assert refusal.value.code == pb.FAILURE_CODE_INVALID
 
 
 def test_without_handover_the_next_token_must_be_the_last() -> None:
@@ -257,7 +256,7 @@ def test_a_tier_of_a_newer_version_counts_as_the_slowest_of_a_worker() -> None:
 def test_a_wrong_plan_is_refused_with_its_reason(submit: pb.SubmitPrefill, reason: str) -> None:
     with pytest.raises(RefusedAttempt, match=reason) as refused:
         plan(submit)
-    assert refused.value.code is Code.INVALID
+    assert refused.value.code == pb.FAILURE_CODE_INVALID
 
 
 def test_a_plan_with_a_malformed_id_breaks_the_protocol() -> None:

@@ -13,17 +13,18 @@ from typing import Any, Generic, TypeVar
 
 from baton.engine import Logprobs, Output, PromptLogprobs
 from baton.engine.core.leases import Leases
-from baton.kv_transfer import FirstToken
+from baton.kv_transfer import FirstToken, InjectStats
 from baton.kv_transfer.protocol.messages import Reason
+from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process import to_routers
 from baton.worker.engine_process.states import TRANSITIONS, State
 from baton.worker.engine_process.to_routers import StepTokens
-from baton.worker.messages import Code, FromEngine, Origin, RequestCounts
+from baton.worker.messages import FromEngine, Origin, RequestCounts
 
-UNREAD: Mapping[str, tuple[Code, str]] = {
-    "deadline": (Code.DROPPED, "not fetched before the hold deadline"),
-    "reused": (Code.INVALID, "this id was used before: draw a new one"),
+UNREAD: Mapping[str, tuple[pb.FailureCode, str]] = {
+    "deadline": (pb.FAILURE_CODE_DROPPED, "not fetched before the hold deadline"),
+    "reused": (pb.FAILURE_CODE_INVALID, "this id was used before: draw a new one"),
 }
 """By the reason of `Released`: what a router is told of a prefill that no worker has read."""
 
@@ -65,7 +66,7 @@ class Attempt:
         self.attempts.decoding += (state is State.DECODING) - (self.state is State.DECODING)
         self.state = state
 
-    def lost(self, code: Code, message: str) -> None:
+    def lost(self, code: pb.FailureCode, message: str) -> None:
         """The engine has ended it."""
         self.attempts.fail(self, code, message)
         self.close("gone")
@@ -150,7 +151,7 @@ class AttemptTable(Generic[A]):
         """
         ids = {attempt.id, *attempt.other_ids}
         if not (ids.isdisjoint(self.by_id) and ids.isdisjoint(self._other_ids)):
-            self.fail(attempt, Code.INVALID, "this id is in use")
+            self.fail(attempt, pb.FAILURE_CODE_INVALID, "this id is in use")
             return False
         attempt.attempts = self
         self.by_id[attempt.id] = attempt
@@ -174,21 +175,22 @@ class AttemptTable(Generic[A]):
             if attempt is not None and attempt.stream == stream:
                 attempt.cancel()
 
-    def fail(self, attempt: Attempt, code: Code, message: str, prefill_id: bytes = b"") -> None:
+    def fail(self, attempt: Attempt, code: pb.FailureCode, message: str, prefill_id: bytes = b"") -> None:
         """Tells the router why, once. Only with KV_FAILED the attempt goes on; `prefill_id` should have sent
         the KV."""
         if attempt.stream is None:
             return
         self.flush()  # the router must get earlier tokens before the failure
-        self._send(messages.AttemptFailed(attempt.stream, attempt.origin, code, message, prefill_id))
-        if code is not Code.KV_FAILED:
+        self._send(to_routers.failed(attempt.stream, attempt.id, code, message, prefill_id))
+        self.report(messages.Failed(attempt.origin, code, message))
+        if code != pb.FAILURE_CODE_KV_FAILED:
             attempt.stream = None
 
-    def fail_all(self, code: Code, message: str) -> None:
+    def fail_all(self, code: pb.FailureCode, message: str) -> None:
         for attempt in self:
             self.fail(attempt, code, message)
 
-    def end_all(self, code: Code, message: str, *, but_decodes: bool = False) -> None:
+    def end_all(self, code: pb.FailureCode, message: str, *, but_decodes: bool = False) -> None:
         """`but_decodes`: those that decode stay."""
         for attempt in [*self]:
             if not but_decodes or attempt.state is not State.DECODING:
@@ -215,7 +217,8 @@ class AttemptTable(Generic[A]):
     def sampled(self, attempt: Attempt, output: Output) -> None:
         """A step has sampled this token."""
         if attempt.first_token_at is not None:
-            self.report(messages.SecondToken(time.monotonic() - attempt.first_token_at))
+            seconds = time.monotonic() - attempt.first_token_at
+            self.report(messages.SecondToken(attempt.origin, seconds))
             attempt.first_token_at = None
         attempt.num_sampled += 1
         self.counts.generation_tokens += 1
@@ -242,6 +245,13 @@ class AttemptTable(Generic[A]):
             images_encoded_at=encoded_at,
         )
         self.report(done)
+
+    def injected(self, attempt: Attempt, stats: InjectStats) -> None:
+        """Its KV came from another worker."""
+        attempt.first_token_at = stats.commit_at
+        self.counts.handovers += 1
+        self.counts.handovers_hidden += stats.hidden_share
+        self.report(messages.KVInjected(attempt.origin, stats))
 
     def decoded(self, attempt: Attempt) -> None:
         """A decode has its last token."""

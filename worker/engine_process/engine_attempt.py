@@ -19,8 +19,8 @@ from baton.kv_transfer import (
     TraceWriter,
 )
 from baton.kv_transfer.protocol.messages import Reason
+from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import Attempt, AttemptTable, Lease
-from baton.worker.messages import Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class EngineAttempt(Attempt):
         if self.shared.engine.lives.is_moving_memory:
             self.again = again
         else:
-            self.lost(Code.NO_ROOM, self.shared.no_room())
+            self.lost(pb.FAILURE_CODE_NO_ROOM, self.shared.no_room())
 
     def stop(self) -> None:
         """The blocks are free when its last lease has ended."""

@@ -28,6 +28,7 @@ from baton.engine import StepResult
 from baton.engine.step_loop import StepLoop
 from baton.kv_transfer import TraceWriter
 from baton.kv_transfer.wait import spins, wait
+from baton.rpc import worker_pb2 as pb
 from baton.system.memory import trim
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
@@ -35,7 +36,7 @@ from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.offload import POLL, OffloadPump
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.shared_store import StoreSource
-from baton.worker.messages import CacheEvents, Code
+from baton.worker.messages import CacheEvents
 
 IDLE_TICK = 0.5  # seconds
 _PREEMPTED = "preempted: other requests needed its blocks"
@@ -74,7 +75,7 @@ def loop(roles: Roles, context: Context, pumps: Sequence[OffloadPump | StoreSour
             context.trace.flush()
         for message in link.receive_all():
             if isinstance(message, messages.Stop):
-                context.attempts.fail_all(Code.DRAINING, "the worker shuts down")
+                context.attempts.fail_all(pb.FAILURE_CODE_DRAINING, "the worker shuts down")
                 link.send(messages.Stopped())
                 link.wait_for(messages.Exit)
                 roles.shutdown()
@@ -125,9 +126,9 @@ def tell(context: Context, result: StepResult) -> None:
         if (attempt := find(output.id)) is not None:
             attempt.sampled(output)
     for code, lost in (
-        (Code.HANDED_BACK, ((attempt_id, _PREEMPTED) for attempt_id in result.preempted)),
-        (Code.ENGINE, result.failed),
-        (Code.INVALID, result.refused),
+        (pb.FAILURE_CODE_HANDED_BACK, ((attempt_id, _PREEMPTED) for attempt_id in result.preempted)),
+        (pb.FAILURE_CODE_ENGINE, result.failed),
+        (pb.FAILURE_CODE_INVALID, result.refused),
     ):
         for attempt_id, message in lost:
             if (attempt := find(attempt_id)) is not None:

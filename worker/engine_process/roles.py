@@ -15,7 +15,7 @@ from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.states import State
 from baton.worker.engine_process.weights import WeightsChange
-from baton.worker.messages import Code, FromRouter, ToEngine
+from baton.worker.messages import FromRouter, ToEngine
 
 
 class Role(Protocol):
@@ -117,12 +117,12 @@ class Roles:
             case messages.StageWeights() | messages.ReplaceWeights() | messages.DropWeights():
                 self._weights.handle(message)
             case messages.HandBack(reason, but_decodes):
-                self._attempts.end_all(Code.DRAINING, reason, but_decodes=but_decodes)
+                self._attempts.end_all(pb.FAILURE_CODE_DRAINING, reason, but_decodes=but_decodes)
             case messages.Pause(question, frozen, abort):
                 steps = self.engine.loop
                 steps.frozen = frozen
                 if abort:
-                    self._attempts.end_all(Code.ABORTED, abort)
+                    self._attempts.end_all(pb.FAILURE_CODE_ABORTED, abort)
                 self._context.link.send(messages.Paused(question, bool(steps.under_way), ""))
             case messages.SetMemory():
                 self._context.link.send(self._set_memory(message))

@@ -1,5 +1,5 @@
-"""The messages of an engine process to routers, as proto/worker.proto defines them. They are made once, here:
-the service process passes their bytes on."""
+"""The messages to routers about attempts, as proto/worker.proto defines them. The engine process makes most
+of them, and the service process passes their bytes on."""
 
 from baton.engine import Output, PromptLogprobs
 from baton.rpc import worker_pb2 as pb
@@ -51,6 +51,19 @@ def reserved(stream: int, decode_id: bytes) -> ToRouter:
 def prefill_started(stream: int, prefill_id: bytes) -> ToRouter:
     message = pb.PrefillStarted(prefill_id=prefill_id)
     return ToRouter(stream, pb.WorkerMessage(prefill_started=message).SerializeToString())
+
+
+def encoded(stream: int, encode_id: bytes) -> ToRouter:
+    message = pb.Encoded(encode_id=encode_id)
+    return ToRouter(stream, pb.WorkerMessage(encoded=message).SerializeToString())
+
+
+def failed(
+    stream: int | None, attempt_id: bytes, code: "pb.FailureCode", message: str, prefill_id: bytes = b""
+) -> ToRouter:
+    """`stream` None: for all routers, as only the router of the attempt knows its id."""
+    failure = pb.AttemptFailed(attempt_id=attempt_id, code=code, message=message, prefill_id=prefill_id)
+    return ToRouter(stream, pb.WorkerMessage(failed=failure).SerializeToString())
 
 
 def image_wanted(name: bytes, *, lost: bool) -> ToRouter:

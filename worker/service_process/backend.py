@@ -20,7 +20,6 @@ from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.engine_process.kv_events import all_blocks_cleared
 from baton.worker.messages import (
-    Code,
     Detached,
     EngineStatus,
     FromEngine,
@@ -28,7 +27,6 @@ from baton.worker.messages import (
     ToEngine,
 )
 from baton.worker.processes import START_SILENCE, EngineError, EngineRestart, TreeError, dismiss
-from baton.worker.service_process import streams
 from baton.worker.service_process.cache_feed import CacheFeed
 from baton.worker.service_process.counts import added
 from baton.worker.service_process.journal import Journal
@@ -108,7 +106,6 @@ class Backend:
         self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
         self._pool = POOLS[config.role]
         self._last_status = pb.WorkerStatus()
-        self._handovers, self._handovers_hidden = 0, 0.0
         self._open = OpenAttempts(config.deadlines.hold) if config.replace_engine else None
         self._engine_timeout = config.deadlines.engine_dead
         self.replacing = False
@@ -136,7 +133,7 @@ class Backend:
         origin = message.origin
         if self._open is not None:
             if origin is not None and origin.attempt_id in self._open:
-                raise RefusedAttempt(Code.INVALID, "this id is in use")
+                raise RefusedAttempt(pb.FAILURE_CODE_INVALID, "this id is in use")
             self._open.said(message, said)
         if origin is not None:
             self._journal.accepted(origin)
@@ -209,7 +206,7 @@ class Backend:
         self._settled.clear()
         self._counted = self._metrics.engine_status, self._metrics.transfer_stats
         for lost in self._open.lost(step, error):
-            self._routers.deliver(lost.stream, streams.failed(lost.attempt_id, lost.code, lost.message))
+            self._routers.deliver(lost)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(TreeError(error))
@@ -344,8 +341,6 @@ class Backend:
             lost_weights=self.lost_weights,
             standby="" if self.standby is None else self.standby.state,
             standby_memory_bytes=0 if self.standby is None else self.standby.memory_bytes,
-            handovers=self._handovers,
-            handovers_hidden=self._handovers_hidden,
         )
         self._last_status.MergeFrom(reported(engine, transfer))
         self._routers.waiting = engine.waiting_of_streams
@@ -390,67 +385,22 @@ class Backend:
     # ------------------------------------------------------------ from the engine
 
     def deliver(self, message: FromEngine) -> None:
-        if self._open is not None:
-            self._goes_on |= self._open.heard(message) and not self.replacing
         match message:
-            case messages.ToRouter(stream, data):
-                if stream is None:
-                    self._routers.broadcast(data)
-                else:
-                    self._routers.deliver(stream, data)
-            case messages.Encoded(stream, origin):
-                self._report(message)
-                encoded = pb.WorkerMessage(encoded=pb.Encoded(encode_id=origin.attempt_id))
-                self._routers.deliver(stream, encoded.SerializeToString())
-            case messages.AttemptFailed(stream, origin, code, text, prefill_id):
-                self._journal.failed(message)
-                failed = streams.failed(origin.attempt_id, code, text, prefill_id)
-                self._routers.deliver(stream, failed)
-            case (
-                EngineStatus(question)
-                | messages.WeightsStaged(question)
-                | messages.WeightsReplaced(question)
-                | messages.AdapterLoaded(question)
-                | messages.Paused(question)
-                | messages.MemorySet(question)
-            ):
-                answer = self._answers.get(question)
+            case messages.ToRouter():
+                if self._open is not None:
+                    self._goes_on |= self._open.heard(message) and not self.replacing
+                self._routers.deliver(message)
+            case messages.OfAttempt():
+                self._metrics.report(message)
+                self._journal.report(message)
+            case messages.Answer():
+                answer = self._answers.get(message.question)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
-            case (
-                messages.KVInjected()
-                | messages.Prefilled()
-                | messages.Decoded()
-                | messages.Cancelled()
-                | messages.SecondToken()
-            ):
-                self._report(message)
             case messages.CacheChanged() | messages.CacheEvents():
                 self._cache_changed(message)
             case _:
                 raise AssertionError(f"unexpected message of the engine: {message}")
-
-    def _report(self, message: messages.Report | messages.Encoded) -> None:
-        """For metrics, logs and traces."""
-        match message:
-            case messages.KVInjected(_, stats):
-                self._handovers += 1
-                self._handovers_hidden += stats.hidden_share
-                self._metrics.injected(stats)
-                self._journal.injected(message)
-            case messages.Prefilled():
-                self._metrics.prefilled(message)
-                self._journal.prefilled(message)
-            case messages.Decoded():
-                self._metrics.decoded(message)
-                self._journal.decoded(message)
-            case messages.Cancelled(origin):
-                self._journal.cancelled(origin)
-            case messages.SecondToken():
-                self._metrics.handover(message.handover)
-            case messages.Encoded():
-                self._metrics.encoded(message)
-                self._journal.encoded(message)
 
     def _cache_changed(self, message: messages.CacheChanged | messages.CacheEvents) -> None:
         if self.replacing:

@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from baton.rpc import worker_pb2 as pb
-from baton.worker.messages import Code, Detached, FromRouter
+from baton.worker.engine_process import to_routers
+from baton.worker.messages import Detached, FromRouter
 from baton.worker.processes import TreeError
-from baton.worker.service_process import streams, validation
+from baton.worker.service_process import validation
 from baton.worker.service_process.adapters import WorkerAdapters
 from baton.worker.service_process.backend import Backend, Refused
 from baton.worker.service_process.memory import WorkerMemory
@@ -199,7 +200,8 @@ class AttachService:
                 if kind == "retarget":
                     cancel = pb.RouterMessage(cancel=pb.Cancel(attempt_id=attempt_id))
                     await self._backend.forward(FromRouter(stream.number, cancel.SerializeToString()), cancel)
-                stream.put(streams.failed(attempt_id, refusal.code, str(refusal)))
+                refused = to_routers.failed(stream.number, attempt_id, refusal.code, str(refusal))
+                self._routers.deliver(refused)
 
     def _prefill(self, stream: RouterStream, prefill_id: bytes, submit: pb.SubmitPrefill) -> Checked:
         pixels = stream.take_pixels()
@@ -223,16 +225,16 @@ class AttachService:
     def _encode(self, stream: RouterStream, encode_id: bytes, submit: pb.SubmitEncode) -> Checked:
         pixels = stream.take_pixels()
         if self._encodes and self._backend.draining:
-            raise RefusedAttempt(Code.DRAINING, self._backend.draining)
+            raise RefusedAttempt(pb.FAILURE_CODE_DRAINING, self._backend.draining)
         return validation.encode(encode_id, submit, self._limits, pixels)
 
     def _require_accepting(self, asked: pb.Request) -> None:
         if self._backend.draining:
-            raise RefusedAttempt(Code.DRAINING, self._backend.draining)
+            raise RefusedAttempt(pb.FAILURE_CODE_DRAINING, self._backend.draining)
         if self._memory.is_closed:
-            raise RefusedAttempt(Code.DRAINING, "the memory of the worker is released")
+            raise RefusedAttempt(pb.FAILURE_CODE_DRAINING, "the memory of the worker is released")
         if asked.adapter and not self._adapters.has(asked.adapter):
-            raise RefusedAttempt(Code.NO_ADAPTER, "the adapter is not loaded")
+            raise RefusedAttempt(pb.FAILURE_CODE_NO_ADAPTER, "the adapter is not loaded")
 
     def _detach(self, stream: RouterStream) -> None:
         """Removes the stream and makes the engine cancel its attempts. Idempotent."""

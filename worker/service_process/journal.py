@@ -16,11 +16,14 @@ from baton.system.logs import of_request
 from baton.system.tracing import Attributes, Tracer, time_of_day
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
-from baton.worker.messages import Code, Origin
+from baton.worker.messages import Origin
 
 log = logging.getLogger(__name__)
 
-_ROUTINE = {Code.NO_ROOM, Code.FINISHED}  # frequent failures, which are logged at debug level
+_ROUTINE = {
+    pb.FAILURE_CODE_NO_ROOM,
+    pb.FAILURE_CODE_FINISHED,
+}  # frequent failures, which are logged at debug level
 PHASES = 1024
 """That are remembered, of all requests."""
 
@@ -52,11 +55,39 @@ class Journal:
     def accepted(self, origin: Origin) -> None:
         _log_attempt(origin, "accepted")
 
-    def cancelled(self, origin: Origin) -> None:
-        _log_attempt(origin, "cancelled")
-
-    def prefilled(self, done: messages.Prefilled) -> None:
+    def report(self, done: messages.Report) -> None:
         origin = done.origin
+        match done:
+            case messages.Prefilled():
+                self._prefilled(origin, done)
+            case messages.Encoded(_, began_at, ended_at, tokens):
+                _log_attempt(origin, "encoded %d tokens in %.4f s", tokens, ended_at - began_at)
+                self._record("encode", origin, began_at, ended_at, {"baton.image_tokens": tokens})
+            case messages.KVInjected(_, stats):
+                _log_attempt(
+                    origin, "%d bytes of KV in %.4f s, %.4f s of it after prefill's token",
+                    stats.bytes, stats.fetch_seconds, stats.exposed_seconds,
+                )  # fmt: skip
+                moved: Attributes = {"baton.kv.bytes": stats.bytes, "baton.kv.frames": stats.frames}
+                exposed: Attributes = {"baton.kv.exposed_seconds": stats.exposed_seconds}
+                self._record("transfer", origin, stats.first_frame_at, stats.last_frame_at, moved)
+                self._record("injection", origin, stats.scatter_at, stats.injected_at, exposed)
+            case messages.Decoded(_, joined_at, ended_at, output_tokens):
+                took = ended_at - joined_at
+                _log_attempt(origin, "decoded %d tokens in %.4f s", output_tokens, took)
+                sampled: Attributes = {
+                    "gen_ai.usage.completion_tokens": output_tokens,
+                    "gen_ai.latency.time_in_model_decode": took,
+                }
+                self._record("decode", origin, joined_at, ended_at, sampled)
+            case messages.Failed(_, code, message):
+                level = logging.DEBUG if code in _ROUTINE else logging.INFO
+                name = pb.FailureCode.Name(code).removeprefix("FAILURE_CODE_").lower()
+                _log_attempt(origin, "%s: %s", name, message, level=level)
+            case messages.Cancelled():
+                _log_attempt(origin, "cancelled")
+
+    def _prefilled(self, origin: Origin, done: messages.Prefilled) -> None:
         _log_attempt(
             origin, "prefilled %d tokens, %d of them cached, in %.4f s after %.4f s",
             done.prompt_tokens, done.cached_tokens, done.token_at - done.began_at,
@@ -72,34 +103,6 @@ class Journal:
             "baton.cached_tokens": done.cached_tokens,
         }
         self._record("prefill", origin, done.began_at, done.token_at, computed)
-
-    def encoded(self, done: messages.Encoded) -> None:
-        _log_attempt(done.origin, "encoded %d tokens in %.4f s", done.tokens, done.ended_at - done.began_at)
-        self._record("encode", done.origin, done.began_at, done.ended_at, {"baton.image_tokens": done.tokens})
-
-    def injected(self, done: messages.KVInjected) -> None:
-        origin, stats = done.origin, done.stats
-        _log_attempt(
-            origin, "%d bytes of KV in %.4f s, %.4f s of it after prefill's token",
-            stats.bytes, stats.fetch_seconds, stats.exposed_seconds,
-        )  # fmt: skip
-        moved: Attributes = {"baton.kv.bytes": stats.bytes, "baton.kv.frames": stats.frames}
-        exposed: Attributes = {"baton.kv.exposed_seconds": stats.exposed_seconds}
-        self._record("transfer", origin, stats.first_frame_at, stats.last_frame_at, moved)
-        self._record("injection", origin, stats.scatter_at, stats.injected_at, exposed)
-
-    def decoded(self, done: messages.Decoded) -> None:
-        took = done.ended_at - done.joined_at
-        _log_attempt(done.origin, "decoded %d tokens in %.4f s", done.output_tokens, took)
-        sampled: Attributes = {
-            "gen_ai.usage.completion_tokens": done.output_tokens,
-            "gen_ai.latency.time_in_model_decode": took,
-        }
-        self._record("decode", done.origin, done.joined_at, done.ended_at, sampled)
-
-    def failed(self, failure: messages.AttemptFailed) -> None:
-        level = logging.DEBUG if failure.code in _ROUTINE else logging.INFO
-        _log_attempt(failure.origin, "%s: %s", failure.code.name.lower(), failure.message, level=level)
 
     def phases(self, request: str) -> list[pb.Phase]:
         """Those of a request that are remembered, in the order in which they ended."""

@@ -15,11 +15,12 @@ from prometheus_client.registry import Collector
 
 from baton.engine import EncoderStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
 from baton.kv_names import Tier
-from baton.kv_transfer import InjectStats, TransferStats
+from baton.kv_transfer import TransferStats
 from baton.kv_transfer.memory_reader import READERS, reader_of
 from baton.system.addresses import listening_socket
 from baton.system.connections import Connections
-from baton.worker.messages import Decoded, Encoded, EngineReady, EngineStatus, Prefilled, StoreStats
+from baton.worker import messages
+from baton.worker.messages import EngineReady, EngineStatus, StoreStats
 
 disable_created_metrics()  # each counter and histogram would get one more series
 
@@ -147,27 +148,27 @@ class Metrics(Collector):
             "enable_prefix_caching": str(prefix_caching),
         }
 
-    def prefilled(self, message: Prefilled) -> None:
-        self._observe("vllm:request_queue_time_seconds", message.began_at - message.queued_at)
-        self._observe("vllm:request_prefill_time_seconds", message.token_at - message.began_at)
-        if message.images_asked_at:
-            self._observe("baton:request_encode_seconds", message.images_encoded_at - message.images_asked_at)
-
-    def encoded(self, message: Encoded) -> None:
-        self._observe("baton:request_encode_seconds", message.ended_at - message.began_at)
-
-    def decoded(self, message: Decoded) -> None:
-        self._observe("vllm:request_decode_time_seconds", message.ended_at - message.joined_at)
-
-    def injected(self, stats: InjectStats) -> None:
-        self._observe("baton:kv_transfer_seconds", stats.transfer_seconds)
-        self._observe("baton:kv_injection_seconds", stats.injection_seconds)
-        self._observe("baton:kv_exposed_seconds", stats.exposed_seconds)
-        self._observe("baton:kv_fetch_seconds", stats.fetch_seconds)
-        self._observe("baton:kv_hidden_share", stats.hidden_share)
-
-    def handover(self, seconds: float) -> None:
-        self._observe("baton:handover_seconds", seconds)
+    def report(self, message: messages.Report) -> None:
+        """Of an attempt."""
+        match message:
+            case messages.Prefilled():
+                self._observe("vllm:request_queue_time_seconds", message.began_at - message.queued_at)
+                self._observe("vllm:request_prefill_time_seconds", message.token_at - message.began_at)
+                if message.images_asked_at:
+                    took = message.images_encoded_at - message.images_asked_at
+                    self._observe("baton:request_encode_seconds", took)
+            case messages.Encoded():
+                self._observe("baton:request_encode_seconds", message.ended_at - message.began_at)
+            case messages.KVInjected(_, stats):
+                self._observe("baton:kv_transfer_seconds", stats.transfer_seconds)
+                self._observe("baton:kv_injection_seconds", stats.injection_seconds)
+                self._observe("baton:kv_exposed_seconds", stats.exposed_seconds)
+                self._observe("baton:kv_fetch_seconds", stats.fetch_seconds)
+                self._observe("baton:kv_hidden_share", stats.hidden_share)
+            case messages.SecondToken(_, handover):
+                self._observe("baton:handover_seconds", handover)
+            case messages.Decoded():
+                self._observe("vllm:request_decode_time_seconds", message.ended_at - message.joined_at)
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].labels(**self._labels).observe(value)

@@ -12,24 +12,14 @@ router, which plans it again: a prefill that waits for its decode worker, and a 
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from baton.rpc import worker_pb2 as pb
-from baton.worker import messages
-from baton.worker.messages import Code, FromEngine, FromRouter, Origin
+from baton.worker.engine_process import to_routers
+from baton.worker.messages import FromRouter, Origin, ToRouter
 
 MOST_CRASHES = 2
 """An attempt that was in so many crashed steps, without a token between them, shares no step with others.
 With one more it fails. A token shows that the crash was not its own: the step was computed again."""
-
-
-class Lost(NamedTuple):
-    """What a router is told of an attempt."""
-
-    stream: int
-    attempt_id: bytes
-    code: Code
-    message: str
 
 
 @dataclass(slots=True)
@@ -116,25 +106,23 @@ class OpenAttempts:
             if attempt.stream == stream:
                 self._end(attempt_id)
 
-    def heard(self, message: FromEngine) -> bool:
-        """The engine says this, and routers are told. Returns whether it has computed a token."""
-        match message:
-            case messages.ToRouter(_, data):
-                said = pb.WorkerMessage.FromString(data)
-                for token in said.step.tokens:
-                    if (attempt := self._open.get(token.attempt_id)) is not None:
-                        is_last = token.finish_reason != pb.FINISH_REASON_NONE
-                        self._has_token(attempt, token.output_index, token.token_id, is_last)
-                if (attempt := self._open.get(said.prompt_logprobs.attempt_id)) is not None:
-                    attempt.was_scored = True
-                return said.HasField("step")
-            case messages.AttemptFailed(stream, origin, code) if code is not Code.KV_FAILED:
-                attempt = self._open.get(origin.attempt_id)
-                if attempt is not None and attempt.stream == stream:
-                    self._end(origin.attempt_id)
-            case _:
-                pass
-        return False
+    def heard(self, message: ToRouter) -> bool:
+        """The engine tells a router this. Returns whether it has computed a token."""
+        said = pb.WorkerMessage.FromString(message.data)
+        for token in said.step.tokens:
+            if (attempt := self._open.get(token.attempt_id)) is not None:
+                is_last = token.finish_reason != pb.FINISH_REASON_NONE
+                self._has_token(attempt, token.output_index, token.token_id, is_last)
+        if (attempt := self._open.get(said.prompt_logprobs.attempt_id)) is not None:
+            attempt.was_scored = True
+        attempt = self._open.get(said.failed.attempt_id)
+        if (
+            attempt is not None
+            and attempt.stream == message.stream
+            and said.failed.code != pb.FAILURE_CODE_KV_FAILED
+        ):
+            self._end(said.failed.attempt_id)
+        return said.HasField("step")
 
     def _has_token(self, attempt: _Open, index: int, token: int, is_last: bool) -> None:
         request, attempt_id = attempt.request, attempt.origin.attempt_id
@@ -160,20 +148,20 @@ class OpenAttempts:
         self._open.pop(attempt_id, None)
         self._held.pop(attempt_id, None)
 
-    def lost(self, step: Collection[bytes], error: str) -> list[Lost]:
+    def lost(self, step: Collection[bytes], error: str) -> list[ToRouter]:
         """The engine has ended, with these attempts in its last step. Returns what routers are told. All
         other attempts stay open."""
-        told: list[Lost] = []
+        told: list[ToRouter] = []
         for attempt_id, attempt in [*self._open.items()]:
             attempt.crashes += attempt_id in step
             attempt.origin.resumed = not attempt.has_output
             if reason := attempt.returns:
-                told.append(Lost(attempt.stream, attempt_id, Code.HANDED_BACK, f"{error}: {reason}"))
+                code, text = pb.FAILURE_CODE_HANDED_BACK, f"{error}: {reason}"
             elif attempt.crashes > MOST_CRASHES:
-                text = f"it was being computed when {error}"
-                told.append(Lost(attempt.stream, attempt_id, Code.ENGINE, text))
+                code, text = pb.FAILURE_CODE_ENGINE, f"it was being computed when {error}"
             else:
                 continue
+            told.append(to_routers.failed(attempt.stream, attempt_id, code, text))
             self._end(attempt_id)
         return told
 

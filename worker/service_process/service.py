@@ -24,10 +24,10 @@ from baton.rpc.tls import add_port
 from baton.system import cpu_engines
 from baton.system.addresses import cannot_listen, try_port, url_host
 from baton.worker.config import WorkerConfig
+from baton.worker.engine_process import to_routers
 from baton.worker.kept_files import KeptFiles
-from baton.worker.messages import Code, EngineReady
+from baton.worker.messages import EngineReady
 from baton.worker.processes import EngineError, EngineRestart, StartError, TreeError
-from baton.worker.service_process import streams
 from baton.worker.service_process.backend import SHUTTING_DOWN, Backend
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.journal import Journal
@@ -243,7 +243,7 @@ class Service:
         """
         for attempt_id in self._crashed or self._tree.heartbeat.step:
             text = f"it was being computed when {error}"
-            self._routers.broadcast(streams.failed(attempt_id, Code.ENGINE, text))
+            self._routers.deliver(to_routers.failed(None, attempt_id, pb.FAILURE_CODE_ENGINE, text))
 
     async def _close(self) -> None:
         """Writes the queued messages to the routers, then closes everything. The processes have ended."""

@@ -36,6 +36,8 @@ def reported(engine: EngineStatus, transfer: TransferStats) -> pb.WorkerStatus:
         arena_slots_total=2 * transfer.slots,
         prompt_tokens=counts.prompt_tokens,
         no_room=counts.no_room,
+        handovers=counts.handovers,
+        handovers_hidden=counts.handovers_hidden,
         long_chunk_tokens=stats.long.tokens,
         long_chunk_seconds=stats.long.seconds,
         kv_transports=transfer.transports,

@@ -11,7 +11,7 @@ import grpc.aio
 
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
-from baton.worker.messages import Code
+from baton.worker.messages import ToRouter
 
 MAX_UNREAD_BYTES = 8 << 20
 MAX_UNREAD_CACHE_BYTES = 1 << 20
@@ -134,11 +134,12 @@ class Routers:
         """Returns False if it was removed before."""
         return self._streams.pop(stream.number, None) is not None
 
-    def deliver(self, stream_number: int, message: bytes) -> None:
-        """Queues a message for one router. Drops the message if the router has detached."""
-        stream = self._streams.get(stream_number)
-        if stream is not None:
-            stream.put(message)
+    def deliver(self, message: ToRouter) -> None:
+        """Queues a message. Drops it if its router has detached."""
+        if message.stream is None:
+            self.broadcast(message.data)
+        elif (stream := self._streams.get(message.stream)) is not None:
+            stream.put(message.data)
 
     def broadcast(self, message: bytes) -> None:
         for stream in self._streams.values():
@@ -167,9 +168,3 @@ class Routers:
         """Ends every stream after its queued messages are written."""
         for stream in self._streams.values():
             stream.finish()
-
-
-def failed(attempt_id: bytes, code: Code, message: str, prefill_id: bytes = b"") -> bytes:
-    name = pb.FailureCode.Name(code)
-    failure = pb.AttemptFailed(attempt_id=attempt_id, code=name, message=message, prefill_id=prefill_id)
-    return pb.WorkerMessage(failed=failure).SerializeToString()

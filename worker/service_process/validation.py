@@ -22,7 +22,7 @@ from baton.rpc import LONGEST_REPORT, bounded_report
 from baton.rpc import worker_pb2 as pb
 from baton.system.tracing import valid_traceparent
 from baton.vision.images import CHANNELS, MOST_PIXELS, PIXELS_PART, ImageSettings
-from baton.worker.messages import Code, Origin
+from baton.worker.messages import Origin
 from baton.worker.requests import engine_request
 
 ID_BYTES = 16
@@ -50,7 +50,7 @@ class Checked(NamedTuple):
 class RefusedAttempt(Exception):
     """This worker refuses the attempt. `code` and the text go to the router."""
 
-    def __init__(self, code: Code, message: str) -> None:
+    def __init__(self, code: pb.FailureCode, message: str) -> None:
         super().__init__(message)
         self.code = code
 
@@ -262,7 +262,7 @@ def _address(address: str) -> None:
 
 
 def _invalid(message: str) -> RefusedAttempt:
-    return RefusedAttempt(Code.INVALID, message)
+    return RefusedAttempt(pb.FAILURE_CODE_INVALID, message)
 
 
 def only_copies(told: pb.OnlyCopies) -> None:
