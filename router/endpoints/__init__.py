@@ -6,6 +6,6 @@ Life of a request here:
 2. `Frontend.authorize` checks the API key, `admit` the limits, and `prepare` makes an `ActiveRequest` of the
    bytes.
 3. `http_generation` or, for a response that is kept, `http_openai_responses` calls them for HTTP.
-4. The endpoint takes the deltas of the `ActiveRequest` and sends them: `grpc_server` as messages,
-   `http_generation` as one JSON object or as server-sent events, which `builders` build.
+4. `answers` takes the deltas of the `ActiveRequest`. `builders` make messages of gRPC, server-sent events or
+   one JSON object of them.
 """

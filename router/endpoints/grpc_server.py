@@ -2,7 +2,6 @@
 HTTP."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping
 
 import grpc
@@ -10,11 +9,12 @@ import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from baton.router import access_log
-from baton.router.active_request import ActiveRequest, Services
+from baton.router.active_request import Services
 from baton.router.admission.entry import Entry
+from baton.router.endpoints.answers import defect, stream
+from baton.router.endpoints.builders.grpc import MessagesBuilder
 from baton.router.endpoints.frontend import Frontend, request_name, unenforced_header
 from baton.router.errors import ApiError, TooSlow
-from baton.router.generation.output import Delta
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.channel import create_public_server
 from baton.rpc.health import HealthServicer
@@ -22,10 +22,7 @@ from baton.rpc.port import message_of
 from baton.rpc.tls import add_port
 from baton.system.addresses import cannot_listen, url_host
 
-log = logging.getLogger(__name__)
-
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-_WAIT_SECONDS = 60.0  # no keepalive messages: gRPC itself keeps the connection alive
 _SOON = 0.1
 """Seconds in which a message usually comes: clients send it together with the call."""
 _GRACE_SECONDS = 0.5
@@ -39,11 +36,6 @@ _CODES = {
     500: grpc.StatusCode.INTERNAL,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
-}
-_FINISH: dict[str | None, pb.Delta.FinishReason] = {
-    None: pb.Delta.UNFINISHED,
-    "stop": pb.Delta.STOP,
-    "length": pb.Delta.LENGTH,
 }
 
 
@@ -67,9 +59,7 @@ class GrpcEndpoint:
             share=config.supervised,
         )
         # gRPC calls only stream handlers before it reads the message. So the API key is checked first.
-        generate = grpc.stream_stream_rpc_method_handler(
-            self._generate, response_serializer=pb.GenerateResponse.SerializeToString
-        )
+        generate = grpc.stream_stream_rpc_method_handler(self._generate)
         handler = grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})
         self._server.add_generic_rpc_handlers((handler,))
         self._following: asyncio.Task[None] | None = None
@@ -123,7 +113,7 @@ class GrpcEndpoint:
     # ------------------------------------------------------------ the service
 
     async def _generate(
-        self, requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, pb.GenerateResponse]"
+        self, requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]"
     ) -> None:
         sent = context.invocation_metadata() or ()
         metadata = {key: value for key, value in sent if isinstance(value, str)}
@@ -135,7 +125,7 @@ class GrpcEndpoint:
     async def _answer(
         self,
         requests: AsyncIterator[bytes],
-        context: "grpc.aio.ServicerContext[bytes, pb.GenerateResponse]",
+        context: "grpc.aio.ServicerContext[bytes, bytes]",
         metadata: Mapping[str, str],
         access: access_log.Access,
     ) -> None:
@@ -153,17 +143,16 @@ class GrpcEndpoint:
                     context.set_trailing_metadata((("x-request-id", name), unenforced))
                 del raw  # frees the body, which may be large, before the generation, which may be long
                 with active.generating():
-                    await _write(active, context, self._config.client_timeout)
+                    to = MessageStream(context, self._config.client_timeout)
+                    await stream(active, MessagesBuilder(active), to)
         except ApiError as error:
             access.status = error.status
             await self._refuse(context, error, name)
-        except Exception:
+        except Exception:  # noqa: BLE001 - `defect` logs it
             if context.cancelled():
                 access.status = access_log.CLOSED_BY_CLIENT
                 return  # the client disconnected
-            # A bug in the router: the log has its stack, and the client gets the id of the request.
-            log.exception("request %s", name)
-            await self._refuse(context, ApiError(f"request {name} failed inside the router"), name)
+            await self._refuse(context, defect(name), name)
 
     async def _message(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext, entry: Entry
@@ -190,44 +179,33 @@ class GrpcEndpoint:
         await context.abort(_CODES[error.status], error.message, trailing)
 
 
-async def _write(active: ActiveRequest, context: grpc.aio.ServicerContext, client_timeout: float) -> None:
-    while not active.finished:
-        deltas = await active.take(_WAIT_SECONDS)
-        if deltas:
-            response = pb.GenerateResponse(deltas=[_delta(*delta) for delta in deltas])
+class MessageStream:
+    """The messages of a call (`answers.Stream`). The status of the call follows them, so an error may always
+    be one. gRPC keeps the connection alive."""
+
+    begun = silent = False
+
+    def __init__(self, context: grpc.aio.ServicerContext, client_timeout: float) -> None:
+        self._context = context
+        self._seconds = client_timeout
+
+    async def write(self, events: bytes) -> None:
+        if events:
             try:
-                async with asyncio.timeout(client_timeout):
-                    await context.write(response)
+                async with asyncio.timeout(self._seconds):
+                    await self._send(events)
             except TimeoutError:
-                raise TooSlow(f"the client read nothing for {client_timeout:g} s") from None
-    used = active.usage()
-    usage = pb.Usage(
-        prompt_tokens=used.prompt_tokens,
-        completion_tokens=used.completion_tokens,
-        cached_tokens=used.cached_tokens,
-        numerics_changed=used.numerics_changed,
-        accepted_prediction_tokens=used.accepted_drafts,
-        rejected_prediction_tokens=used.rejected_drafts,
-    )
-    if used.weights_versions is not None:
-        usage.weights_version.first, usage.weights_version.last = used.weights_versions
-    await context.write(pb.GenerateResponse(usage=usage))
+                raise TooSlow(f"the client read nothing for {self._seconds:g} s") from None
 
+    async def _send(self, events: bytes) -> None:
+        await self._context.write(events)
 
-def _delta(index: int, delta: Delta) -> pb.Delta:
-    written = pb.Delta(
-        index=index,
-        token_id=delta.token_id,
-        text=delta.text,
-        finish_reason=_FINISH[delta.finish_reason],
-    )
-    if isinstance(delta.stop_reason, str):
-        written.stop_string = delta.stop_reason
-    elif delta.stop_reason is not None:
-        written.stop_token_id = delta.stop_reason
-    logprobs = delta.logprobs
-    if logprobs is not None:
-        written.logprobs.logprob = logprobs.logprob
-        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        written.logprobs.top.extend(pb.TopLogprob(token_id=t, logprob=logprob) for t, logprob in top)
-    return written
+    async def end(self, events: bytes, end: bytes) -> None:
+        await self.write(events)
+        await self.write(end)
+
+    def may_write(self, now: float) -> bool:
+        return False  # the task writes
+
+    def write_now(self, events: bytes, now: float) -> None:
+        raise AssertionError("it may not write")

@@ -1,12 +1,10 @@
 """The HTTP endpoints that generate: read a request, generate, and send the response.
 
-A response is whole, or a stream of server-sent events. `http_writer` sends both.
+A response is whole, or a stream of server-sent events.
 """
 
-import asyncio
-import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 
 from aiohttp import web
@@ -17,27 +15,19 @@ from baton.router.admission.entry import Entry
 from baton.router.admission.keys import Account
 from baton.router.api.bodies import ChatOptions
 from baton.router.config import RouterConfig
-from baton.router.endpoints import http_writer
+from baton.router.endpoints.answers import ResponseBuilder, collect, stream
 from baton.router.endpoints.builders.anthropic import AnthropicBuilder
 from baton.router.endpoints.builders.base import encode
-from baton.router.endpoints.builders.completions import ChatBuilder, ChoicesBuilder, CompletionBuilder
-from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
+from baton.router.endpoints.builders.completions import ChatBuilder, CompletionBuilder
 from baton.router.endpoints.frontend import Frontend, seconds_of, unenforced_header
 from baton.router.endpoints.http_writer import EventStream
 from baton.router.endpoints.request_body import read_body
-from baton.router.errors import ApiError
-from baton.router.generation.output import Delta
 from baton.router.preparation.prepare import Generated
-
-log = logging.getLogger(__name__)
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id")
 ACCOUNT: ContextVar[Account] = ContextVar("account")
 UNENFORCED = "x-baton-unenforced"
 """Response header, and the key of its value in a request."""
-ResponseBuilder = ChatBuilder | CompletionBuilder | AnthropicBuilder | OpenAIResponsesBuilder
-"""Makes the response to one request. In a stream: `events` of each delta, then `end` or `failed`.
-Else: `add` each delta, then `whole`."""
 _BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[AnthropicBuilder]] = {
     "chat": ChatBuilder,
     "completion": CompletionBuilder,
@@ -122,69 +112,8 @@ class HttpGeneration:
         """Generates, and sends the response if it is a stream. Raises ApiError if nothing is sent yet."""
         with active.generating():
             if active.options.stream:
-                return await self._stream(request, active, builder)
+                events = EventStream(request)
+                await stream(active, builder, events)
+                return events.response
             await collect(active, builder)
             return json_response(encode(builder.whole()))
-
-    async def _stream(
-        self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder
-    ) -> web.StreamResponse:
-        stream, last = EventStream(request), b""
-
-        def consume(now: float) -> bool:
-            nonlocal last
-            if not stream.may_write(now):
-                return False
-            events = b"".join([builder.events(index, delta) for index, delta in active.pop()])
-            if active.finished:
-                last = events
-            elif events:
-                stream.write_now(events, now)
-            return not active.over
-
-        try:
-            while not active.finished:
-                deltas = await _deltas(active, builder)
-                events = b"".join([builder.events(index, delta) for index, delta in deltas])
-                if active.finished:
-                    last += events
-                elif events or not deltas or stream.silent:
-                    begins = not stream.begun
-                    await stream.write(events)
-                    if begins:
-                        active.consume(consume)
-            end = last + builder.end()
-        except ApiError as error:
-            if not stream.begun:
-                raise
-            active.services.metrics.failed(error, active.name)
-            end = builder.failed(error)
-        return await stream.end(end)
-
-
-async def collect(
-    active: ActiveRequest, builder: ResponseBuilder, add: Callable[[int, Delta], None] | None = None
-) -> None:
-    """Gives all deltas to `add`, by default that of the builder. Raises ApiError."""
-    use = add or builder.add
-
-    def consume(_: float) -> bool:
-        for index, delta in active.pop():
-            use(index, delta)
-        return not active.over
-
-    active.consume(consume)
-    while not active.finished:
-        for index, delta in await _deltas(active, builder):
-            use(index, delta)
-
-
-async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple[int, Delta]]:
-    """Takes deltas. The builder has what comes before them: log probabilities of their prompts."""
-    deltas = await active.take(http_writer.KEEPALIVE_SECONDS)
-    for index, delta in deltas:
-        for part in delta.prompt:
-            assert isinstance(builder, ChoicesBuilder), "the other APIs show none"
-            builder.add_prompt(index, part)
-            await asyncio.sleep(0)  # other tasks run between the parts of a long prompt
-    return deltas

@@ -10,7 +10,6 @@ Life of a response:
 
 import asyncio
 import contextlib
-import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from baton.router.admission.entry import Entry
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints import http_writer
+from baton.router.endpoints.answers import collect, defect
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
@@ -34,8 +34,6 @@ from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest
 from baton.router.generation.output import MAX_TAKEN, Delta
 from baton.router.preparation.prepare import Peek, resolved
 from baton.system.addresses import url_host, without_mapping
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,8 @@ class OpenAIResponses:
             if new:
                 await stream.write(b"".join(new))
             position += len(new)
-        return await stream.end()
+        await stream.end()
+        return stream.response
 
     async def delete(self, request: web.Request) -> web.Response:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
@@ -235,16 +234,15 @@ class OpenAIResponses:
                 if events is not None:
                     builder.begin()
                     active.keep(events.bytes)
-                await http.collect(active, builder, add)
+                await collect(active, builder, add)
             builder.end()
         except asyncio.CancelledError:
             access.status = access_log.CLOSED_BY_CLIENT
             builder.cancelled()
         except ApiError as error:
             failed(error)
-        except Exception:
-            log.exception("request %s", http.REQUEST_ID.get())
-            failed(ApiError(f"request {http.REQUEST_ID.get()} failed inside the router"))
+        except Exception:  # noqa: BLE001 - `defect` logs it
+            failed(defect(active.name))
         finally:
             if events is not None:
                 events.end()

@@ -1,7 +1,6 @@
 """The HTTP server: the routes, what happens to every request, and the small endpoints."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -19,6 +18,7 @@ from baton.router.api.openapi import OPERATIONS, encoded
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints import pages
 from baton.router.endpoints.admin_calls import add_admin_calls
+from baton.router.endpoints.answers import defect
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.endpoints.http_batches import HttpBatches
 from baton.router.endpoints.http_connections import is_extra, refusal, serving_key
@@ -66,8 +66,6 @@ class Cors:
         origin = request.headers.get("Origin")
         return origin is not None and ("*" in self._origins or origin in self._origins)
 
-
-log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -184,12 +182,11 @@ class HttpEndpoints:
         except web.HTTPException:
             raise
         except Exception:
-            # A bug in the router: the log has its stack, and the client gets the id of the request.
-            log.exception("request %s", request_id)
+            error = defect(request_id)
             if request.writer.output_size:
-                self._services.metrics.failed(errors.ApiError(""), request_id)
+                self._services.metrics.failed(error, request_id)
                 raise  # the response has begun: aiohttp closes the connection
-            return self._refuse(request, errors.ApiError(f"request {request_id} failed inside the router"))
+            return self._refuse(request, error)
 
     async def _handled(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks the API key. What it has asked for counts for it until it is sent. Raises ApiError."""

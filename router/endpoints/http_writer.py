@@ -1,4 +1,4 @@
-"""The one way by which an answer leaves: JSON, pages, files and errors by `send`, events by `EventStream`.
+"""The HTTP end of an answer: JSON, pages, files and errors leave by `send`, events by `EventStream`.
 
 - An answer leaves in pieces, each when the client has taken the one before, within `client_timeout`
   (`http_connections`). Then the client is cut off.
@@ -49,8 +49,8 @@ async def pieces_of_file(request: web.BaseRequest, file: BinaryIO) -> AsyncItera
 
 
 class EventStream:
-    """A stream of server-sent events. Its status leaves with the first events: until then (`begun`) an error
-    may have another one.
+    """A stream of server-sent events, as `answers.Stream`. Its status leaves with the first events: until
+    then (`begun`) an error may have another one.
 
     While the task of the request waits for tokens, `write_now` writes to the transport. The framework's way
     there takes longer than all else that is done for a token.
@@ -58,14 +58,14 @@ class EventStream:
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
-        self._response = web.StreamResponse(headers=_STREAM_HEADERS)
+        self.response = web.StreamResponse(headers=_STREAM_HEADERS)
         self._transport: asyncio.Transport | None = None
         self._chunked = False
         self._sent_at = -math.inf  # by the clock of the loop
 
     @property
     def begun(self) -> bool:
-        return self._response.prepared
+        return self.response.prepared
 
     @property
     def silent(self) -> bool:
@@ -75,22 +75,21 @@ class EventStream:
     async def write(self, events: bytes) -> None:
         """Writes events, or a comment if there are none. Waits until the client makes room for all of it."""
         await self._begin()
-        await self._response.write(events or _KEEPALIVE)
+        await self.response.write(events or _KEEPALIVE)
         await self._request.writer.drain()
         self._sent_at = asyncio.get_running_loop().time()
 
-    async def end(self, events: bytes = b"") -> web.StreamResponse:
+    async def end(self, events: bytes = b"", end: bytes = b"") -> None:
         """Writes the last events, with the end of the response. Waits as `write` does."""
         await self._begin()
-        await self._response.write_eof(events)
+        await self.response.write_eof(events + end)
         await self._request.writer.drain()
-        return self._response
 
     async def _begin(self) -> None:
         if not self.begun:
-            await self._response.prepare(self._request)
+            await self.response.prepare(self._request)
             self._transport = self._request.transport
-            self._chunked = self._response.headers.get("Transfer-Encoding") == "chunked"
+            self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
 
     def may_write(self, now: float) -> bool:
         """Whether the client reads, and no comment is due. Else the task has to `write`. `now`: by the clock

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.router.admission.keys import ApiKey
+from baton.router.endpoints.grpc_server import MessageStream
 from baton.router.policy import desk
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
@@ -140,6 +141,18 @@ async def test_a_disconnect_cancels_the_request_on_both_workers(cluster: Cluster
         call.cancel()
         await decode.until(lambda w: w.cancelled == [w.submitted[0].decode.decode_id])
         await prefill.until(lambda w: w.cancelled == [w.submitted[0].prefill.prefill_id])
+        await cluster.idle()
+
+
+async def test_a_client_that_reads_nothing_is_cut_off(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """No message leaves, as when the flow control of the call has no room. The generation ends."""
+    monkeypatch.setattr(MessageStream, "_send", lambda self, events: asyncio.Event().wait())
+    async with make_cluster(tokenizer, tmp_path, client_timeout=0.5) as cluster:
+        code, details, trailing = await refusal(cluster, text="x", max_tokens=50)
+        assert (code, trailing["error-code"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "request_timeout")
+        assert details == "the client read nothing for 0.5 s"
         await cluster.idle()
 
 
