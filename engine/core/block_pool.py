@@ -26,7 +26,8 @@ class BlockPool(Cells[bytes]):
     Attributes:
         block_size: positions of a block.
         windows: None: all layers have the same blocks.
-        evicted: the names that blocks have lost, in order. The prefix cache reads and empties it.
+        evicted: the names of blocks and states that a place has lost, here or in a tier below, in order. The
+            prefix cache reads and empties it.
         halved: names of cached blocks without a window block of which a tier has all. The prefix cache writes
             it.
     """

@@ -18,7 +18,7 @@ Tiers know nothing of each other. Each saves what the pool evicts next.
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -69,6 +69,11 @@ class CellCopy:
         return self.entry.place
 
 
+class HasTenant(Protocol):
+    @property
+    def tenant(self) -> bytes: ...
+
+
 class CellPool(Protocol):
     """A pool of cells with names: `BlockPool`, or `StateCopies`."""
 
@@ -104,7 +109,6 @@ class OffloadTier:
         of_states: the cells are copies of states, and no blocks.
         num_places: places that it may have.
         ready: of these, the first ones, which have memory. All, unless the caller says otherwise.
-        evicted: the names of cells that are not kept here any more. The prefix cache reads and empties it.
     """
 
     def __init__(
@@ -114,17 +118,18 @@ class OffloadTier:
         pool: CellPool,
         num_cells: int,
         cell_tokens: int,
-        tenant_of: Callable[[bytes], bytes | None],
+        cached: Mapping[bytes, HasTenant],
+        evicted: list[bytes],
     ) -> None:
-        """`num_cells`: of the pool. `cell_tokens`: positions with KV in a cell. 0: it has states. `tenant_of`
-        a cell that the cache has, by its name."""
+        """`num_cells`: of the pool. `cell_tokens`: positions with KV in a cell. 0: it has states. `cached`:
+        what the cache has, by name. `evicted` gets the names of cells that are not kept here any more."""
         self.tier = tier
         self.of_states = not cell_tokens
         self.num_places = self.ready = num_places
         self._pool = pool
         self._cell_tokens = cell_tokens
-        self._tenant_of = tenant_of
-        self.evicted: list[bytes] = []
+        self._cached = cached
+        self._evicted = evicted
         # At most half of the places: otherwise all cells of this tier would also be in the pool.
         self._clean = min(max(1, num_cells // CLEAN_SHARE), num_places // 2)
         self._free = list(range(num_places - 1, -1, -1))
@@ -194,16 +199,16 @@ class OffloadTier:
         copies: list[CellCopy] = []
         while self._to_save and len(copies) < most:
             cell, name = self._to_save.popleft()
-            tenant = self._tenant_of(name)
             is_evictable = self._pool.lookup([name]) == [cell] and self._pool.unreferenced([cell])
-            if not (is_evictable and self._pool.may_save(name) and self._lacks(name)) or tenant is None:
+            cached = self._cached.get(name)
+            if not (is_evictable and self._pool.may_save(name) and self._lacks(name)) or cached is None:
                 continue
             place = self._take_place()
             if place is None:
                 break
             let = self._pool.lease(cell)
             copy = self._saving[name] = CellCopy(
-                name, cell, _Entry(place, tenant), let=let, epoch=self._pool.epoch(cell)
+                name, cell, _Entry(place, cached.tenant), let=let, epoch=self._pool.epoch(cell)
             )
             copies.append(copy)
         self._copies += len(copies)
@@ -239,7 +244,7 @@ class OffloadTier:
             del self._by_tenant[entry.tenant]
         if not entry.readers:
             self._free.append(entry.place)
-        self.evicted.append(name)
+        self._evicted.append(name)
 
     # Copies in
 

@@ -76,12 +76,11 @@ class PrefixCache:
         self._cached: OrderedDict[bytes, _Cached] = OrderedDict()
         tiers: list[OffloadTier] = []
         for (tier, of_states), places in sorted(offload_places.items()):
+            cells = (pool, pool.num_blocks, pool.block_size)
             if of_states:
                 assert copies is not None, "the model has states"
-                tiers.append(OffloadTier(tier, places, copies, copies.count, 0, self._tenant_of))
-                continue
-            cells = pool, pool.num_blocks, pool.block_size
-            tiers.append(OffloadTier(tier, places, *cells, self._tenant_of))
+                cells = (copies, copies.count, 0)
+            tiers.append(OffloadTier(tier, places, *cells, self._cached, pool.evicted))
         self.offload: Sequence[OffloadTier] = tiers
         self._block_tiers = [tier for tier in tiers if not tier.of_states]
         self._state_tiers = [tier for tier in tiers if tier.of_states]
@@ -228,7 +227,7 @@ class PrefixCache:
 
     def publish_states(self, names: PrefixNames, position: int, slot: int) -> None:
         """Names a copy of the states after this many tokens, which end a block. The states are verified."""
-        self.restore_states(names.blocks[position // self._block_size - 1], slot)
+        self._name_states(names.blocks[position // self._block_size - 1], slot)
         if not position % CHUNK_TOKENS:
             chunk = position // CHUNK_TOKENS - 1
             self._hooks.cache_changed(Kept(names.salt, names.chunks[chunk], chunk, states=True))
@@ -363,8 +362,8 @@ class PrefixCache:
         states: tuple[bytes, int] | None = None,
     ) -> None:
         """Copies these blocks, which the tiers have, from there to blocks of the pool that nothing else uses
-        meanwhile. `states`: also a copy of states, to a slot. Then calls `then`, with True if all bytes are
-        as they were saved."""
+        meanwhile. `states`: also a copy of states, to a slot of `StateCopies.allocate`. If all bytes are as
+        they were saved, the cache has these blocks and states then. At last calls `then`, with True if so."""
         parts: dict[OffloadTier, list[tuple[bytes, int]]] = {}
         for name, block in wanted:
             tier = self.tier_of(name)
@@ -379,13 +378,21 @@ class PrefixCache:
 
         def ended(intact: bool) -> None:
             intact_parts.append(intact)
-            if len(intact_parts) == len(parts):
-                then(all(intact_parts))
+            if len(intact_parts) < len(parts):
+                return
+            if is_right := all(intact_parts):
+                for name, block in wanted:
+                    self._restore(name, block)
+            if states is not None and is_right:
+                self._name_states(*states)
+            elif states is not None and self.copies is not None:
+                self.copies.release(states[1])
+            then(is_right)
 
         for tier, part in parts.items():
             tier.load(part, ended)
 
-    def restore(self, name: bytes, block: int) -> None:
+    def _restore(self, name: bytes, block: int) -> None:
         """Offers a block with KV from a tier below, which is verified. The tier had it when the copy
         began."""
         self._read_evictions()
@@ -397,7 +404,7 @@ class PrefixCache:
             self._keep({name: block})
             self._place_changed(name)
 
-    def restore_states(self, name: bytes, slot: int) -> None:
+    def _name_states(self, name: bytes, slot: int) -> None:
         """Offers a copy of the states after the block of this name. They are verified."""
         assert self.copies is not None, "the model has states"
         if self.copies.name(slot, name) and self._kept is not None:
@@ -428,21 +435,14 @@ class PrefixCache:
                 if name in self._cached and not pool.has_window(*pool.lookup([name])):
                     self._has_half(name)
             windows.lost.clear()
-        for evicted in (pool.evicted, *(tier.evicted for tier in self.offload)):
-            for name in evicted:
-                self._place_changed(name)
-            evicted.clear()
+        for name in pool.evicted:
+            self._place_changed(name)
+        pool.evicted.clear()
 
     def _has_half(self, name: bytes) -> None:
         """The block of this name on the device has no window block."""
         if name not in self._thin:
             (self._thin if self.tier_of(name) is None else self._halved).add(name)
-
-    def _tenant_of(self, name: bytes) -> bytes | None:
-        """Of a block that any tier has, or of the states after it."""
-        self._read_evictions()
-        block = self._cached.get(name)
-        return None if block is None else block.tenant
 
     def _place_changed(self, name: bytes) -> None:
         """A block came to the pool or to a tier below, or left it."""

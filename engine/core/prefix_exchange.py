@@ -16,7 +16,7 @@ The last two end with the transfer, at the latest at its deadlines. A pin is mad
 an import. A request that waits for an import has no block. So nothing here waits in a circle.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.api.request import EngineRequest
@@ -109,7 +109,7 @@ class PrefixExchange:
         these cached blocks. The free blocks include those of the cached ones that nothing holds."""
         self._block_size = pool.block_size
         self._pool = pool
-        self._cache = cache
+        self.cache = cache
         self._memory = memory
         self._may_take = may_take
         self._windows = pool.windows
@@ -130,7 +130,7 @@ class PrefixExchange:
     ) -> None:
         """A pin or an import has ended, which happens once. The rest is as in `BlockPool.release`."""
         self._open.remove(lease)
-        first_whole = self._cache.thin_before(len(lease.table) * self._block_size)
+        first_whole = self.cache.thin_before(len(lease.table) * self._block_size)
         first = max(0, first_whole - (len(lease.table) - len(blocks)))
         if self._windows is not None:
             self._windows.end(lease.windows, lease.table)
@@ -139,75 +139,76 @@ class PrefixExchange:
     def imported(self, ended: Import, num_tokens: int, *, all_positions: bool) -> None:
         """As `Import.end`."""
         names, (last, remainder) = ended.missing.names, divmod(num_tokens, self._block_size)
-        thin = 0 if all_positions else self._cache.thin_before(num_tokens)
+        thin = 0 if all_positions else self.cache.thin_before(num_tokens)
         first = len(ended.table) - len(ended.blocks)
-        self._cache.publish(names, ended.table, first, last, thin=[range(thin)])
+        self.cache.publish(names, ended.table, first, last, thin=[range(thin)])
         if (slot := ended.state_slot) is not None:
-            assert self._cache.copies is not None, "it gave the slot"
+            assert self.cache.copies is not None, "it gave the slot"
             if num_tokens and not remainder:
-                self._cache.publish_states(names, num_tokens, slot)
+                self.cache.publish_states(names, num_tokens, slot)
             else:
-                self._cache.copies.release(slot)
+                self.cache.copies.release(slot)
         has_remnant = slot is None and remainder and last >= thin
         remnant = (ended.table[last], names.chunks[num_tokens // CHUNK_TOKENS - 1]) if has_remnant else None
         self.ended(ended, [*ended.missing.hits, *ended.blocks], remnant)
-
-    def last_used(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """As `PrefixCache.last_used`."""
-        return self._cache.last_used()
 
     def bring(self, chunks: Sequence[bytes], first_chunk: int, then: Callable[[], None]) -> bool:
         """Copies what the tiers below have of these chunks to the pool, as far as `pin` may take it, and then
         calls `then`. If the model has states, also those at the end of what it copies. False: they have
         nothing that the pool lacks, or there is no room."""
-        copies, states = self._cache.copies, None
+        copies = self.cache.copies
         if copies is not None:
             chunks = self._with_states(chunks, first_chunk)
-        names = self._cache.blocks_of(chunks, first_chunk)[: self._may_pin]
+        names = self.cache.blocks_of(chunks, first_chunk)[: self._may_pin]
         cached = [block for name in names for block in self._pool.lookup([name])]
         wanted = [name for name in names if not self._pool.lookup([name])]
         lacks_states = copies is not None and bool(chunks) and chunks[-1] not in copies
         if not (wanted or lacks_states) or not self._may_import(len(wanted), cached):
             return False
-        span = WindowSpan()
-        self._pool.share(cached)
-        read = self._promise(span, len(wanted))
-        blocks = self._pool.allocate(len(wanted))
-        if copies is not None and lacks_states:
-            # After the blocks: copies may take the memory of those that nothing holds.
-            if (slot := self._allocate_copy()) is None:
-                self._pool.release([*cached, *blocks])
-                return False
-            states = chunks[-1], slot
-        self._read_windows(span, blocks, read)
+        if (taken := self._take(len(wanted), cached, states=lacks_states)) is None:
+            return False
+        blocks, slot, span = taken
 
-        def ended(intact: bool) -> None:
+        def ended(_: bool) -> None:
             self._brought -= 1
-            if copies is not None and states is not None:
-                if intact:
-                    self._cache.restore_states(*states)
-                else:
-                    copies.release(states[1])
-            if intact:
-                for name, block in zip(wanted, blocks, strict=True):
-                    self._cache.restore(name, block)
             if self._windows is not None:
                 self._windows.end(span, blocks)
             self._pool.release([*cached, *blocks])
             then()
 
         self._brought += 1
-        self._cache.load(list(zip(wanted, blocks, strict=True)), ended, states)
+        states = None if slot is None else (chunks[-1], slot)
+        self.cache.load(list(zip(wanted, blocks, strict=True)), ended, states)
         return True
+
+    def _take(
+        self, count: int, hits: Sequence[int], *, states: bool, before: int = 0
+    ) -> tuple[list[int], int | None, WindowSpan] | None:
+        """A block table with so many new blocks behind `before` entries that mean nothing, a slot for
+        `states`, and what the blocks read in layers with windows. It holds `hits`, too. None: no slot."""
+        span, slot = WindowSpan(), None
+        self._pool.share(hits)
+        read = self._promise(span, count)
+        table = [*[0] * before, *self._pool.allocate(count)]
+        # After the blocks: copies may take the memory of those that nothing holds.
+        if states and (of_requests := self._memory.states) is not None:
+            slot = of_requests.allocate_copy()
+            if slot is None:
+                if self._windows is not None:
+                    self._windows.promise(span, 0)
+                self._pool.release([*hits, *table[before:]])
+                return None
+        self._read_windows(span, table, read)
+        return table, slot, span
 
     def _with_states(self, chunks: Sequence[bytes], first_chunk: int) -> Sequence[bytes]:
         """The longest beginning that may be pinned of which the tiers have all blocks, and the states at its
         end. Empty: there is none."""
         first = first_chunk * CHUNK_TOKENS // self._block_size
         for count in range(len(chunks), 0, -1):
-            if self._cache.usable(chunks[count - 1 : count]):
+            if self.cache.usable(chunks[count - 1 : count]):
                 last = -(-(first_chunk + count) * CHUNK_TOKENS // self._block_size)
-                if len(self._cache.blocks_of(chunks[:count], first_chunk)) == last - first <= self._may_pin:
+                if len(self.cache.blocks_of(chunks[:count], first_chunk)) == last - first <= self._may_pin:
                     return chunks[:count]
         return ()
 
@@ -230,7 +231,7 @@ class PrefixExchange:
 
         `first_chunk`: the position of the first one in its prompt, in chunks. `states` end with the pin.
         `is_prefix`: of layers with windows, only what the token behind the chunks reads is kept."""
-        count, blocks = self._cache.table(chunks, first_chunk, self._may_pin)
+        count, blocks = self.cache.table(chunks, first_chunk, self._may_pin)
         # Otherwise pins could delay the first request of the queue forever.
         if not count or not self._may_take(self._pool.unreferenced(blocks), 0, blocks):
             return None  # without the table: `first_chunk` comes from a peer, and may be any number
@@ -274,11 +275,6 @@ class PrefixExchange:
         windows.promise(span, read)
         return read
 
-    def _allocate_copy(self) -> int | None:
-        states = self._memory.states
-        assert states is not None, "the model has states"
-        return states.allocate_copy()
-
     def _read_windows(self, span: WindowSpan, table: Sequence[int], count: int) -> None:
         """Gives the last blocks the window blocks that were promised."""
         if self._windows is not None:
@@ -287,9 +283,9 @@ class PrefixExchange:
     def pin_prefix(self, chunks: Sequence[bytes], first_chunk: int) -> Pin | None:
         """As `pin`, for another worker. No window reaches from the end to a thin block. If the model has
         states, the device has those after the last chunk, and they are pinned, too."""
-        lease, copies = None, self._cache.copies
-        chunks = chunks[: self._cache.table(chunks, first_chunk, self._may_pin)[0]]
-        ends = self._cache.sendable(chunks, first_chunk)
+        lease, copies = None, self.cache.copies
+        chunks = chunks[: self.cache.table(chunks, first_chunk, self._may_pin)[0]]
+        ends = self.cache.sendable(chunks, first_chunk)
         if copies is not None:
             ends = [end for end in ends if chunks[end - 1] in copies]
         if not ends:
@@ -323,20 +319,9 @@ class PrefixExchange:
         """The entries of a block table before this chunk of a prompt, which mean nothing."""
         return [0] * (chunk * CHUNK_TOKENS // self._block_size)
 
-    def lend_states(self, chunk: bytes) -> CopyLease | None:
-        """On the states after this chunk. None: they are gone."""
-        assert self._cache.copies is not None, "the model has states"
-        return self._cache.copies.lend(chunk)
-
-    def is_whole(self, chunk: bytes) -> bool:
-        """As `PrefixCache.is_whole`."""
-        return self._cache.is_whole(chunk)
-
     def has(self, name: bytes, chunk: int) -> bool:
         """Whether the pool has this chunk, at this position in its prompt, whether it may be kept or not."""
-        return self._pool.has_remnant(name) or bool(
-            self._cache.table([name], chunk, self._pool.num_blocks)[0]
-        )
+        return self._pool.has_remnant(name) or bool(self.cache.table([name], chunk, self._pool.num_blocks)[0])
 
     def missing(self, request: EngineRequest, most: int, *, remnant: bool = False) -> MissingPrefix | None:
         """What all tiers lack of a prompt that is not added yet, in at most `most` chunks.
@@ -345,19 +330,19 @@ class PrefixExchange:
         `remnant`: behind full blocks that are missing, the full chunks of the last block count, too."""
         tokens = [*request.prompt_ids, *request.output_ids]
         usable = (len(tokens) - 1) // self._block_size  # as for a prefill
-        names = self._cache.names(request)
+        names = self.cache.names(request)
         names.extend(tokens, usable * self._block_size)
-        known = self._cache.usable(names.blocks[: self._cache.known(names.blocks)])
+        known = self.cache.usable(names.blocks[: self.cache.known(names.blocks)])
         hits = self._pool.lookup(names.blocks[:known])
         first_chunk = known * self._block_size // CHUNK_TOKENS
         end = usable * self._block_size // CHUNK_TOKENS
         last = (len(tokens) - 1) // CHUNK_TOKENS
-        if remnant and last and known < usable and self._cache.copies is None:
+        if remnant and last and known < usable and self.cache.copies is None:
             end = last
             names.of_chunk(tokens, end * CHUNK_TOKENS)
         stop = min(first_chunk + most, end)
         chunks = names.chunks[first_chunk:stop]
-        computed_from, _ = self._cache.remnant(names, tokens, known, len(tokens) - 1)
+        computed_from, _ = self.cache.remnant(names, tokens, known, len(tokens) - 1)
         if stop * CHUNK_TOKENS <= computed_from:
             return None
         return MissingPrefix(chunks, first_chunk, names, hits, computed_from)
@@ -372,14 +357,10 @@ class PrefixExchange:
         last = -(-stop * CHUNK_TOKENS // self._block_size)
         if not self._may_import(last - first, missing.hits):
             return None
-        slot, copies, span = None, self._cache.copies, WindowSpan()
-        self._pool.share(missing.hits)
-        read = self._promise(span, last - first)
-        blocks = self._pool.allocate(last - first)
-        if copies is not None and (slot := self._allocate_copy()) is None:  # as in `bring`
-            self._pool.release([*missing.hits, *blocks])
+        states = self.cache.copies is not None
+        if (taken := self._take(last - first, missing.hits, states=states, before=first)) is None:
             return None
-        started = Import(missing, [*[0] * first, *blocks], blocks, slot, self, windows=span)
-        self._read_windows(span, started.table, read)
+        table, slot, span = taken
+        started = Import(missing, table, table[first:], slot, self, windows=span)
         self._open.add(started)
         return started

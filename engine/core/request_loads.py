@@ -37,27 +37,28 @@ class RequestLoads:
             return False
         states = None
         if (of_requests := self._memory.states) is not None:
-            tier, seconds = cache.states_tier_of(usable[stop - 1]), self._seconds(live, begin, stop)
-            if tier is None or tier.pays(1, seconds):
-                states = of_requests.load(live, names, stop)
-            if states is None:
+            name, slot = usable[stop - 1], None
+            if (tier := cache.states_tier_of(name)) is None:
+                of_requests.begin_with(live, name)
+            elif tier.pays(1, self._seconds(live, begin, stop)):
+                slot = of_requests.allocate_copy()
+            if tier is not None and slot is None:
                 self._begin_at(live, names, begin)
                 return False
+            states = None if slot is None else (name, slot)
         cache.used(usable[first:stop])
         wanted = self._wanted(live, usable[:stop], first)
 
         def landed(intact: bool) -> None:
             has_kv = intact and live.phase is not Phase.GONE
             if has_kv:
-                for index in range(first, stop):
-                    cache.restore(usable[index], live.blocks[index])
                 cache.hits += (stop - first) * self._block_size
                 live.num_published, live.num_cached = stop, stop * self._block_size
-            if states is not None:
-                states.loaded(has_kv)
+                if of_requests is not None and states is not None:
+                    of_requests.begin_with(live, states[0])
             ended(intact)
 
-        cache.load(wanted, landed, None if states is None else states.wanted)
+        cache.load(wanted, landed, states)
         return True
 
     def _has(self, names: Sequence[bytes], index: int, stop: int) -> int | None:

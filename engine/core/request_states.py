@@ -1,7 +1,6 @@
 """The slots of the states of requests, and the copies of states that they begin with and leave. Pure."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Budget
@@ -10,15 +9,6 @@ from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.state_copies import Copy, CopyLease, Save, Wanted
 from baton.engine.core.step_builder import Schedule
-
-
-class StatesLoad(NamedTuple):
-    """States that a request waits for."""
-
-    wanted: tuple[bytes, int] | None
-    """The name in the tiers, and the slot to copy to. None: the device has the states."""
-    loaded: Callable[[bool], None]
-    """The slot is not written any more. True: it has the states, and the request begins with them."""
 
 
 class RequestStates:
@@ -66,27 +56,6 @@ class RequestStates:
         self._copies.use(name)
         live.states.copy = copy = self._copies.lend(name)
         live.states.begins_with = None if copy is None else copy.slot
-
-    def load(self, live: LiveRequest, names: PrefixNames, num_blocks: int) -> StatesLoad | None:
-        """Gets the states after so many cached blocks, which the device or a tier has. None: there is no slot
-        for them."""
-        cache, copies, name = self._cache, self._copies, names.blocks[num_blocks - 1]
-        assert cache is not None, "it has the blocks"
-        assert copies is not None, "it has the states"
-        if name in copies:
-            self.begin_with(live, name)
-            return StatesLoad(None, lambda _: None)
-        if (slot := self.allocate_copy()) is None:
-            return None
-
-        def loaded(is_right: bool) -> None:
-            if is_right:
-                cache.publish_states(names, num_blocks * self._block_size, slot)
-                self.begin_with(live, name)
-            else:
-                copies.release(slot)
-
-        return StatesLoad((name, slot), loaded)
 
     def publish(self, live: LiveRequest, computed: int) -> None:
         """Offers the copies among the first `computed` positions to the prefix cache, or keeps the last one

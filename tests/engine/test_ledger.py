@@ -110,7 +110,8 @@ def test_a_prefix_is_brought_for_another_worker(
             each.pump()
 
     tokens_of(engine, [request_of(0, prompt, max_tokens=1)])
-    lease = exchange.lend_states(missing.chunks[1])
+    assert exchange.cache.copies is not None
+    lease = exchange.cache.copies.lend(missing.chunks[1])
     assert lease is not None
     [ledgers] = planes(engine)["ledger"]
     kept = ledgers[:, lease.slot].clone()

@@ -301,7 +301,7 @@ def test_the_prefixes_used_last_come_first() -> None:
         worker.compute(prompt)
     worker.compute(new, salt=b"salt")
     assert worker.compute(old) == 192
-    assert list(worker.exchange.last_used()) == [
+    assert list(worker.exchange.cache.last_used()) == [
         (b"", chunks_of(old)),
         (b"salt", chunks_of(new, b"salt")),
         (b"", chunks_of(branch)),
@@ -309,7 +309,7 @@ def test_the_prefixes_used_last_come_first() -> None:
     ]
     last = text(640, 4)
     worker.compute(last)  # evicts all but the beginnings of the last used prompts
-    [newest, *_] = worker.exchange.last_used()
+    [newest, *_] = worker.exchange.cache.last_used()
     assert newest == (b"", chunks_of(last))
 
 
@@ -341,7 +341,7 @@ def test_a_prompt_without_a_full_chunk_lacks_nothing_that_travels(tokens: int, r
 def test_the_last_chunk_of_a_prompt_travels_without_the_rest_of_its_block() -> None:
     holder, asker = Worker(128), Worker(128)
     changes: list[CacheChange] = []
-    holder.exchange._cache._hooks = Hooks(cache_changed=changes.append)
+    holder.exchange.cache._hooks = Hooks(cache_changed=changes.append)
     holder.compute(text(200), salt=b"tenant")
     holder.compute(text(90, 1))
     [(salt, name, chunk, _), (_, other, first, _)] = [x for x in changes if isinstance(x, Kept)]

@@ -190,7 +190,7 @@ def test_a_prefix_brings_what_windows_read(path_of: Callable[[str], Path]) -> No
         assert isinstance(injected, kv.Injected)
         assert (injected.stats.tokens, injected.stats.bytes) == (384, needed(layout, 0, 384))
         into.end(injected.stats.tokens)
-        assert [here.is_whole(chunk) for chunk in missing.chunks] == [False] * 4 + [True] * 2
+        assert [here.cache.is_whole(chunk) for chunk in missing.chunks] == [False] * 4 + [True] * 2
         assert here.pin_prefix(missing.chunks[:3], 0) is None, "no worker can go on there"
         pin = here.pin_prefix(missing.chunks, 0)
         assert pin is not None

@@ -144,7 +144,7 @@ class WithWindows(Operations):
             self.pinned.append(pin)
             self.done["pins"] += 1
         for chunk, name in enumerate(names.chunks):
-            if exchange.is_whole(name) and (pin := exchange.pin([name], chunk)) is not None:
+            if exchange.cache.is_whole(name) and (pin := exchange.pin([name], chunk)) is not None:
                 positions = range(chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS)
                 self.check(pin.table, positions, family, prompt)
                 pin.end()

@@ -118,11 +118,11 @@ class StoreSource:
 
     def lend(self, name: bytes, section: int, chunk: int) -> Lent | None:
         """As in `SharedStore`."""
-        exchange = self._exchange
+        exchange, cache = self._exchange, self._exchange.cache
         if section:
-            lease = exchange.lend_states(name)
+            lease = None if cache.copies is None else cache.copies.lend(name)
             return None if lease is None else Lent((), lease.slot, lease.end)
-        if not exchange.is_whole(name):
+        if not cache.is_whole(name):
             return None
         if (pin := exchange.pin([name], chunk) or exchange.pin_remnant(name, chunk)) is None:
             return LATER if exchange.has(name, chunk) else None
@@ -160,7 +160,7 @@ class StoreSource:
         for event in store.poll():
             event.owner.handle(event)
         if self.measure(time.monotonic()):  # the store may have lost all objects
-            self._again = self._exchange.last_used() if store.session else None
+            self._again = self._exchange.cache.last_used() if store.session else None
         if self._again is not None and not store.offers.writes:
             prefix = next(self._again, None)
             if prefix is None:
