@@ -48,7 +48,7 @@ def described(each: Any, context: typer.Context) -> tuple[str, str] | None:
     names, text = record
     meaning, _, facts = text.partition("  [")
     facts = re.sub(r"^(?:env var: \w+; )?(?:default: )?\(?(.*?)\)?\]$", r"\1", facts)
-    default = "" if facts in ("", "required") else f" Default: {facts}."
+    default = "" if facts in ("", "required", "none", "off") else f" Default: {facts}."
     line = f"- `{names}`{' (required)' if facts == 'required' else ''}: {prose(meaning)}{default}"
     return getattr(each, "rich_help_panel", None) or "General", line
 
@@ -182,15 +182,16 @@ def type_of(schema: Schema) -> str:
 
 
 def bounds(schema: Schema, what: str) -> str:
-    found = {
-        "≥": schema.get(f"min{what}"),
-        ">": schema.get("exclusiveMinimum"),
-        "≤": schema.get(f"max{what}"),
-        "<": schema.get("exclusiveMaximum"),
-    }
-    texts = [f"{sign} {value:,}" for sign, value in found.items() if value is not None]
+    low, above = schema.get(f"min{what}"), schema.get("exclusiveMinimum")
+    high, below = schema.get(f"max{what}"), schema.get("exclusiveMaximum")
     unit = {"Items": " items", "Length": " characters", "Properties": " keys", "imum": ""}[what]
-    return f" ({', '.join(texts)}{unit})" if texts else ""
+    lower = f"({above:,}" if above is not None else f"[{low:,}" if low is not None else ""
+    upper = f"{below:,})" if below is not None else f"{high:,}]" if high is not None else ""
+    if lower and upper:
+        return f" in {lower}, {upper}{unit}"
+    if lower:
+        return f" {'>' if above is not None else '≥'} {lower[1:]}{unit}"
+    return f" {'<' if below is not None else '≤'} {upper[:-1]}{unit}" if upper else ""
 
 
 def field(name: str, schema: Schema, required: bool) -> str:
