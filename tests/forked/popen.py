@@ -39,6 +39,7 @@ KINDS = {
     "tests.worker.other_layout_engine": "roles",
     "tests.worker.other_pages_engine": "roles",
     "tests.worker.patient_engine": "roles",
+    "tests.router.small_router": "roles",
     "tests.worker_process": "roles",
     "tests.vllm_worker.vllm_server": "roles",
     "baton.worker.engine_process.rank_process": "roles",

@@ -59,6 +59,7 @@ _PRELOADED: dict[str, tuple[str, ...]] = {
         "tests.elastic_engine",
         "tests.ledger",
         "tests.ledger_engine",
+        "tests.router.small_router",
         "tests.worker.eager_engine",
         "tests.worker.held_engine",
         "tests.worker.other_layout_engine",
