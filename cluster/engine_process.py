@@ -26,7 +26,7 @@ def run(config: EngineProcessConfig) -> int:
         engine = context.start_engine(sink.prefill_started, sink.layer_done)
         shared = context.resources(engine, lambda: sink.layers_ready)
         fetches = PrefixFetches(engine, context.attempts.counts, context.trace)
-        fetches.sources.append(Workers(engine, shared.receiver, shared.incarnation, context.links))
+        fetches.sources.append(Workers(shared.receiver, shared.incarnation, context.links))
         if fds := context.config.store_fds:
             context.store = StoreSource.open(engine, fds, context.transport.ranks, context.cached_chunks)
             fetches.sources.append(context.store)

@@ -6,8 +6,8 @@
       (`engine.core.kept_blocks`)
 
 Each rank has such memory for its part. Rank 0 alone has records. It reads the memory of the other ranks for
-checksums. Blocks, window blocks and states keep their shares of it: pages that move between them
-(`elastic_cache`) would need thousands of files on a GPU.
+checksums. Blocks, window blocks and states keep their shares of it: each page that moves between them
+(`elastic_cache`) would be a file on a GPU. The worker's README says how many gain how much.
 
 The first engine makes the pages. Those that follow adopt them, once the engine before them has ended. Until
 then their tensors have the same addresses as later, over one page of each dtype, which is mapped again and

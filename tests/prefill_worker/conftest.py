@@ -97,7 +97,7 @@ class Worker:
         self.receiver = self.shared.receiver
         self.fetches = PrefixFetches(self.engine, attempts.counts, trace)
         links = self.context.links
-        self.fetches.sources.append(Workers(self.engine, self.receiver, incarnation, links))
+        self.fetches.sources.append(Workers(self.receiver, incarnation, links))
         self.role = PrefillRole(self.shared, sink, self.fetches)
         self.roles = Roles(self.context, self.shared, [self.role])
 

@@ -61,7 +61,7 @@ class World:
         self.began: set[bytes] = set()
         self.ends = 0.0  # of a fetch from a store
         self.fetches = PrefixFetches(self.engine, self.counts, TraceWriter(None, ""))
-        self.fetches.sources.append(Workers(self.engine, self.source(Receiver), 7, PrefixLinks()))
+        self.fetches.sources.append(Workers(self.source(Receiver), 7, PrefixLinks()))
 
     def source(self, kind: type[S], **more: object) -> S:
         """What is fetched from."""

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from baton.engine import Engine, EngineRequest
 from baton.engine.core.link import Link
-from baton.engine.core.prefix_exchange import Import, MissingPrefix
+from baton.engine.core.prefix_exchange import Import
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter, TransferDeadlines
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
@@ -109,8 +109,8 @@ class PrefixSource(Protocol):
     """Where prefixes come from: other workers, or the shared store."""
 
     brings_all: bool
-    """Whether it brings all positions of arrays with windows. If not, those that the token behind the prefix
-    reads."""
+    """Whether it brings all positions of arrays with windows, and full chunks of a block that is not full. If
+    not, of such arrays it brings those that the token behind the prefix reads."""
 
     @property
     def transfers(self) -> Transfers: ...
@@ -120,9 +120,6 @@ class PrefixSource(Protocol):
 
     def link(self, place: pb.ContentSource) -> Link:
         """What fetches from there took."""
-
-    def missing(self, request: EngineRequest) -> MissingPrefix | None:
-        """What the prefix cache lacks and this source may bring. None: nothing."""
 
     def limit(self, expected: float, computing: float) -> float:
         """Seconds in which a fetch must end, from the seconds that it should take and those to compute its
@@ -166,9 +163,8 @@ class Workers:
 
     brings_all = False
 
-    def __init__(self, engine: Engine, receiver: Receiver, incarnation: int, links: PrefixLinks) -> None:
+    def __init__(self, receiver: Receiver, incarnation: int, links: PrefixLinks) -> None:
         """`incarnation`: of this worker."""
-        self._exchange = engine.prefix_exchange
         self.transfers = receiver
         self._incarnation = incarnation
         self._links = links
@@ -178,9 +174,6 @@ class Workers:
 
     def link(self, place: pb.ContentSource) -> Link:
         return self._links.to(place)
-
-    def missing(self, request: EngineRequest) -> MissingPrefix | None:
-        return None if self._exchange is None else self._exchange.missing(request, MAX_CHUNKS)
 
     def limit(self, expected: float, computing: float) -> float:
         return SLACK + 2 * computing if computing else LONGEST
@@ -253,9 +246,10 @@ class PrefixFetches:
     ) -> bool:
         """As `get`, from one place. `fetched`: a chunk that was fetched just now. If it is still missing, it
         is not asked for again."""
-        exchange = self._engine.prefix_exchange
-        missing = None if exchange is None else source.missing(request)
-        if exchange is None or missing is None or missing.chunks[0] == fetched:
+        if (exchange := self._engine.prefix_exchange) is None:
+            return False
+        missing = exchange.missing(request, MAX_CHUNKS, remnant=source.brings_all)
+        if missing is None or missing.chunks[0] == fetched:
             return False
         key, tokens = missing.chunks[0], len(missing.chunks) * CHUNK_TOKENS
         stop = missing.first_chunk * CHUNK_TOKENS + tokens

@@ -5,14 +5,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from baton.engine import CacheChange, CachedBlock, Engine, EngineRequest, Kept
+from baton.engine import CacheChange, CachedBlock, Engine, Kept
 from baton.engine.core.link import Link
-from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
+from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.endpoint.store_offers import LATER, PAUSE, Lent
-from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
@@ -76,9 +75,6 @@ class StoreSource:
 
     def link(self, place: pb.ContentSource) -> Link:
         return self._link
-
-    def missing(self, request: EngineRequest) -> MissingPrefix | None:
-        return self._exchange.missing(request, MAX_CHUNKS, remnant=True)
 
     def limit(self, expected: float, computing: float) -> float:
         """A fetch may take twice what it should, but no longer than computing."""
