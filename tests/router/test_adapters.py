@@ -52,7 +52,8 @@ class Adapting(FakeWorker):
     def fingerprint(self, name: str) -> bytes:
         return hashlib.blake2b(f"{name} {self.contents}".encode(), digest_size=16).digest()
 
-    async def load_adapter(self, name: str, path: str) -> messages.AdapterLoaded:
+    async def load_adapter(self, adapter: pb.Adapter) -> messages.AdapterLoaded:
+        name, path = adapter.name, adapter.path
         if self.applies is not None:
             self.arrived.set()
             await self.applies.wait()
