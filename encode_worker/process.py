@@ -24,6 +24,8 @@ from baton.kv_transfer.wait import wait
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process import to_routers
+from baton.worker.engine_process.attempt import Attempt, AttemptTable
+from baton.worker.engine_process.handler import Handler
 from baton.worker.engine_process.start import (
     EXIT_START_FAILED,
     EXIT_TRANSFER_GONE,
@@ -31,7 +33,7 @@ from baton.worker.engine_process.start import (
     start,
 )
 from baton.worker.ipc import ServiceLink
-from baton.worker.messages import Origin
+from baton.worker.messages import FromRouter
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -43,30 +45,31 @@ if TYPE_CHECKING:
 
 IDLE_TICK = 0.25
 """Seconds between two signs of life."""
-NO_WEIGHTS = "the weights of an encoder cannot be replaced; start all workers again"
 
 
-@dataclass(slots=True, eq=False)
-class _Image:
-    """One that a router wants to have encoded."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class ImageAttempt(Attempt):
+    """One image that a router wants to have encoded."""
 
-    stream: int
-    origin: Origin
     name: bytes
-    tokens: int
     future: Future[np.ndarray]
     ended_at: float = 0.0
 
+    def stop(self) -> None:
+        """An image that is not begun, and that no other attempt wants, is not encoded."""
+        if all(other.future is not self.future for other in self.attempts if other is not self):
+            self.future.cancel()
 
-class EncoderLoop:
+
+class EncoderLoop(Handler):
     """Takes the messages of the service, in one thread."""
 
     def __init__(self, link: ServiceLink, encoder: Encoder, served: ServedEmbeddings) -> None:
+        Handler.__init__(self, AttemptTable[ImageAttempt](link.send), link.send, "an encoder")
         self._link = link
         self._encoder = encoder
         self._served = served
-        self._open: dict[bytes, _Image] = {}  # by the id of the attempt
-        self._ended = deque[_Image]()
+        self._ended = deque[ImageAttempt]()
         self._done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     @property
@@ -76,30 +79,14 @@ class EncoderLoop:
     def turn(self) -> bool:
         """Handles what has come. False: the service wants the process to stop."""
         for message in self._link.receive_all():
-            match message:
-                case messages.Stop():
-                    self._fail_all(pb.FAILURE_CODE_DRAINING, "the worker shuts down")
-                    self._link.send(messages.Stopped())
-                    return False
-                case messages.FromRouter(stream, data, origin, pixels):
-                    said = pb.RouterMessage.FromString(data)
-                    if origin is None:  # the service takes nothing else
-                        self._cancel(stream, said.cancel.attempt_id)
-                    else:
-                        self._encode(stream, origin, said.encode, pixels[0])
-                case messages.Detached(stream):
-                    self._cancel(stream, None)
-                case messages.AskStatus(question):
-                    self._link.send(self._status(question))
-                case messages.HandBack(reason):
-                    self._fail_all(pb.FAILURE_CODE_DRAINING, reason)
-                case _:
-                    self._answer(message)
+            if not self.handle(message):
+                return False
         with suppress(BlockingIOError):
             os.eventfd_read(self._done)
         while self._ended:
             self._tell(self._ended.popleft())
         self._served.poll()
+        self._attempts.flush()
         return True
 
     def close(self) -> None:
@@ -107,30 +94,22 @@ class EncoderLoop:
         self._served.close()
         os.close(self._done)
 
-    def _answer(self, message: messages.ToEngine) -> None:
-        """What an encoder cannot do, or needs not do."""
-        match message:
-            case messages.Pause(question):  # routers send no new requests; what was sent is encoded
-                self._link.send(messages.Paused(question, computing=False, error=""))
-            case messages.StageWeights(question):
-                self._link.send(messages.WeightsStaged(question, 0, NO_WEIGHTS))
-            case messages.LoadAdapter(question):
-                self._link.send(messages.AdapterLoaded(question, b"", "an encoder takes no adapters"))
-            case messages.SetMemory(question):
-                why = "the memory of an encoder cannot be released"
-                self._link.send(messages.MemorySet(question, [], lost_weights=False, busy=False, error=why))
-            case messages.DropWeights():
-                pass
-            case _:
-                raise AssertionError(f"not for an encoder: {message}")
+    def _pause(self, message: messages.Pause) -> messages.Paused:
+        """Routers send no new requests. What was sent is encoded."""
+        return messages.Paused(message.question, computing=False, error="")
 
-    def _encode(self, stream: int, origin: Origin, submit: pb.SubmitEncode, pixels: bytes) -> None:
-        asked = submit.image
-        future = self._encoder.embeddings(asked.name, pixels, asked.rows, asked.columns, submit.tenant)
-        if origin.attempt_id in self._open:
+    def _said(self, kind: str, content: pb.SubmitEncode, message: FromRouter) -> None:
+        assert kind == "encode", "the service takes nothing else"
+        assert message.origin is not None, "it submits an attempt"
+        asked, [pixels] = content.image, message.pixels
+        future = self._encoder.embeddings(asked.name, pixels, asked.rows, asked.columns, content.tenant)
+        if self._attempts.find(content.encode_id) is not None:
             return
-        tokens = asked.rows * asked.columns
-        image = self._open[origin.attempt_id] = _Image(stream, origin, asked.name, tokens, future)
+        image = ImageAttempt(
+            stream=message.stream, origin=message.origin, tokens=asked.rows * asked.columns, name=asked.name,
+            future=future,
+        )  # fmt: skip
+        self._attempts.open(image)
 
         def ended(_: object) -> None:  # in the thread of the encoder
             image.ended_at = time.monotonic()
@@ -139,48 +118,30 @@ class EncoderLoop:
 
         future.add_done_callback(ended)
 
-    def _tell(self, image: _Image) -> None:
-        origin = image.origin
-        if self._open.pop(origin.attempt_id, None) is not image:
+    def _tell(self, image: ImageAttempt) -> None:
+        if image.closed:
             return
+        assert image.stream is not None, "it has not ended for its router"
         try:
             image.future.result()
         except ValueError as error:
-            self._fail(image, pb.FAILURE_CODE_INVALID, str(error))
+            image.lost(pb.FAILURE_CODE_INVALID, str(error))
         except (Exception, CancelledError) as error:  # noqa: BLE001  of a device that has no memory, for one
-            self._fail(image, pb.FAILURE_CODE_ENGINE, f"{type(error).__name__}: {error}")
+            image.lost(pb.FAILURE_CODE_ENGINE, f"{type(error).__name__}: {error}")
         else:
+            origin = image.origin
             self._served.encoded(image.name, image.tokens)
-            self._link.send(to_routers.encoded(image.stream, origin.attempt_id))
-            self._link.send(messages.Encoded(origin, origin.accepted_at, image.ended_at, image.tokens))
+            self._send(to_routers.encoded(image.stream, image.id))
+            self._attempts.report(messages.Encoded(origin, origin.accepted_at, image.ended_at, image.tokens))
+            image.close("finished")
 
-    def _cancel(self, stream: int, attempt_id: bytes | None) -> None:
-        """An image that is not begun, and that no other attempt wants, is not encoded."""
-        if attempt_id is None:
-            ended = [key for key, image in self._open.items() if image.stream == stream]
-        else:
-            ended = [attempt_id] if attempt_id in self._open else []
-        for key in ended:
-            image = self._open.pop(key)
-            if all(other.future is not image.future for other in self._open.values()):
-                image.future.cancel()
-
-    def _fail(self, image: _Image, code: pb.FailureCode, message: str) -> None:
-        self._link.send(to_routers.failed(image.stream, image.origin.attempt_id, code, message))
-        self._link.send(messages.Failed(image.origin, code, message))
-
-    def _fail_all(self, code: pb.FailureCode, message: str) -> None:
-        for image in self._open.values():
-            self._fail(image, code, message)
-        self._open.clear()
-
-    def _status(self, question: int) -> messages.EngineStatus:
+    def status(self, question: int) -> messages.EngineStatus:
         from baton.engine.api.stats import EngineStats
         from baton.engine.execution.image_encoder import encoder_stats
 
         served = self._served
         stats = EngineStats(
-            requests_running=len(self._open),
+            requests_running=len(self._attempts),
             requests_decoding=0,
             requests_waiting=0,
             tokens_waiting=0,
@@ -196,8 +157,8 @@ class EncoderLoop:
             prefill_position=0.0,
             encoder=encoder_stats(self._encoder),
         )
-        idle = not self._open and served.idle
-        return messages.EngineStatus(question, stats, messages.RequestCounts(), idle, [])
+        idle = not self._attempts and served.idle
+        return messages.EngineStatus(question, stats, self._attempts.counts, idle, [])
 
 
 def run(config: EngineProcessConfig) -> int:

@@ -17,9 +17,8 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,12 +28,10 @@ import zmq.asyncio
 
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
-from baton.rpc import worker_pb2 as pb
-from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import ConnectorLink, OnDevice, Pool
 from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
 from baton.vllm_worker.cached_blocks import CachedBlocks
-from baton.vllm_worker.roles import EngineGone, Roles
+from baton.vllm_worker.roles import Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.start import EXIT_START_FAILED, EngineProcessConfig, start
@@ -92,8 +89,6 @@ class EngineProcess:
         self._flushes = False  # soon
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._roles: Roles | None = None
-        self._adapters: Adapters | None = None
-        self._changes = set[asyncio.Task[None]]()  # of adapters
         self._events: zmq.asyncio.Socket | None = None  # of vLLM's prefix cache
 
     async def run(self) -> int:
@@ -107,11 +102,12 @@ class EngineProcess:
             return EXIT_START_FAILED
         gc.collect()
         gc.freeze()  # what vLLM's modules have made: scanning it would hold up all streams for half a second
-        self._adapters = vllm.adapters
         cached = CachedBlocks(ready.description.content_root, pool.complete)
         self._roles = Roles(
             self._attempts,
+            self._send,
             vllm.generate,
+            vllm.adapters,
             self._connector.send,
             self._computing,
             self._soon,
@@ -186,60 +182,12 @@ class EngineProcess:
 
     def _receive(self) -> None:
         assert self._roles is not None, "the service waits for EngineReady"
-        assert self._adapters is not None
         for message in self._link.receive_all():
-            match message:
-                case messages.AskStatus(question):
-                    status = self._roles.status(question)
-                    status.adapters_on_device = self._adapters.on_device
-                    status.adapter_move_seconds = self._adapters.move_seconds
-                    self._send(status)
-                case messages.Stop():
-                    self._attempts.fail_all(pb.FAILURE_CODE_DRAINING, "the worker shuts down")
-                    self._roles.stop()
-                    self._send(messages.Stopped())
-                case messages.Exit():
-                    self._end(0)
-                case messages.StageWeights(question):
-                    why = "--engine vllm: its weights cannot be replaced; start the workers again"
-                    self._send(messages.WeightsStaged(question, 0, why))
-                case messages.DropWeights():
-                    pass
-                case messages.LoadAdapter():
-                    self._change(self._load(message))
-                case messages.UnloadAdapter(fingerprint):
-                    unused = partial(self._roles.without, fingerprint)
-                    self._change(self._adapters.unload(fingerprint, unused))
-                case messages.SetMemory(question):
-                    why = "--engine vllm: its memory cannot be released"
-                    self._send(messages.MemorySet(question, [], False, False, why))
-                case messages.Pause(question, frozen, abort):
-                    if abort:
-                        self._attempts.end_all(pb.FAILURE_CODE_ABORTED, abort)
-                    open_ones = sum(not attempt.closed for attempt in self._attempts)
-                    why = "--engine vllm: requests cannot be frozen; pause with mode=abort or mode=wait"
-                    error = why if frozen and open_ones else ""
-                    self._send(messages.Paused(question, bool(self._attempts), error))
-                case _:
-                    self._roles.handle(message)
+            if isinstance(message, messages.Exit):
+                self._end(0)
+            elif not self._roles.handle(message):
+                self._roles.stop()
         self._soon()
-
-    def _change(self, change: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(change)
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-
-    async def _load(self, message: messages.LoadAdapter) -> None:
-        assert self._adapters is not None
-        fingerprint, error = b"", ""
-        try:
-            fingerprint = await self._adapters.load(message.adapter.name, message.adapter.path)
-        except ValueError as why:
-            error = str(why)
-        except EngineGone:
-            self._end(_EXIT_VLLM_GONE)
-            return
-        self._send(messages.AdapterLoaded(message.question, fingerprint, error))
 
     async def _listen(self, roles: Roles) -> int:
         """Takes the connector's messages, until vLLM's process ends. Returns the exit code."""
@@ -247,8 +195,7 @@ class EngineProcess:
             while True:
                 for message in await self._connector.receive():
                     if isinstance(message, OnDevice):
-                        assert self._adapters is not None
-                        self._adapters.moved(message.numbers, message.seconds)
+                        roles.adapters.moved(message.numbers, message.seconds)
                     else:
                         roles.heard(message)
                 self._soon()

@@ -21,10 +21,10 @@ prompt. Two workers that both hold prefills for the other may both have no room:
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from baton.engine import EngineRequest, Output
@@ -33,6 +33,7 @@ from baton.kv_transfer import Closed, FetchFailed, Injected, Released
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.protocol.shared import Tombstones
 from baton.rpc import worker_pb2 as pb
+from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import (
     Blind,
     Commit,
@@ -50,9 +51,10 @@ from baton.vllm_worker.stats import Load
 from baton.worker import messages
 from baton.worker.engine_process.attempt import UNREAD, AttemptTable, handed_over, logprobs_of
 from baton.worker.engine_process.cached_chunks import CachedChunks
+from baton.worker.engine_process.handler import Handler
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.engine_process.states import State
-from baton.worker.messages import FromRouter, ToEngine
+from baton.worker.messages import FromEngine, FromRouter
 from baton.worker.requests import engine_request, prefill_source
 
 Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncGenerator[Any, None]]
@@ -70,21 +72,27 @@ class EngineGone(Exception):
     """vLLM's process has ended. The engine process ends, too, and its service tells the routers."""
 
 
-class Roles:
+class Roles(Handler):
     """Not for several threads: all methods are for the event loop.
 
     Args:
         computing: gets the ids of all requests in vLLM when they change.
+        send: takes messages for the service process.
         soon: flushes `attempts` soon.
         gone: vLLM's process has ended. `computing` should keep what it has.
         cached: what vLLM's prefix cache has.
         needed: counts the blocks of attempts.
+
+    Attributes:
+        adapters: that vLLM has loaded.
     """
 
     def __init__(
         self,
         attempts: AttemptTable[VLLMAttempt],
+        send: Callable[[FromEngine], None],
         generate: Generate,
+        adapters: Adapters,
         tell: Callable[[ToConnector], None],
         computing: Callable[[Collection[bytes]], None],
         soon: Callable[[], None],
@@ -95,7 +103,9 @@ class Roles:
         ready: messages.EngineReady,
     ) -> None:
         self.load = Load(encoded=None if ready.images is None else Encoded(0, 0, 0.0, 0.0))
-        self._attempts = attempts
+        Handler.__init__(self, attempts, send, "--engine vllm")
+        self.adapters = adapters
+        self._changes = set[asyncio.Task[None]]()  # of adapters
         self._generate = generate
         self._tell = tell
         self._computing = computing
@@ -113,12 +123,6 @@ class Roles:
     def busy(self) -> bool:
         return any(attempt.computing is not None for attempt in self._attempts)
 
-    async def without(self, adapter: bytes) -> None:
-        """Returns when vLLM computes no request with this adapter, and none waits for vLLM."""
-        while any(x.computing is not None and x.request.adapter == adapter for x in self._attempts):
-            self._moved.clear()
-            await self._moved.wait()
-
     @property
     def _has_suspect(self) -> bool:
         """Whether no decode is accepted, since a prompt must share no step with others."""
@@ -128,43 +132,69 @@ class Roles:
         stats = self.load.stats(self._blocks, [*self._attempts])
         if self._has_suspect:
             stats = replace(stats, blocks_free=0, blocks_spare=0)
-        waiting = Counter[int]()
-        for attempt in self._attempts:
-            if attempt.stream is not None and attempt.computes_prompt:
-                waiting[attempt.stream] += attempt.uncached
+        computed = ((each.id, each.uncached) for each in self._attempts if each.computes_prompt)
         return messages.EngineStatus(
-            question, stats, self._attempts.counts, not self._attempts, [], waiting_of_streams=dict(waiting)
+            question,
+            stats,
+            self._attempts.counts,
+            not self._attempts,
+            [],
+            adapters_on_device=self.adapters.on_device,
+            adapter_move_seconds=self.adapters.move_seconds,
+            waiting_of_streams=self._waiting_of_streams(computed),
         )
 
-    # ------------------------------------------------------------ of routers
+    # ------------------------------------------------------------ of the service
 
-    def handle(self, message: ToEngine) -> None:
-        match message:
-            case messages.FromRouter():
-                self._said(message)
-            case messages.Detached(stream):
-                self._attempts.cancel(stream, None)
-            case _:
-                raise AssertionError(f"not of a role: {message}")
+    def _pause(self, message: messages.Pause) -> messages.Paused:
+        if message.abort:
+            self._attempts.end_all(pb.FAILURE_CODE_ABORTED, message.abort)
+        error = ""
+        if message.frozen and not all(attempt.closed for attempt in self._attempts):
+            error = f"{self._name}: requests cannot be frozen; pause with mode=abort or mode=wait"
+        return messages.Paused(message.question, bool(self._attempts), error)
 
-    def _said(self, message: FromRouter) -> None:
-        said = pb.RouterMessage.FromString(message.data)
-        match said.WhichOneof("kind"):
+    def _change_adapters(self, message: messages.LoadAdapter | messages.UnloadAdapter) -> None:
+        if isinstance(message, messages.LoadAdapter):
+            change = self._load(message)
+        else:
+            unused = partial(self._without, message.fingerprint)
+            change = self.adapters.unload(message.fingerprint, unused)
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+
+    async def _load(self, message: messages.LoadAdapter) -> None:
+        fingerprint, error = b"", ""
+        try:
+            fingerprint = await self.adapters.load(message.adapter.name, message.adapter.path)
+        except ValueError as why:
+            error = str(why)
+        except EngineGone:
+            self._gone()
+            return
+        self._send(messages.AdapterLoaded(message.question, fingerprint, error))
+
+    async def _without(self, adapter: bytes) -> None:
+        """Returns when vLLM computes no request with this adapter, and none waits for vLLM."""
+        while any(x.computing is not None and x.request.adapter == adapter for x in self._attempts):
+            self._moved.clear()
+            await self._moved.wait()
+
+    def _said(self, kind: str, content: Any, message: FromRouter) -> None:
+        match kind:
             case "prefill":
-                self._prefill(message, said.prefill)
+                self._prefill(message, content)
             case "decode":
-                self._decode(message, said.decode)
+                self._decode(message, content)
             case "retarget":
-                attempt = self._attempts.find(said.retarget.decode_id)
+                attempt = self._attempts.find(content.decode_id)
                 if attempt is not None and attempt.stream == message.stream and attempt.awaits_kv:
-                    attempt.lost(
-                        pb.FAILURE_CODE_HANDED_BACK, "a vLLM worker cannot change the source of a request"
-                    )
-            case "cancel":
-                self._attempts.cancel(message.stream, said.cancel.attempt_id)
+                    text = "a vLLM worker cannot change the source of a request"
+                    attempt.lost(pb.FAILURE_CODE_HANDED_BACK, text)
             case "only_copies":
                 pass  # vLLM chooses what it evicts
-            case kind:
+            case _:
                 raise AssertionError(f"the service refuses {kind}")
 
     def _prefill(self, message: FromRouter, submit: pb.SubmitPrefill) -> None:

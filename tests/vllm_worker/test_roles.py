@@ -15,6 +15,7 @@ from baton.kv_names import extend_names, salted
 from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.rpc import worker_pb2 as pb
+from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Pool, Started
 from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
 from baton.vllm_worker.metadata import REJECTED
@@ -75,8 +76,9 @@ class Worker:
         self.attempts = AttemptTable[VLLMAttempt](self.sent.append)
         self.cached = CachedChunks()
         self.roles = Roles(
-            self.attempts, self._generate, self.told.append, self._computes, self.attempts.flush, self._gone,
-            self.cached, NeededBlocks(Pool(16, 11)),
+            self.attempts, self.sent.append, self._generate,
+            stand_in(Adapters, on_device=[], move_seconds=0.0), self.told.append, self._computes,
+            self.attempts.flush, self._gone, self.cached, NeededBlocks(Pool(16, 11)),
             stand_in(
                 EngineProcessConfig, incarnation=OURS,
                 engine=stand_in(EngineConfig, max_num_seqs=3, enable_prefix_caching=True),

@@ -20,6 +20,7 @@ from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading, R
 from baton.worker.engine_process.loop import IDLE_TICK, FreedMemory, may_move, seconds_to_wait
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.states import State
+from baton.worker.ipc import ServiceLink
 from baton.worker.messages import Origin
 from tests.memory import anonymous_bytes
 from tests.stand_in import stand_in
@@ -59,7 +60,8 @@ def test_kv_is_moved_while_it_may_have_something_to_do() -> None:
         receiver=stand_in(Receiver, fileno=lambda: 7, poll_within=poll_within),
     )
     role = stand_in(DecodeRole, move_kv=lambda _: None)
-    roles = Roles(stand_in(Context, attempts=table, link=None, images=None), shared, [role])
+    link = stand_in(ServiceLink, send=lambda _: None)
+    roles = Roles(stand_in(Context, attempts=table, link=link, images=None), shared, [role])
     attempt = EngineAttempt(stream=1, origin=Origin(b"a", "", "", 0.0), tokens=1, shared=shared)
 
     def moves() -> bool:

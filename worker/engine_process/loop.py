@@ -74,13 +74,10 @@ def loop(roles: Roles, context: Context, pumps: Sequence[OffloadPump | StoreSour
         elif idle and seconds and not readable:
             context.trace.flush()
         for message in link.receive_all():
-            if isinstance(message, messages.Stop):
-                context.attempts.fail_all(pb.FAILURE_CODE_DRAINING, "the worker shuts down")
-                link.send(messages.Stopped())
+            if not roles.handle(message):
                 link.wait_for(messages.Exit)
                 roles.shutdown()
                 return
-            roles.handle(message)
         if may_move(context.attempts, roles) or any(fd in readable for fd in roles.fds):
             roles.move_kv(steps.seconds_to_step if steps.under_way else math.inf)
         if steps.has_work and not steps.seconds_to_step:

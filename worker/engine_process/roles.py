@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
@@ -13,6 +12,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
+from baton.worker.engine_process.handler import Handler
 from baton.worker.engine_process.states import State
 from baton.worker.engine_process.weights import WeightsChange
 from baton.worker.messages import FromRouter, ToEngine
@@ -39,7 +39,7 @@ class Role(Protocol):
         """
 
 
-class Roles:
+class Roles(Handler):
     """The roles of one engine as one: each message belongs to exactly one of them.
 
     Attributes:
@@ -47,8 +47,8 @@ class Roles:
     """
 
     def __init__(self, context: Context, shared: Resources, roles: Sequence[Role]) -> None:
+        Handler.__init__(self, context.attempts, context.link.send, "Baton's engine")
         self._context = context
-        self._attempts = context.attempts
         self.engine = shared.engine
         self._sender, self._receiver = shared.sender, shared.receiver
         self._roles = roles
@@ -80,76 +80,54 @@ class Roles:
         images = () if self._images is None else (self._images,)
         return all(part.idle for part in (self._sender, self._receiver, *images, *self._roles))
 
-    def _waiting_of_streams(self, parts: Iterable[tuple[bytes, int, int]]) -> dict[int, int]:
-        """As in `EngineStatus`. `parts`: of the engine's `parts_waiting`."""
-        waiting = Counter[int]()
-        for request, tokens, _ in parts:
-            attempt = self._attempts.find(request)
-            if attempt is not None and attempt.stream is not None:
-                waiting[attempt.stream] += tokens
-        return dict(waiting)
-
     @property
     def _store_idle(self) -> bool:
         return (store := self._context.store) is None or store.idle
 
-    def handle(self, message: ToEngine) -> None:
-        """Handles a message of the service process that does not end the loop."""
+    def handle(self, message: ToEngine) -> bool:
         self.polls = True
-        match message:
-            case messages.AskStatus():
-                store, parts = self._context.store, [*self.engine.parts_waiting()]
-                status = messages.EngineStatus(
-                    message.question,
-                    self.engine.stats(parts),
-                    self._attempts.counts,
-                    self.idle and self._store_idle,
-                    self._context.links.recent(time.monotonic()),
-                    None if store is None else store.stats,
-                    self.only_decodes and self._store_idle,
-                    waiting_of_streams=self._waiting_of_streams(parts),
-                )
-                self._context.link.send(status)
-            case FromRouter():
-                self._said(message)
-            case messages.Detached(stream):
-                self._attempts.cancel(stream, None)
-            case messages.StageWeights() | messages.ReplaceWeights() | messages.DropWeights():
-                self._weights.handle(message)
-            case messages.HandBack(reason, but_decodes):
-                self._attempts.end_all(pb.FAILURE_CODE_DRAINING, reason, but_decodes=but_decodes)
-            case messages.Pause(question, frozen, abort):
-                steps = self.engine.loop
-                steps.frozen = frozen
-                if abort:
-                    self._attempts.end_all(pb.FAILURE_CODE_ABORTED, abort)
-                self._context.link.send(messages.Paused(question, bool(steps.under_way), ""))
-            case messages.SetMemory():
-                self._context.link.send(self._set_memory(message))
-            case _:
-                raise AssertionError(f"not for this engine: {message}")
+        return Handler.handle(self, message)
 
-    def _said(self, message: FromRouter) -> None:
-        """Handles what a router says."""
-        said = pb.RouterMessage.FromString(message.data)
-        match kind := said.WhichOneof("kind"):
-            case "cancel":
-                self._attempts.cancel(message.stream, said.cancel.attempt_id)
+    def status(self, question: int) -> messages.EngineStatus:
+        store, parts = self._context.store, [*self.engine.parts_waiting()]
+        return messages.EngineStatus(
+            question,
+            self.engine.stats(parts),
+            self._attempts.counts,
+            self.idle and self._store_idle,
+            self._context.links.recent(time.monotonic()),
+            None if store is None else store.stats,
+            self.only_decodes and self._store_idle,
+            waiting_of_streams=self._waiting_of_streams((request, tokens) for request, tokens, _ in parts),
+        )
+
+    def _pause(self, message: messages.Pause) -> messages.Paused:
+        steps = self.engine.loop
+        steps.frozen = message.frozen
+        if message.abort:
+            self._attempts.end_all(pb.FAILURE_CODE_ABORTED, message.abort)
+        return messages.Paused(message.question, bool(steps.under_way), "")
+
+    def _change_weights(
+        self, message: messages.StageWeights | messages.ReplaceWeights | messages.DropWeights
+    ) -> None:
+        self._weights.handle(message)
+
+    def _said(self, kind: str, content: Any, message: FromRouter) -> None:
+        match kind:
             case "only_copies":
-                told = said.only_copies
-                self.engine.only_here(None if told.all else self._context.cached_chunks.names(told.chunks))
+                chunks = None if content.all else self._context.cached_chunks.names(content.chunks)
+                self.engine.only_here(chunks)
             case "image_ready":
                 assert self._images is not None, "the service refuses them where the engine encodes"
-                self._images.ready(said.image_ready)
+                self._images.ready(content)
             case "encode":
                 assert self.engine.encoder is not None, "the service refuses them elsewhere"
-                image, [pixels] = said.encode.image, message.pixels
-                self.engine.encoder.embeddings(
-                    image.name, pixels, image.rows, image.columns, said.encode.tenant
-                )
+                image, [pixels] = content.image, message.pixels
+                self.engine.encoder.embeddings(image.name, pixels, image.rows, image.columns, content.tenant)
             case _:
                 role = next(role for role in self._roles if kind in role.handles)
-                role.handle(message, getattr(said, str(kind)))
+                role.handle(message, content)
 
     def _set_memory(self, message: messages.SetMemory) -> messages.MemorySet:
         memory, error, busy = self.engine.memory, "", False
