@@ -209,7 +209,7 @@ class ActiveRequest:
         the ApiError that ended the request once, after all deltas before it were taken.
         """
         if self._error is None:
-            deltas = self._deltas(await self._token_queue.take(timeout))
+            deltas = self.pop(await self._token_queue.take(timeout))
             if deltas or self._error is None:
                 return deltas
         error, self._error = self._error, None
@@ -228,13 +228,10 @@ class ActiveRequest:
         if not any(job.scores_prompt for job in self.jobs):
             self._token_queue.consume = use
 
-    def pop(self) -> list[tuple[int, Delta]]:
-        """As `take`, without waiting and without the error."""
-        return self._deltas(self._token_queue.pop())
-
-    def _deltas(self, items: list[Item]) -> list[tuple[int, Delta]]:
+    def pop(self, items: list[Item] | None = None) -> list[tuple[int, Delta]]:
+        """As `take`, without waiting and without the error. `items`: what was taken of the queue."""
         deltas: list[tuple[int, Delta]] = []
-        for index, delta in items:
+        for index, delta in self._token_queue.pop() if items is None else items:
             if isinstance(delta, ApiError):
                 self._error, self._failure = delta, delta.message
                 break

@@ -90,10 +90,10 @@ class AttemptPair:
 
     _id: bytes = field(default_factory=lambda: os.urandom(16), init=False)
     _source_count: int = field(default=0, init=False)
-    _max_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._max_tokens = self.job.sampling.max_tokens
+        self.max_tokens = self.job.sampling.max_tokens
 
     @property
     def length(self) -> int:
@@ -102,7 +102,7 @@ class AttemptPair:
 
     @property
     def tokens_left(self) -> int:
-        return self._max_tokens - len(self.output_ids)
+        return self.max_tokens - len(self.output_ids)
 
     def offer(self, attempt: Attempt, output_index: int, token_id: int) -> Verdict:
         """Decides about one token, and records it if it is emitted.

@@ -53,9 +53,8 @@ class FailureCount:
         return self._crashes >= CRASHES_TOGETHER
 
     def token(self) -> None:
-        if self.avoid:  # each failure adds to it
-            self._failures = self._losses = 0
-            self.avoid.clear()
+        self._failures = self._losses = 0
+        self.avoid.clear()
 
     def failed(self, worker: str, *, crashed: bool) -> None:
         """Records a failed attempt. `crashed`: the engine crashed in a step with this request."""

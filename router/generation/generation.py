@@ -177,9 +177,25 @@ class Generation:
     # ------------------------------------------------------------ reports of the connections
 
     def _on_event(self, attempt: Attempt, event: AttemptEvent | None) -> None:
+        if not isinstance(event, pb.TokenEvent):
+            self._on_report(attempt, event)
+            return
+        pair, decode = self.pair, self.pair.decode
+        if decode is None or attempt is not decode or not decode.joined:
+            self._first_token_of(attempt, event)
+        verdict = pair.offer(attempt, event.output_index, event.token_id)
+        if verdict is Verdict.EMIT:
+            self._emitted(attempt, event)
+        elif verdict is Verdict.BROKEN:
+            text = "%r: %s continues another text; the decode starts again"
+            log.warning(text, self, attempt.worker, extra=of_request(self.name))
+            self._failed(attempt, "mismatch", counts=True, message="")
+        prefill = pair.prefill
+        if prefill is not None and attempt is prefill and prefill.state is PrefillState.SERVED:
+            prefill.worker.forget(prefill.id)
+
+    def _on_report(self, attempt: Attempt, event: AttemptEvent | None) -> None:
         match event:
-            case pb.TokenEvent():
-                self._on_token(attempt, event)
             case pb.PromptLogprobs():
                 attempt.scores.append(event)
             case pb.Reserved():
@@ -195,21 +211,6 @@ class Generation:
                 self.fail(error)
             case None:
                 self._failed(attempt, "lost", counts=False, message=f"{attempt.worker} was lost")
-
-    def _on_token(self, attempt: Attempt, event: pb.TokenEvent) -> None:
-        pair, decode = self.pair, self.pair.decode
-        if decode is None or attempt is not decode or not decode.joined:
-            self._first_token_of(attempt, event)
-        verdict = pair.offer(attempt, event.output_index, event.token_id)
-        if verdict is Verdict.EMIT:
-            self._emitted(attempt, event)
-        elif verdict is Verdict.BROKEN:
-            text = "%r: %s continues another text; the decode starts again"
-            log.warning(text, self, attempt.worker, extra=of_request(self.name))
-            self._failed(attempt, "mismatch", counts=True, message="")
-        prefill = pair.prefill
-        if prefill is not None and attempt is prefill and prefill.state is PrefillState.SERVED:
-            prefill.worker.forget(prefill.id)
 
     def _first_token_of(self, attempt: Attempt, event: pb.TokenEvent) -> None:
         prefill, decode = self.pair.prefill, self.pair.decode
@@ -232,7 +233,8 @@ class Generation:
 
     def _emitted(self, attempt: Attempt, event: pb.TokenEvent) -> None:
         pair = self.pair
-        pair.failures.token()
+        if pair.failures.avoid:  # each failure adds to it
+            pair.failures.token()
         self.versions.computed(attempt.weights_version)
         self.turn.generated()
         emitted = len(pair.output_ids)
@@ -250,7 +252,7 @@ class Generation:
         if ended:  # no token follows a finish reason, not even an unknown one
             finish_reason = _FINISH.get(ended, "length")
             attempt.worker.forget(attempt.id)
-        if not pair.tokens_left:
+        if emitted >= pair.max_tokens:
             finish_reason = finish_reason or "length"
         elif ended == pb.FINISH_REASON_LENGTH and attempt is pair.prefill:
             # A prefill without a handover scored the prompt, and its token is not the last one.

@@ -269,7 +269,8 @@ class WorkerStream:
             attempt = attempts.get(event.attempt_id)
             if attempt is None:
                 continue
-            if defect := token_defect(event, vocab_size):
+            unusual = event.token_id >= vocab_size or event.HasField("logprobs")
+            if unusual and (defect := token_defect(event, vocab_size)):
                 self._reject(event.attempt_id, defect)
                 continue
             if attempt.work is not None:

@@ -316,7 +316,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 async def test_a_connection_is_opened_again_after_a_defect(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    fail_once(monkeypatch, "_on_token")
+    fail_once(monkeypatch, "_on_event")
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
     assert "the test wants it" in caplog.text
     await cluster.until(lambda: cluster.pool.complete)
