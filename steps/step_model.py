@@ -128,23 +128,21 @@ class StepModel:
             return 0.0
         # Without the factors: they change at different times, and would then say that all steps begin late.
         of_decodes, of_prompts = self.factors
-        decode = self.decode(rows, 0.0) / of_decodes
-
-        def step(tokens: int) -> float:
-            """As `parts`, at position 0."""
-            alone, together = self._prompt_rows(tokens), self._prompt_rows(rows + tokens)
-            longer = max(decode, together / of_prompts)
-            return self.overlap * longer + (1.0 - self.overlap) * (decode + alone / of_prompts)
-
-        seconds = step(large)
-        each = (step(most) - seconds) / (most - large)
+        decode, overlap = self.decode(rows, 0.0) / of_decodes, self.overlap
+        # Steps with `large` and with most tokens, as `parts` gives them at position 0.
+        alone, seconds = self._prompt_rows(large) / of_prompts, self._prompt_rows(rows + large) / of_prompts
+        longest, all_rows = self.prompt_seconds[-1] / of_prompts, self._prompt_rows(rows + most) / of_prompts
+        seconds = overlap * max(decode, seconds) + (1.0 - overlap) * (decode + alone)
+        longest = overlap * max(decode, all_rows) + (1.0 - overlap) * (decode + longest)
+        each = (longest - seconds) / (most - large)
         return of_decodes * max(0.0, seconds - large * each - decode)
 
     def prefill(self, tokens: int, position: float = 0.0) -> float:
         """Seconds to compute so many prompt tokens, in as few steps with prompts alone as may be."""
         if tokens <= 0:
             return 0.0
-        largest = min(tokens, self.tokens[-1])
+        if tokens <= (largest := self.tokens[-1]):
+            return self.prompt(tokens, position)
         return tokens / largest * self.prompt(largest, position + (tokens - largest) / 2)
 
     def parts(self, rows: int, context: float, tokens: int, position: float) -> tuple[float, float]:

@@ -177,7 +177,7 @@ class ChunkIndex:
         self._reported[row] -= self._change(chunks, lambda holders: holders.at(bit, None))
 
     def expect(self, row: int, chunks: Iterable[int]) -> None:
-        """A prompt with these chunks was sent to the worker. `unexpect` undoes it."""
+        """A prompt that begins with these chunks was sent to the worker. `unexpect` undoes it."""
         self._asked = ()
         expected, expecting, bit = self._expected[row], self._expecting, 1 << row
         for chunk in chunks:
@@ -328,21 +328,36 @@ class ChunkIndex:
 
         Before both is the number of the first chunk for which they hold: most chunks of a prompt have the
         same holders as the one before. The last entry is the first chunk of which nothing is known, or the
-        end. One choice of workers asks several times for a prompt."""
+        end. One choice of workers asks several times for a prompt.
+
+        It looks at few chunks, since each is somewhere else in memory: of two with equal holders, those
+        between are taken to have them, too. Caches evict the end of a prefix first."""
         if chunks is not self._asked or not chunks:
-            parts, expecting, known = self._parts, self._expecting, list[tuple[int, int, bool]]()
-            before, expected_before, end = -1, 0, len(chunks)
-            for place, chunk in enumerate(chunks):
-                number, expected = parts[chunk >> _SHIFT & _PART].get(chunk, 0), expecting.get(chunk, 0)
-                if number != before or expected != expected_before:
-                    if not (number or expected):
-                        end = place
-                        break
-                    before, expected_before = number, expected
-                    holders = self._holders[number]
-                    known.append((place, holders.reported | expected, holders.stored))
+            known, place, end = list[tuple[int, int, bool]](), 0, len(chunks)
+            while place < end:
+                number, expected = before = self._known_of(chunks[place], -1)
+                if not (number or expected):
+                    end = place
+                    break
+                holders = self._holders[number]
+                known.append((place, holders.reported | expected, holders.stored))
+                step, after = 1, end  # `place` has these holders, and `after` has others
+                while place + 1 < after:
+                    half = (place + after) // 2 if after < end else end - 1
+                    look = min(place + step, half)
+                    if self._known_of(chunks[look], expected) == before:
+                        place, step = look, 2 * step
+                    else:
+                        after = look
+                place = after
             self._asked, self._known = chunks, [*known, (end, 0, False)]
         return self._known
+
+    def _known_of(self, chunk: int, expected: int) -> tuple[int, int]:
+        """The number of its holders, and the rows that expect it. `expected`: those of an earlier chunk. A
+        name stands for all chunks before it, so no others expect this one."""
+        number = self._parts[chunk >> _SHIFT & _PART].get(chunk, 0)
+        return number, expected and self._expecting.get(chunk, 0)
 
     def overlap(
         self, chunks: Sequence[int], tokens: int, block_size: int, among: int, stores: int = 0

@@ -61,6 +61,8 @@ class Pace:
         busy: share of its recent time that its prompts would have taken without decodes.
         now: its steps.
         late: mean seconds of a gap beyond a short step.
+        behind: seconds of prompts that come lately, before the worker has none left, for each second in which
+            it computes one.
     """
 
     model: StepModel
@@ -76,6 +78,7 @@ class Pace:
     busy: float = field(init=False)
     now: Steps = field(init=False)
     late: float = field(init=False)
+    behind: float = field(init=False)
 
     def __post_init__(self) -> None:
         model, most = self.model, self.model.tokens[-1]
@@ -84,6 +87,8 @@ class Pace:
         self.short = math.sqrt(self.gap * min(self.gap, model.decode_seconds[0]))
         self.now = self.steps(self.decodes, self.context, self.gap_cost)
         self.late = self.gap_of(self.now, self.busy)[1]
+        share = min(MOST_BUSY, self.busy * self.now.stretch)  # of its time, as prompts come lately
+        self.behind = share / (1 - share)
 
     def steps(self, decodes: int, context: float, gap_cost: float) -> Steps:
         """Those of the worker if it decodes so many requests with so many positions and these costs."""
@@ -103,11 +108,6 @@ class Pace:
         # A long step has time for prompts, whatever a worker reports.
         prompts = max(tokens * self.token, long / 16)
         return Steps(step, step if step > self.short else self.short, long, prompts, long / prompts)
-
-    @property
-    def prompt_share(self) -> float:
-        """Of its time, what prompts need that come as lately, beside its decodes. It may be more than 1."""
-        return self.busy * self.now.stretch
 
     def added(self, alone: float, answer: float) -> float:
         """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes.

@@ -98,6 +98,8 @@ class Offer:
         first: seconds until the first token.
         within: seconds in which the prompt should be computed, if none is ahead.
         prompt_cost: of the prompt at this worker.
+        tokens: of the prompt, that it would compute.
+        gap_weight: seconds of a first token that a second more in each gap of an answer costs.
     """
 
     row: int
@@ -119,12 +121,15 @@ class Offer:
     first: float = field(init=False)
     within: float = field(init=False)
     prompt_cost: float = field(init=False)
+    tokens: int = field(init=False)
+    gap_weight: float = field(init=False)
 
     def __post_init__(self) -> None:
         pace, now = self.pace, self.pace.now
+        self.tokens = self.request.tokens - self.cached
+        self.gap_weight = self.target / pace.gap if pace.gap else 0.0
         alone, wait = pace.model.prefill(self.tokens, self.cached) + self.encoding, self.ahead * pace.token
-        busy = min(MOST_BUSY, pace.prompt_share)
-        behind = busy / (1 - busy) * now.stretch * (wait + alone / 2)
+        behind = pace.behind * now.stretch * (wait + alone / 2)
         self.within = self.load + self.adapter + now.stretch * alone + JOIN_STEPS * now.step
         self.first = self.within + now.stretch * wait
         for start, seconds in self.embeddings:
@@ -133,18 +138,13 @@ class Offer:
         self.first = max(self.first, self.within)
         self.prompt_cost = self.first + behind + self._added(alone) + pace.gap_cost * self.adapter
 
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens that it would compute."""
-        return self.request.tokens - self.cached
-
     def _added(self, alone: float) -> float:
         """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes."""
         pace = self.pace
         # A replacement engine decodes before it knows a gap target: its first reports have none.
         if not pace.gap_cost or not pace.gap:
             return 0.0
-        return pace.added(alone, answer=pace.decodes * self._gap_weight / pace.gap_cost)
+        return pace.added(alone, answer=pace.decodes * self.gap_weight / pace.gap_cost)
 
     def decode_cost(self) -> float:
         """Of the decode at this worker. 0: it is unknown."""
@@ -152,7 +152,7 @@ class Offer:
         if not pace.gap:
             return 0.0
         answer, now, busy, late = request.answer, pace.now, pace.busy, pace.late
-        request_gap_cost = self._gap_weight / answer
+        request_gap_cost = self.gap_weight / answer
         then = pace.steps(pace.decodes + 1, pace.context + request.tokens, pace.gap_cost + request_gap_cost)
         gap, late_then = pace.gap_of(then, busy)
         gaps = request_gap_cost * late_then + pace.gap_cost * (late_then - late)
@@ -172,7 +172,7 @@ class Offer:
         if forgotten <= 0:
             return 0.0
         alone = forgotten * self.pace.token
-        slower = self.pace.now.stretch / (1 - min(MOST_BUSY, self.pace.prompt_share))
+        slower = self.pace.now.stretch * (1 + self.pace.behind)
         return self.reuse * (slower * alone + self._added(alone))
 
     @property
@@ -181,13 +181,8 @@ class Offer:
         pace = self.pace
         if not pace.gap:
             return 0.0
-        waits = self._gap_weight * (pace.now.step + self.adapter) / self.request.answer
+        waits = self.gap_weight * (pace.now.step + self.adapter) / self.request.answer
         return waits + pace.gap_cost * self.adapter
-
-    @property
-    def _gap_weight(self) -> float:
-        """Seconds of a first token that a second more in each gap of an answer costs."""
-        return self.target / self.pace.gap
 
 
 def _target(fleet: Fleet, gap: float) -> float:
@@ -216,18 +211,25 @@ def offer(
     are computed. `gap`: target of a gap in seconds, if this worker has not decoded."""
     worker, loads = fleet.workers[row], fleet.loads
     status, sent, described = worker.status, worker.load, worker.description
-    budget, speed = described.max_num_batched_tokens, status.prefill_tokens_per_s or loads.speed(row)
-    held_tokens = cached
+    budget, held_tokens = described.max_num_batched_tokens, cached
+    speed = status.prefill_tokens_per_s or loads.speed(row)
     if source is not None and (seconds := source.seconds(worker)) < source.tokens / speed:
         cached, load = cached + source.tokens, load + seconds
-    gap = status.gap_target_seconds or gap
+    gap, decoding = status.gap_target_seconds or gap, status.requests_decoding
     # Prompts of other routers count as running, too.
-    prompts = max(0, status.requests_running - status.requests_decoding)
+    prompts = max(0, status.requests_running - decoding)
     decodes, waiting = max(sent.router_requests, sent.running - prompts), loads.tokens_waiting(row, fleet.now)
-    decoding = status.requests_decoding
     each = status.gap_cost / decoding if decoding else gap_cost(fleet, gap, request.answer)
     reserved = max(0, status.blocks_free - sent.blocks_free)  # since the report
-    encoded_in = request.encoded_in if described.image_fingerprint else ()
+    encoding, embeddings = 0.0, list[tuple[int, float]]()
+    if request.images:
+        lacking = [image for image in request.images if image.stop > cached]
+        encoding = status.encode_token_seconds * sum(
+            image.stop - image.start for image in lacking if image.name not in worker.shown_images
+        )
+        if described.image_fingerprint:
+            encoded_in = zip(request.images, request.encoded_in, strict=False)
+            embeddings = [(image.start, late) for image, late in encoded_in if image.stop > cached]
     return Offer(
         row,
         request,
@@ -251,18 +253,9 @@ def offer(
         loads.reuse,
         sent.fits(request.tokens + 1),
         max(waiting, loads.router_tokens(row)) > budget,
-        status.encode_token_seconds
-        * sum(
-            stop - start
-            for start, stop, name in request.images
-            if stop > cached and name not in worker.shown_images
-        ),
-        [
-            (start, late)
-            for (start, stop, _), late in zip(request.images, encoded_in, strict=False)
-            if stop > cached
-        ],
-        fleet.loads.adapter_seconds(row, request.adapter),
+        encoding,
+        embeddings,
+        loads.adapter_seconds(row, request.adapter) if request.adapter else 0.0,
     )
 
 

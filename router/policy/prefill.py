@@ -194,10 +194,10 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
        document of thousands of tokens stays on few workers.
     """
     wait, cached, rows = snapshot.wait, snapshot.cached, snapshot.rows
-    mean = float(np.add.reduce(wait if len(rows) == len(wait) else wait[rows])) / len(rows)
+    mean = float(np.add.reduce(wait if len(rows) == len(wait) else wait.take(rows))) / len(rows)
     bound = mean * (1 + 1e-9)  # of equal waits the mean may be rounded down
     # At least one worker is not above the mean, so the walk finds one.
-    home = next(row for row in snapshot.ring.walk(request.key) if wait[row] <= bound)
+    home = next(row for row in snapshot.ring.walk(request.key) if wait.item(row) <= bound)
     saved = cached.most - cached.of(home)
     if not saved:
         return home
@@ -205,7 +205,7 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
         return home
 
     def cost(row: int, hit: int) -> float:
-        return wait[row] + snapshot.load(row) + (request.tokens - hit) / snapshot.speed[row]
+        return wait.item(row) + snapshot.load(row) + (request.tokens - hit) / snapshot.speed.item(row)
 
     # Routers that see the same costs send different sessions to different ones of equal workers.
     costs = ((cost(row, cached.most), (row ^ request.key) & _ROW, row) for row in cached.holders())

@@ -258,7 +258,7 @@ class PrefillLoads:
 
     def speed(self, row: int) -> float:
         """Tokens/s of this worker, measured or guessed."""
-        return float(self._speed[row])
+        return self._speed.item(row)
 
     def _guessed_speed(self) -> float:
         if self._mean is None:
@@ -368,8 +368,10 @@ class PrefillLoads:
     def tokens_waiting(self, row: int, now: float) -> float:
         """Prompt tokens that the worker has not computed yet, as estimated."""
         worker, speed = self._worker(row), self._speed.item(row)
-        tokens = speed * worker.router_seconds - self._tokens_of_first(row, now)
-        return max(tokens, worker.tokens - speed * (now - worker.at))
+        of_first, since = worker.first_seconds, now - worker.first_at  # `min` and `max` take longer
+        tokens = speed * worker.router_seconds - speed * (of_first if of_first < since else since)
+        reported = worker.tokens - speed * (now - worker.at)
+        return tokens if tokens > reported else reported
 
     def _tokens_of_first(self, row: int, now: float) -> float:
         """Tokens of this router's first prompt that should be computed."""
@@ -380,7 +382,7 @@ class PrefillLoads:
 
     def utilisation(self, row: int) -> float:
         """Share of its recent time in which the worker computed prompts."""
-        return min(1.0, self.prompt_rate(row) / float(self._speed[row]))
+        return min(1.0, self.prompt_rate(row) / self._speed.item(row))
 
     def prompt_rate(self, row: int) -> float:
         """Prompt tokens that the worker lately computed in a second."""
