@@ -15,15 +15,6 @@ from .conftest import BLOCKS, ENDLESS, Workers, passed_on, paused, prompt, retar
 CONTEXT = 4096
 
 
-@pytest.mark.all
-async def test_a_request_of_one_token_needs_no_decode_worker(pair: Pair) -> None:
-    prefill_id = await pair.prefill.submit_prefill(
-        request(prompt(100), sampling(max_tokens=1)), handover=False
-    )
-    token, _ = await pair.prefill.token(prefill_id)
-    assert token.finish_reason == pb.FINISH_REASON_LENGTH
-
-
 async def test_a_first_token_that_ends_the_request_ends_the_transfer(pair: Pair) -> None:
     likely = (await pair.generate(prompt(50), sampling(max_tokens=2))).tokens[0]
     req = request(prompt(50), sampling(max_tokens=5, stop_token_ids=[likely]))
@@ -68,23 +59,7 @@ async def test_a_prefill_under_an_id_that_ended_is_refused(workers: Workers, pai
     assert "used before" in message.message
 
 
-async def test_a_finished_request_is_released_on_both_sides(pair: Pair) -> None:
-    answers = await asyncio.gather(
-        *(pair.generate(prompt(n), sampling(max_tokens=8, ignore_eos=True)) for n in (1, 16, 33, 500))
-    )
-    assert [len(answer.tokens) for answer in answers] == [8] * 4
-
-
 # ---------------------------------------------------------------- cancel
-
-
-async def test_cancel_before_anything_is_computed(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        async with paused(workers[0], pair.prefill):
-            prefill_id, decode_id = await pair.reserve(request(prompt(1000), ENDLESS))
-            await pair.prefill.cancel(prefill_id)
-            await pair.decode.cancel(decode_id)
-        await assert_whole(*workers)
 
 
 async def test_cancel_stops_a_prefill_between_its_chunks(workers: Workers) -> None:
@@ -103,25 +78,6 @@ async def test_cancel_stops_a_prefill_between_its_chunks(workers: Workers) -> No
             if prefilled() == before:
                 return
     raise AssertionError("every prefill was computed to its end")
-
-
-async def test_cancel_while_kv_is_streaming(workers: Workers, pair: Pair) -> None:
-    """The cancel comes after the reservation, after the first frames, or after the whole prefill."""
-
-    async def frames() -> float:
-        await status(pair.decode)  # makes the report that the scrape shows
-        return metrics(workers[1])['baton:kv_frames_total{direction="receive"}']
-
-    for moment in ("reserved", "some", "computed"):
-        before = await frames()
-        prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
-        while moment == "some" and await frames() == before:
-            pass
-        if moment == "computed":
-            await pair.prefill.token(prefill_id)
-        await pair.decode.cancel(decode_id)
-        await pair.prefill.cancel(prefill_id)
-        await assert_whole(*workers)
 
 
 async def test_cancel_of_the_prefill_alone_fails_the_kv(workers: Workers, pair: Pair) -> None:
@@ -148,17 +104,6 @@ async def test_cancel_of_the_decode_alone_leaves_the_prefill_held(workers: Worke
     await pair.prefill.cancel(prefill_id)
 
 
-async def test_cancel_while_decoding(workers: Workers, pair: Pair) -> None:
-    _, decode_id = await pair.reserve(request(prompt(100), ENDLESS))
-    before = metrics(workers[1])[generated := "vllm:generation_tokens_total"]
-    for _ in range(5):
-        await pair.decode.token(decode_id)
-    await pair.decode.cancel(decode_id)
-    await assert_whole(*workers)
-    assert metrics(workers[1])[generated] - before < 1900, "the request asked for 2000"
-
-
-@pytest.mark.all
 async def test_after_a_storm_of_cancels_as_many_requests_decode_in_one_step(
     workers: Workers, pair: Pair
 ) -> None:
@@ -282,36 +227,6 @@ async def test_a_reservation_without_kv_is_handed_back_at_the_deadline(pair: Pai
         message = (await pair.decode.next(decode_id)).message
     assert isinstance(message, pb.AttemptFailed)
     assert message.code == pb.FAILURE_CODE_HANDED_BACK
-
-
-@pytest.mark.long  # the lanes retry for five seconds; tests/kv_transfer has a shorter variant
-async def test_a_dead_prefill_worker_fails_the_kv(pair: Pair) -> None:
-    source = pair.source(os.urandom(16))
-    source.kv_address, source.incarnation = "127.0.0.1:9", 7  # no session with it is open
-    decode_id = await pair.decode.reserve(request(prompt(10), sampling()), source)
-    assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
-    await pair.decode.cancel(decode_id)
-
-
-@pytest.mark.all
-async def test_the_youngest_request_is_handed_back_when_another_needs_its_blocks(
-    workers: Workers, pair: Pair
-) -> None:
-    # Both begin with 146 of 300 blocks. The end of the old one needs 155.
-    grow = request(prompt(2330), sampling(max_tokens=140, ignore_eos=True))
-    held = [await pair.prefill.submit_prefill(grow, handover=True) for _ in range(2)]
-    for prefill_id in held:
-        await pair.prefill.token(prefill_id)
-    async with paused(workers[1], pair.decode):
-        old, young = [await pair.decode.submit_decode(grow, pair.source(prefill_id)) for prefill_id in held]
-    for decode_id in (old, young):
-        await pair.decode.reserved(decode_id)
-    assert len(await pair.decode.tokens(old)) == 140
-    events = pair.decode.events[young]
-    received = [events.get_nowait().message for _ in range(events.qsize())]
-    assert isinstance(received[-1], pb.AttemptFailed)
-    assert received[-1].code == pb.FAILURE_CODE_HANDED_BACK
-    assert all(isinstance(message, pb.TokenEvent) for message in received[:-1])
 
 
 @pytest.mark.all

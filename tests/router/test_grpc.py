@@ -118,18 +118,6 @@ async def test_errors_are_those_of_http(cluster: Cluster):
     assert not cluster.prefills[0].submitted
 
 
-async def test_stop_reasons_and_logprobs(cluster: Cluster):
-    *messages, _ = await generate(cluster, text="x", stop=["France is"], logprobs=2)
-    last = messages[-1].deltas[-1]
-    assert text(messages) == "The capital of "
-    assert last.stop_string == "France is"
-    first = messages[0].deltas[0].logprobs
-    assert first.logprob == -0.5
-    assert [top.token_id for top in first.top] == [100, 101]
-    *messages, _ = await generate(cluster, text="x", stop_token_ids=[cluster.output_ids[2]])
-    assert messages[-1].deltas[-1].stop_token_id == cluster.output_ids[2]
-
-
 async def test_a_disconnect_cancels_the_request_on_both_workers(cluster: Cluster):
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     prefill.steps, decode.steps = asyncio.Semaphore(1), asyncio.Semaphore(0)

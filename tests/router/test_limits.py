@@ -197,41 +197,6 @@ async def test_no_request_waits_for_a_turn_while_a_role_has_no_worker(
         assert {(await result)[0] for result in asked} == {503}
 
 
-async def test_many_requests_of_one_key_do_not_starve_another(tokenizer: ModelTokenizer, tmp_path: Path):
-    keys = (ApiKey.of("flood", "k1"), ApiKey.of("other", "k2"))
-    async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:
-        prefill = cluster.prefills[0]
-        prefill.steps = asyncio.Semaphore(0)
-        queue = cluster.router.services.admission.queue
-        flood = [ask_as(cluster, "k1", prompt=[100 + i] * 1000, max_tokens=2) for i in range(20)]
-        await cluster.until(lambda: len(queue) == 18)
-        other = ask_as(cluster, "k2", prompt=[99] * 1000, max_tokens=2)
-        await prefill.until(lambda w: len(w.submitted) == 3)
-        for _ in range(21):
-            prefill.steps.release()
-        assert {(await asked)[0] for asked in (*flood, other)} == {200}
-        order = [m.prefill.request.prompt_ids[0] for m in prefill.submitted]
-        assert order.index(99) == 2, "the worker had one step of prompts"
-
-
-@pytest.mark.all
-async def test_a_flood_of_long_outputs_leaves_slots_to_other_keys(tokenizer: ModelTokenizer, tmp_path: Path):
-    """The decode worker has 64 slots, and no request of the first key ends."""
-    keys = (ApiKey.of("flood", "k1"), ApiKey.of("other", "k2"))
-    async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:
-        decode = cluster.decodes[0]
-        decode.steps = asyncio.Semaphore(0)
-        admission, body = cluster.router.services.admission, {"prompt": [7] * 20, "max_tokens": 1000}
-        flood = [ask_as(cluster, "k1", **body) for _ in range(70)]
-        await cluster.until(lambda: admission.waiting_for_decode == 13)
-        others = [ask_as(cluster, "k2", **body) for _ in range(6)]
-        await decode.until(lambda w: len(w.submitted) == 57 + 6)
-        assert admission.waiting_for_decode == 13
-        for _ in range(76 * len(cluster.output_ids)):
-            decode.steps.release()
-        assert {(await asked)[0] for asked in (*flood, *others)} == {200}
-
-
 async def test_a_key_is_charged_for_the_tokens_that_are_computed(cluster: Cluster):
     """The workers say that they had three tokens of each prompt. The estimate before is the whole prompt."""
     admission, account = cluster.router.services.admission, cluster.router.frontend.authorize("")

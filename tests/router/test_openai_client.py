@@ -34,29 +34,6 @@ async def test_chat(client: openai.AsyncOpenAI):
     assert result.usage.prompt_tokens_details.cached_tokens == 3
 
 
-async def test_chat_stream(client: openai.AsyncOpenAI):
-    stream = await client.chat.completions.create(
-        model="fake", messages=CHAT, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = [chunk async for chunk in stream]
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == TEXT
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-1].usage is not None
-    async with client.chat.completions.stream(model="fake", messages=CHAT) as accumulated:
-        final = await accumulated.get_final_completion()
-    assert final.choices[0].message.content == TEXT
-
-
-async def test_completions(client: openai.AsyncOpenAI):
-    result = await client.completions.create(model="fake", prompt="Hi", max_tokens=100, logprobs=1)
-    assert result.choices[0].text == TEXT
-    assert result.choices[0].logprobs is not None
-    assert result.choices[0].logprobs.tokens is not None
-    stream = await client.completions.create(model="fake", prompt="Hi", max_tokens=100, stream=True)
-    assert "".join([chunk.choices[0].text async for chunk in stream]) == TEXT
-
-
 async def test_models_and_errors(client: openai.AsyncOpenAI):
     assert [model.id async for model in client.models.list()] == ["fake"]
     assert (await client.models.retrieve("fake")).owned_by == "baton"

@@ -144,12 +144,6 @@ async def test_a_prefill_worker_with_room_decodes_while_decode_workers_have_none
     assert sum(len(prefills(worker)) for worker in pair.prefills) == len(decodes(decode)) == 1
 
 
-async def test_a_request_for_one_token_needs_no_decode_worker(cluster: Cluster) -> None:
-    await offering(cluster)
-    await cluster.complete(max_tokens=1)
-    assert not decodes(cluster.decodes[0])
-
-
 async def test_decode_workers_serve_alone_without_prefill_workers(cluster: Cluster) -> None:
     await offering(cluster)
     await cluster.prefills[0].kill()

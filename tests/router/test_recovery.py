@@ -284,21 +284,6 @@ async def test_a_refused_reservation_goes_to_another_worker(pair: Cluster):
     assert sum(len(prefills(w)) for w in pair.prefills) == 1
 
 
-async def test_capacity_is_given_in_order_of_arrival(cluster: Cluster):
-    decode = cluster.decodes[0]
-    await cluster.full()
-    admission = cluster.router.services.admission
-    requests = []
-    for i in range(4):
-        requests.append(asyncio.create_task(cluster.complete(prompt=[10 + i])))
-        await cluster.until(lambda: admission.waiting_for_decode == i + 1)  # noqa: B023
-    assert not decode.submitted
-    decode.status.blocks_free = 512
-    decode.report()
-    await asyncio.gather(*requests)
-    assert [d.request.prompt_ids[0] for d in decodes(decode)] == [10, 11, 12, 13]
-
-
 async def test_a_dropped_prefill_is_repeated_only_with_decode_capacity(cluster: Cluster):
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     decode.no_room = 1

@@ -171,15 +171,6 @@ async def test_the_tokens_are_those_of_one_worker(
     assert await streams.answer(asked, decode) == await streams.alone(token_ids)
 
 
-async def test_no_decode_goes_on_with_a_part_that_is_not_the_last_one(streams: Streams) -> None:
-    """What such a part samples means nothing."""
-    token_ids = prompt(300, seed=6)
-    asked = await streams.share(token_ids, [(0, 192), (1, 300)], 2)
-    taken = await streams[0].submit_decode(request(token_ids, PARAMS), streams.source(0, asked.parts[0]))
-    assert (await streams[0].failure(taken)).code == pb.FAILURE_CODE_HANDED_BACK
-    assert await streams.answer(asked, 2) == await streams.alone(token_ids)
-
-
 async def test_parts_wait_behind_other_prompts_and_for_each_other(streams: Streams) -> None:
     """Two prompts are shared in opposite orders. Each of their workers computes other prompts first."""
     alone = sampling(max_tokens=1)

@@ -242,24 +242,6 @@ async def test_an_engine_that_hangs_is_replaced_and_counts_go_on(worker: WorkerP
     await assert_whole(worker)
 
 
-@pytest.mark.long
-async def test_nothing_leaks_in_50_kills(worker: WorkerProcess) -> None:
-    params = sampling(max_tokens=400, ignore_eos=True)
-    async with attached(worker) as stream:
-        right = ids(await read(stream, await stream.submit_decode(request(PROMPT, params))))
-        counts = []
-        for _ in range(50):
-            decode_id = await held(stream, request(PROMPT, params), 20)
-            kill(worker)
-            assert ids(await within(read(stream, decode_id))) == right
-            memory = [psutil.Process(each.pid).memory_info().shared for each in worker.tree()]
-            counts.append((open_files(worker), len(worker.tree()), sum(memory)))
-        assert counts[-1][0] <= counts[5][0], "a subscriber of a test before may have left one open"
-        assert counts[-1][1] == counts[5][1]
-        assert counts[-1][2] <= 1.1 * counts[5][2]
-    await assert_whole(worker)
-
-
 async def test_what_comes_meanwhile_waits_or_ends(worker: WorkerProcess) -> None:
     """Routers are told that the worker drains. One may have sent something before."""
     params = sampling(max_tokens=300, ignore_eos=True)
