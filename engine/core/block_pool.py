@@ -80,9 +80,9 @@ class BlockPool(Cells[bytes]):
         cell = self._named.get(name)
         return cell is not None and cell.rank is Rank.PART and self.has_window(cell.place)
 
-    def may_save(self, name: bytes) -> bool:
-        """Whether a tier should have this cached block, if it lacks it."""
-        return name not in self.halved
+    def is_evictable(self, place: int, name: bytes) -> bool:
+        """As `Cells.is_evictable`. Of a block without a window block a tier has more."""
+        return name not in self.halved and super().is_evictable(place, name)
 
     def only_here(self, blocks: Iterable[int] | None) -> None:
         """No other worker has these blocks any more. None: none of the blocks."""

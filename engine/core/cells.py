@@ -133,6 +133,11 @@ class Cells(Generic[K]):
         cells, first = self._cells, self._first
         return sum(not cells[place - first].leases for place in places)
 
+    def is_evictable(self, place: int, name: K) -> bool:
+        """Whether a place with this content, of which a tier may have a copy, is idle."""
+        cell = self._named.get(name)
+        return cell is not None and cell.place == place and not cell.leases and cell.rank is not Rank.PART
+
     def has_cached(self, places: Iterable[int]) -> bool:
         """Whether `lookup` finds one of these places."""
         cells = map(self.cell, places)

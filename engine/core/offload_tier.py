@@ -83,14 +83,8 @@ class CellPool(Protocol):
     def next_evicted(self, most: int) -> Iterator[tuple[int, bytes]]:
         """The cached cells that the next `most` allocations would evict, in order, with names."""
 
-    def lookup(self, names: Sequence[bytes]) -> list[int]:
-        """The cached cells with these names, up to the first one that is not in the pool."""
-
-    def may_save(self, name: bytes, /) -> bool:
-        """Whether a tier should have this cell, if it lacks it."""
-
-    def unreferenced(self, cells: Iterable[int], /) -> int:
-        """How many of these cached cells may be evicted."""
+    def is_evictable(self, cell: int, name: bytes, /) -> bool:
+        """Whether no request holds this cell, it has what this name says, and a tier should have it."""
 
     def epoch(self, cell: int, /) -> int:
         """It grows whenever the cell loses what it has."""
@@ -199,9 +193,8 @@ class OffloadTier:
         copies: list[CellCopy] = []
         while self._to_save and len(copies) < most:
             cell, name = self._to_save.popleft()
-            is_evictable = self._pool.lookup([name]) == [cell] and self._pool.unreferenced([cell])
             cached = self._cached.get(name)
-            if not (is_evictable and self._pool.may_save(name) and self._lacks(name)) or cached is None:
+            if cached is None or not (self._pool.is_evictable(cell, name) and self._lacks(name)):
                 continue
             place = self._take_place()
             if place is None:

@@ -143,10 +143,6 @@ class StateCopies(Cells[bytes]):
 
     # Slots
 
-    def may_save(self, name: bytes) -> bool:
-        """As `BlockPool.may_save`."""
-        return True
-
     def allocate(self) -> int | None:
         """Returns a slot for a step to write, and evicts a copy where needed. None: steps are writing to all
         slots."""

@@ -25,6 +25,7 @@ from baton.engine.core.link import Link
 from baton.engine.core.prefix_exchange import Import
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter, TransferDeadlines
+from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import Attempt, Lease
@@ -96,15 +97,6 @@ class PrefixFetch:
         return waiting
 
 
-class Transfers(Protocol):
-    """What moves the KV of a source: `Receiver` or `SharedStore`."""
-
-    def began(self, fetch_id: bytes, /) -> bool:
-        """Whether there was an answer."""
-
-    def cancel(self, fetch_id: bytes, /) -> None: ...
-
-
 class PrefixSource(Protocol):
     """Where prefixes come from: other workers, or the shared store."""
 
@@ -113,7 +105,9 @@ class PrefixSource(Protocol):
     not, of such arrays it brings those that the token behind the prefix reads."""
 
     @property
-    def transfers(self) -> Transfers: ...
+    def transfers(self) -> Receiver | SharedStore:
+        """What moves its KV."""
+        ...
 
     def find(self, hint: pb.ContentSource | None) -> pb.ContentSource | None:
         """The place to fetch from. `hint`: the worker that the router named. None: there is none."""
