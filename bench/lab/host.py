@@ -2,7 +2,7 @@
 no model.
 
     host.step.bN       a step of N requests that decode
-    host.admission     of 1,000 requests that wait for blocks: from `add` to their end, without their steps
+    host.admission     a request, of 1,000 that wait for blocks: it comes, is looked at, and is scheduled
     host.full          a look at the queue while the pool is full and 1,000 requests wait
     host.report        what is left to compute of 1,000 waiting requests, as each report says it
     host.second_turn   a request that begins with the blocks of the turn before, from `add` to its first step
@@ -10,6 +10,7 @@ no model.
 CPU time of the thread, each the least of several rounds: other processes only add to it.
 """
 
+import gc
 import sys
 import time
 from collections import deque
@@ -40,6 +41,7 @@ class Host:
         self.scheduler = Scheduler(lives, max_num_batched_tokens=8192)
         self.lives = lives
         self.number = 0
+        self.scheduling = 0.0  # µs, of the last step
 
     def request(self, prompt: Sequence[int]) -> EngineRequest:
         self.number += 1
@@ -48,13 +50,18 @@ class Host:
     def add(self, request: EngineRequest) -> LiveRequest:
         return self.lives.add(request, handover=False)
 
-    def step(self) -> Schedule:
-        """As an engine steps, without the device: it asks for work before and after."""
+    def look(self) -> None:
+        """What the loop of an engine asks in each turn."""
         scheduler = self.scheduler
-        assert scheduler.has_work
-        schedule = scheduler.schedule(None)
-        scheduler.launched(schedule)
-        _ = scheduler.has_next, scheduler.next_prompt, scheduler.may_look_ahead
+        _ = scheduler.has_work, scheduler.has_next, scheduler.next_prompt, scheduler.may_look_ahead
+
+    def step(self) -> Schedule:
+        """As an engine steps, without the device."""
+        began = time.thread_time()
+        schedule = self.scheduler.schedule(None)
+        self.scheduling = 1e6 * (time.thread_time() - began)
+        self.scheduler.launched(schedule)
+        self.look()
         schedule.end_leases()
         self.lives.memory.landed(schedule)
         for live, positions in schedule.chunks.items():
@@ -82,22 +89,18 @@ def steps(batch: int, count: int) -> float:
 
 def admission(prompt: int, shared: int) -> float:
     """µs of a request, of `WAITING` that come at once to a pool with room for few. They share a beginning."""
-    host = Host(8 * (prompt // BLOCK + 2), 256)
-
+    host, taken = Host(8 * (prompt // BLOCK + 2), 256), 0.0
     requests = [
         host.request([*range(shared), *range(1000 * number, 1000 * number + prompt - shared)])
         for number in range(1, WAITING + 1)
     ]
-
-    def serve() -> None:
-        for request in requests:
-            host.add(request)
-        while host.lives.some:
-            host.step()
-            for live in [live for live in host.lives.running if live.num_left <= 1 and live.decodes]:
-                host.lives.drop(live)
-
-    return cpu_us(serve) / WAITING
+    taken += cpu_us(lambda: deque(map(host.add, requests), 0))
+    while host.lives.some:
+        taken += cpu_us(host.look)
+        for live in host.step().chunks:
+            host.lives.drop(live)
+        taken += host.scheduling
+    return taken / WAITING
 
 
 def full(looks: int, ask: Callable[[Host], object]) -> float:
@@ -136,6 +139,8 @@ def second_turn(history: int, new: int, count: int) -> float:
 
 
 def measure(run: Run) -> None:
+    gc.collect()
+    gc.freeze()  # as in an engine process
     rounds = 1 if run.short else 7
     run.parameters |= {"waiting": WAITING, "rounds": rounds}
     count = 20 if run.short else 200

@@ -72,8 +72,7 @@ class BlockPool(Cells[bytes]):
         if remnant is not None and self.has_window(remnant[0]):
             self.publish(*remnant, Rank.PART)
         # Reversed, so that the end of a prefix is evicted first: more requests share its beginning.
-        for block in reversed(blocks):
-            self.end(block)
+        self.end(*reversed(blocks))
 
     def has_remnant(self, name: bytes) -> bool:
         """Not if it has lost its window block."""

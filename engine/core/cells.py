@@ -65,12 +65,13 @@ class Cells(Generic[K]):
         records: None: this memory ends with the engine.
         held: places with a lease.
         moves: places that changed their state so far. Each counts as often as it did.
+        changes: names that came or went so far. What was looked up before the last one may be wrong.
     """
 
     def __init__(self, units: Units, records: Records | None = None) -> None:
         self.units = units
         self.records = records
-        self.held = self.moves = 0
+        self.held = self.moves = self.changes = 0
         self._first = units.all_places.start
         self._cells: list[Cell[K]] = [Cell(place) for place in units.all_places]
         self._lowest = units.with_memory()
@@ -113,6 +114,11 @@ class Cells(Generic[K]):
             places.append(cell.place)
         return places
 
+    def find(self, name: K) -> int | None:
+        """The place with this name, as `lookup` finds it."""
+        cell = self._named.get(name)
+        return None if cell is None or cell.rank is Rank.PART else cell.place
+
     def __contains__(self, name: K) -> bool:
         return name in self._named
 
@@ -154,49 +160,52 @@ class Cells(Generic[K]):
     def take(self, count: int) -> list[int]:
         """Begins a lease on `count` free places, whose content is undefined."""
         assert count <= len(self._free), f"{count} places wanted, {len(self._free)} free"
-        places = [self._lowest_free() for _ in range(count)]
-        cells, first, hold, records = self._cells, self._first, self.units.hold, self.records
-        for place in places:
-            cells[place - first].leases = 1
-            hold(place)
-            if records is not None:
-                records.remove(place)
+        places: list[int] = []
+        cells, first, free = self._cells, self._first, self._free
+        while len(places) < count:
+            if (place := heapq.heappop(self._lowest)) in free:  # else it lost its memory, or was found in it
+                free.remove(place)
+                cells[place - first].leases = 1
+                places.append(place)
+                if self.records is not None:
+                    self.records.remove(place)
+        self.units.hold(*places)
         self.held += count
         self.moves += count
         return places
-
-    def _lowest_free(self) -> int:
-        while (place := heapq.heappop(self._lowest)) not in self._free:
-            pass  # it lost its memory, or was found in it
-        self._free.remove(place)
-        return place
 
     def share(self, places: Sequence[int]) -> None:
         """Begins a lease on each of these named places."""
         self.moves += len(places)
         cells, first = self._cells, self._first
+        held: list[int] = []
         for place in places:
             cell = cells[place - first]
             if not cell.leases:
                 del self._idle[cell.rank][place]
-                self.units.hold(place)
-                self.held += 1
+                held.append(place)
             cell.leases += 1
+        self.units.hold(*held)
+        self.held += len(held)
 
-    def end(self, place: int) -> None:
-        """Ends a lease. Without one, a place is idle if it is named, else free."""
-        self.moves += 1
-        cell = self._cells[place - self._first]
-        assert cell.leases, "a lease ends once"
-        cell.leases -= 1
-        if cell.leases:
-            return
-        self.held -= 1
-        self.units.let(place)
-        if cell.name is None:
-            self._make_free(cell)
-        else:
-            self._idle[cell.rank][place] = cell
+    def end(self, *places: int) -> None:
+        """Ends a lease on each of these places. Without one, a place is idle if it is named, else free."""
+        self.moves += len(places)
+        cells, first = self._cells, self._first
+        let: list[int] = []
+        for place in places:
+            cell = cells[place - first]
+            assert cell.leases, "a lease ends once"
+            cell.leases -= 1
+            if cell.leases:
+                continue
+            let.append(place)
+            if cell.name is None:
+                self._make_free(cell)
+            else:
+                self._idle[cell.rank][place] = cell
+        self.units.let(*let)
+        self.held -= len(let)
 
     def adopt(self, name: K) -> int:
         """Begins a lease on a part, which has this name no more: its holder writes behind what it has."""
@@ -205,6 +214,7 @@ class Cells(Generic[K]):
         self.share([cell.place])
         cell.name, cell.rank = None, Rank.ONLY
         cell.epoch += 1
+        self.changes += 1
         return cell.place
 
     def _make_free(self, cell: Cell[K]) -> None:
@@ -224,6 +234,7 @@ class Cells(Generic[K]):
         assert cell.leases, "the holder names it"
         cell.name, cell.rank = name, rank
         self._named[name] = cell
+        self.changes += 1
         return True
 
     def put_cached(self, place: int, name: K) -> None:
@@ -231,6 +242,7 @@ class Cells(Generic[K]):
         self._free.remove(place)
         cell = self._named[name] = self._idle[Rank.ONLY][place] = self.cell(place)
         cell.name = name
+        self.changes += 1
 
     def use(self, name: K) -> None:
         """A named place counts as used now."""
@@ -261,6 +273,7 @@ class Cells(Generic[K]):
         del self._named[cell.name]
         cell.name = None
         cell.epoch += 1
+        self.changes += 1
         if not cell.leases:
             del self._idle[cell.rank][cell.place]
 

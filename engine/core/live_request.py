@@ -210,6 +210,8 @@ class LiveRequest:
     """How many positions came from the prefix cache."""
     names: PrefixNames | None = None
     """Names of the full blocks of `token_ids`. None until they are needed, and without a prefix cache."""
+    found: "tuple[tuple[object, ...], list[int]]" = ((), [])
+    """The cached blocks that it would begin with, and all that they depend on."""
     num_verified: int = 0
     """KV of positions [0, num_verified) is known to be right: a token was sampled from it."""
     num_published: int = 0

@@ -103,6 +103,7 @@ class OffloadTier:
         of_states: the cells are copies of states, and no blocks.
         num_places: places that it may have.
         ready: of these, the first ones, which have memory. All, unless the caller says otherwise.
+        changes: as of `Cells`.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class OffloadTier:
         self._cell_tokens = cell_tokens
         self._cached = cached
         self._evicted = evicted
+        self.changes = 0
         # At most half of the places: otherwise all cells of this tier would also be in the pool.
         self._clean = min(max(1, num_cells // CLEAN_SHARE), num_places // 2)
         self._free = list(range(num_places - 1, -1, -1))
@@ -231,6 +233,7 @@ class OffloadTier:
 
     def _forget(self, name: bytes, entry: _Entry) -> None:
         del self._entries[name]
+        self.changes += 1
         names = self._by_tenant[entry.tenant]
         del names[name]
         if not names:
@@ -289,6 +292,7 @@ class OffloadTier:
             self._paused_until = time.monotonic() + PAUSE
         else:
             self._entries[copy.name] = copy.entry
+            self.changes += 1
             self._by_tenant.setdefault(copy.entry.tenant, OrderedDict())[copy.name] = copy.entry
             self._saved += 1
 

@@ -82,8 +82,14 @@ class PrefixCache:
                 cells = (copies, copies.count, 0)
             tiers.append(OffloadTier(tier, places, *cells, self._cached, pool.evicted))
         self.offload: Sequence[OffloadTier] = tiers
+        self._looked_up = [x for x in (pool, pool.windows, copies, *tiers) if x is not None]
         self._block_tiers = [tier for tier in tiers if not tier.of_states]
         self._state_tiers = [tier for tier in tiers if tier.of_states]
+
+    @property
+    def changes(self) -> int:
+        """It grows whenever what is found, or where, may have changed."""
+        return sum(each.changes for each in self._looked_up)
 
     def names(self, request: EngineRequest) -> PrefixNames:
         """Names for the tokens of a request. A prompt is looked up for a fetch, and again when it is added.
@@ -115,17 +121,18 @@ class PrefixCache:
         """Offers the blocks with indices [start, stop) of a block table. Their KV is verified. Those with
         indices in `thin` are thin, and those without a window block."""
         self._read_evictions()
+        pool = self._pool
         entered: list[int] = []
         published: dict[bytes, int] = {}  # name → block
         for index in range(start, stop):
             name = names.blocks[index]
-            is_thin = any(index in each for each in thin) or not self._pool.has_window(blocks[index])
+            is_thin = (thin and any(index in each for each in thin)) or not pool.has_window(blocks[index])
             if name in self._thin and not is_thin:
                 self._forget_thin(name)
             elif name in self._halved and not is_thin:
                 self._forget_half(name)
             is_whole_below = is_thin and name in self._cached and name not in self._thin
-            if is_whole_below or not self._pool.publish(blocks[index], name):
+            if is_whole_below or not pool.publish(blocks[index], name):
                 continue
             published[name] = blocks[index]
             if is_thin:
@@ -243,7 +250,7 @@ class PrefixCache:
             self._pool.only_here(None)
             return
         names = (name for chunk in chunks for name in self._blocks_of.get(chunk, (0, ()))[1])
-        self._pool.only_here(block for name in names for block in self._pool.lookup([name]))
+        self._pool.only_here(block for name in names if (block := self._pool.find(name)) is not None)
 
     def last_used(self) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yields the salts and the chunks of cached prefixes, the last used first. None is the beginning of
@@ -273,7 +280,7 @@ class PrefixCache:
             thin = [name in self._thin or (not loads and name in self._halved) for name in names]
             ends = self._readable(thin, self._block_size)
         if (copies := self.copies) is None:
-            return max(ends, default=0)
+            return ends[-1] if ends else 0
         kept = [copies] if on_device else [copies, *self._state_tiers]
         return next((end for end in reversed(ends) if any(names[end - 1] in each for each in kept)), 0)
 
@@ -346,6 +353,8 @@ class PrefixCache:
 
     def tier_of(self, name: bytes) -> OffloadTier | None:
         """The fastest tier below the device that has this block."""
+        if not self._block_tiers:
+            return None
         return next((tier for tier in self._block_tiers if name in tier), None)
 
     def states_tier_of(self, name: bytes) -> OffloadTier | None:
@@ -432,7 +441,11 @@ class PrefixCache:
         pool, windows = self._pool, self._pool.windows
         if windows is not None and windows.lost:
             for name in filter(None, (pool.cell(block).name for block in windows.lost)):
-                if name in self._cached and not pool.has_window(*pool.lookup([name])):
+                if (
+                    name in self._cached
+                    and (block := pool.find(name)) is not None
+                    and not pool.has_window(block)
+                ):
                     self._has_half(name)
             windows.lost.clear()
         for name in pool.evicted:
@@ -449,7 +462,7 @@ class PrefixCache:
         if (cached := self._cached.get(name)) is None:
             return  # it was a remnant, or another tier had lost it before
         below, tier = self.tier_of(name), Tier.DEVICE
-        if not self._pool.lookup([name]):
+        if self._pool.find(name) is None:
             self._halved.discard(name)
             if below is None:
                 self._gone(name)
@@ -469,6 +482,6 @@ class PrefixCache:
                 tier.drop(name)
         self._thin.discard(name)
         for chunk in self._cached.pop(name).block.chunks:
-            if chunk in self._blocks_of and self._blocks_of[chunk][1][-1] == name:
+            if (blocks := self._blocks_of.get(chunk)) is not None and blocks[1][-1] == name:
                 del self._blocks_of[chunk]
         self._hooks.cache_changed(Moved(name, None))

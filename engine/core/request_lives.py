@@ -266,7 +266,7 @@ class RequestLives:
         tokens. If it is preempted it is handed back. False: no seat is free, and nothing changes."""
         assert live.phase is Phase.HELD
         assert not live.pending, "a request that failed has no token to go on from"
-        if self.seats <= 0:
+        if not self._has_seats(1):
             return False
         live.request = replace(live.request, id=request_id)
         live.id = request_id
@@ -308,7 +308,7 @@ class RequestLives:
     @property
     def admission(self) -> Admission:
         """Of the first request of the queue."""
-        if not self.waiting or self.seats <= 0:
+        if not self.waiting or not self._has_seats(1):
             return Admission(Verdict.REFUSE)
         first, memory = self.waiting[0], self.memory
         tokens = len(first.token_ids)
@@ -319,7 +319,7 @@ class RequestLives:
         tokens. None: it may not. The first request of the queue keeps a seat and its blocks, or requests that
         are not queued could delay it forever."""
         first = bool(self.waiting)
-        if self.seats <= first:
+        if not self._has_seats(1 + first):
             return None
         kept, windows = self._kept
         hits, memory = self.memory.hits(live), self.memory
@@ -402,6 +402,11 @@ class RequestLives:
         further step, so it takes no seat."""
         seated = sum(not live.ends_with_pending for live in self.running)
         return self.max_num_seqs - seated - len(self.loading) - len(self.reserved)
+
+    def _has_seats(self, count: int) -> bool:
+        """Whether so many are free. Mostly the number of requests says it."""
+        taken = len(self.running) + len(self.loading) + len(self.reserved)
+        return taken + count <= self.max_num_seqs or count <= self.seats
 
     # Going out
 

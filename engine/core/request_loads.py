@@ -64,12 +64,11 @@ class RequestLoads:
     def _has(self, names: Sequence[bytes], index: int, stop: int) -> int | None:
         """The block of the pool with this index, as a request reads it that begins behind `stop` blocks.
         None: it must be loaded."""
-        cached = self._pool.lookup([names[index]])
-        if not cached:
+        if (cached := self._pool.find(names[index])) is None:
             return None
         windows = self._windows
         is_read = windows is not None and index >= windows.first(stop * self._block_size)
-        return None if is_read and not self._pool.has_window(cached[0]) else cached[0]
+        return None if is_read and not self._pool.has_window(cached) else cached
 
     def _wanted(self, live: LiveRequest, names: Sequence[bytes], first: int) -> list[tuple[bytes, int]]:
         """What a request must load to begin behind the blocks with these names, of which it has `first`."""

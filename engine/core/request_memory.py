@@ -109,15 +109,21 @@ class RequestMemory:
         They also read its cached blocks, so far as their windows reach."""
         if self._cache is None:
             return []
-        names, shared = self.usable(live, self._cache), live.shared
+        now = self._cache.changes, on_device, live.phase, len(live.token_ids), live.num_scored
+        if live.found[0] != now:  # the queue is looked at several times a step
+            live.found = now, self._look_up(live, self._cache, on_device=on_device)
+        return live.found[1]
+
+    def _look_up(self, live: LiveRequest, cache: PrefixCache, *, on_device: bool) -> list[int]:
+        names, shared = self.usable(live, cache), live.shared
         if shared.ranges and self.states is not None:
             names = names[: (shared.ranges[0].stop - 1) // self._block_size]
-        for position in shared.read_by_others(self._cache.windows):
-            names = names[: self._cache.usable_before(names, position)]
+        for position in shared.read_by_others(cache.windows):
+            names = names[: cache.usable_before(names, position)]
         blocks = self._pool.lookup(names)
         if live.phase is Phase.RESERVED:
-            return blocks[: self._cache.usable_before(names[: len(blocks)], len(live.token_ids))]
-        return blocks[: self._cache.usable(names[: len(blocks)], on_device=on_device, loads=False)]
+            return blocks[: cache.usable_before(names[: len(blocks)], len(live.token_ids))]
+        return blocks[: cache.usable(names[: len(blocks)], on_device=on_device, loads=False)]
 
     def lacks(self, live: LiveRequest) -> int:
         """Blocks that the request needs for its next token, wherever the steps under way end."""

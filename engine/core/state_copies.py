@@ -172,11 +172,10 @@ class StateCopies(Cells[bytes]):
 
     def lend(self, name: bytes) -> CopyLease | None:
         """A lease on a cached copy, which may be forgotten meanwhile. None: there is no such copy."""
-        slots = self.lookup([name])
-        if not slots:
+        if (slot := self.find(name)) is None:
             return None
-        self.share(slots)
-        return CopyLease(slots[0], self.end)
+        self.share([slot])
+        return CopyLease(slot, self.end)
 
     def clear(self) -> None:
         """Nothing is cached any more. Nothing holds a slot."""

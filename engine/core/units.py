@@ -44,20 +44,28 @@ class Units:
     def places(self, unit: int) -> range:
         return range(unit * self.size, (unit + 1) * self.size)
 
-    def hold(self, place: int) -> None:
-        """The memory of a place is used, until `let`. A place may be held several times."""
-        unit = place // self.size
-        held = self._held
-        if not held[unit - self._begin] and unit != self._fixed:
-            del self.idle[unit]
-        held[unit - self._begin] += 1
+    def hold(self, *places: int) -> None:
+        """The memory of these places is used, until `let`. A place may be held several times."""
+        held, begin = self._held, self._begin
+        if len(held) == 1 and self._fixed == begin:
+            held[0] += len(places)
+            return
+        for place in places:
+            unit = place // self.size
+            if not held[unit - begin] and unit != self._fixed:
+                del self.idle[unit]
+            held[unit - begin] += 1
 
-    def let(self, place: int) -> None:
-        unit = place // self.size
-        held = self._held
-        held[unit - self._begin] -= 1
-        if not held[unit - self._begin] and unit != self._fixed:
-            self.idle[unit] = None
+    def let(self, *places: int) -> None:
+        held, begin = self._held, self._begin
+        if len(held) == 1 and self._fixed == begin:
+            held[0] -= len(places)
+            return
+        for place in places:
+            unit = place // self.size
+            held[unit - begin] -= 1
+            if not held[unit - begin] and unit != self._fixed:
+                self.idle[unit] = None
 
     def lease(self, place: int) -> Callable[[], None]:
         """As `hold`, until what it returns is called."""

@@ -104,6 +104,11 @@ class WindowBlocks:
         """Whether nothing was promised."""
         return not self._promised
 
+    @property
+    def changes(self) -> int:
+        """As of `Cells`."""
+        return self._cells.changes
+
     def need(self, blocks: int) -> int:
         """Window blocks of a request with so many blocks."""
         return min(blocks, self.most)
