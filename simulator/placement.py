@@ -194,6 +194,8 @@ def simulate(
     prefix_fetches: bool = True,
     changes: Sequence[Change] = (),
     slowness: Mapping[int, float] = MappingProxyType({}),
+    names: Sequence[str] = (),
+    warm: bool = True,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times, or sessions. Times depend on the load and the seed only.
 
@@ -208,7 +210,7 @@ def simulate(
     policy may split prompts. `machine`: of each worker. `prefill_machine`: of those that begin in the prefill
     pool, if theirs is another one. `policy`: chooses prefill workers. `prefix_fetches`: as of a router.
     `slowness`: how many times as long the
-    steps of a worker take, by its row.
+    steps of a worker take, by its row. `names`: of the workers. Empty: their rows. `warm`: as of a worker.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -220,12 +222,13 @@ def simulate(
     of_prefill, prefills = prefill_machine or machine, workers // 2 if prefills is None else prefills
     engines = [
         Worker(
-            str(row),
+            names[row] if names else str(row),
             clock,
             outcome,
             colocated=kind == "colocated",
             target_steps=target_steps,
             machine=of_prefill if row < prefills else machine,
+            warm=warm,
         )
         for row in range(workers)
     ]

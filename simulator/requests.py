@@ -9,7 +9,6 @@ from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.split import HOP_SECONDS
 from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import Answer
-from baton.simulator.steps import LAYERS
 
 OVERHEAD_SECONDS = 5e-3
 """Between the client and the engine, until the first token."""
@@ -128,16 +127,22 @@ class SharedPrompt:
 
     Attributes:
         ranges: the worker and the positions of each range, in order.
+        layers: of the model.
         begun: how many ranges have begun, with all of their steps, as the next worker knows.
         computes: the worker whose step began last.
         ends: when that step ends.
     """
 
     ranges: Sequence[tuple[Wakeable, range]]
+    layers: int
     clock: Clock
     begun: int = 0
     computes: Wakeable | None = None
     ends: float = 0.0
+
+    def lag(self, seconds: float) -> float:
+        """From the beginning of a step to that of the step of the next range: a layer, and its way."""
+        return seconds / self.layers + HOP_SECONDS
 
     def begin_next(self) -> None:
         self.begun += 1
@@ -184,16 +189,11 @@ class Part(Request):
 
     def earliest_end(self, worker: Wakeable, seconds: float) -> float:
         shared = self.prompt_of
-        return shared.ends + _lag(seconds) if shared.computes not in (None, worker) else 0.0
+        return shared.ends + shared.lag(seconds) if shared.computes not in (None, worker) else 0.0
 
     def step_begins(self, worker: Wakeable, count: int, seconds: float, now: float) -> None:
         shared = self.prompt_of
         self.computed += count
         shared.computes, shared.ends = worker, now + seconds
         if self.computed == self.stop:
-            shared.clock.after(_lag(seconds), shared.begin_next)
-
-
-def _lag(seconds: float) -> float:
-    """From the beginning of a step to that of the step of the next range: a layer, and its way."""
-    return seconds / LAYERS + HOP_SECONDS
+            shared.clock.after(shared.lag(seconds), shared.begin_next)

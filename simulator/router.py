@@ -22,7 +22,6 @@ from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Part, Request, SharedPrompt
 from baton.simulator.step_worker import BLOCK, BUDGET, Worker
-from baton.simulator.steps import LAYERS
 
 HANDOVER_SECONDS = (1.2e-3, 2.5e-3)
 """Least and most time from the first token until a request can join a decode step."""
@@ -41,7 +40,7 @@ def _seen(row: int, worker: Worker, seats: int) -> SeenWorker:
         max_num_seqs=seats,
         max_num_batched_tokens=BUDGET,
         attention_doubles_at=round(worker.machine.doubles_at),
-        num_layers=LAYERS,
+        num_layers=worker.machine.layers,
     )
     status = pb.WorkerStatus(blocks_free=worker.blocks)
     return SeenWorker(worker.name, description, row, status=status, prefix_links={(0, Tier.DEVICE): link})
@@ -155,7 +154,8 @@ class Router:
             (self.workers[part.worker], range(part.start or planned.cached, part.stop))
             for part in planned.ranges
         ]
-        shared, final = SharedPrompt(ranges, self.clock), planned.ranges[-1].worker
+        final = planned.ranges[-1].worker
+        shared = SharedPrompt(ranges, self.workers[final].machine.layers, self.clock)
         for row in dict.fromkeys(part.worker for part in planned.ranges):
             part = Part(
                 request.number, request.prompt, request.answer, request.arrived,

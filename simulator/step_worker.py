@@ -79,7 +79,9 @@ class Worker:
         colocated: bool,
         target_steps: float,
         machine: Machine = H200_8B,
+        warm: bool = True,
     ) -> None:
+        """`warm`: it has measured its steps at the start, as on a GPU."""
         self.name = name
         self.reserved = 0
         self.arriving: dict[int, float] = {}
@@ -94,9 +96,9 @@ class Worker:
         self._outcome = outcome
         self._colocated = colocated
         self.machine = machine
-        largest = BUDGET, machine.step(0, 0, [(BUDGET, 0)])
+        largest = (BUDGET, machine.step(0, 0, [(BUDGET, 0)])) if warm else (0, 0.0)
         sizes = row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET)
-        steps = LearnedSteps(*sizes, measured(machine))
+        steps = LearnedSteps(*sizes, measured(machine) if warm else None)
         self._limit = ChunkLimit(steps, None, BUDGET, target_steps)
         self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()

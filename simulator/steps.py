@@ -82,12 +82,14 @@ class Machine:
         step: seconds of a step, with the arguments of `step_seconds`.
         positions: of KV that it has room for.
         doubles_at: the position of a prompt whose token costs twice as much as the first one.
+        layers: of the model.
         copies: of states that it has room for. None: the model has no states.
     """
 
     step: Callable[[int, float, Chunks], float]
     positions: int
     doubles_at: float
+    layers: int = LAYERS
     copies: CopyRoom | None = None
 
 
@@ -109,12 +111,13 @@ def modelled(
     row_seconds: float,
     small: float = SMALL_PAIR_SECONDS / PAIR_SECONDS,
     *,
+    layers: int,
     copies: CopyRoom | None,
 ) -> Machine:
     """The machine whose steps cost what a model says. `row_seconds`: that each decode adds for its states.
-    `small`: how many times as long a pair takes in a chunk of fewer than `SMALL` tokens. `copies`: as in
-    `Machine`."""
-    return Machine(partial(_modelled_step, model, row_seconds, small), positions, doubles_at, copies)
+    `small`: how many times as long a pair takes in a chunk of fewer than `SMALL` tokens. `layers`,
+    `copies`: as in `Machine`."""
+    return Machine(partial(_modelled_step, model, row_seconds, small), positions, doubles_at, layers, copies)
 
 
 def _modelled_step(

@@ -69,6 +69,7 @@ def test_a_model_of_twice_the_layers_takes_nearly_twice_as_long() -> None:
     assert 1.85 < steps.prefill(2000) / STEPS.prefill(2000) < 2.0, "the output projection is there once"
     assert 1.85 < steps.decode(64, 64_000) / STEPS.decode(64, 64_000) < 2.0
     assert double.kv_bytes_per_token == 2 * SPEEDS.kv_bytes_per_token == 2 * 131_072
+    assert double.machine(2075, 0.9, 256).layers == 64
 
 
 def test_a_mixture_of_experts_reads_only_the_experts_that_its_tokens_choose() -> None:

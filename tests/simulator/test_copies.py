@@ -60,7 +60,7 @@ def test_sessions_compute_again_what_has_no_copy():
     load = agents(4, 4)
 
     def cached(room: CopyRoom | None) -> float:
-        machine = Machine(H200_8B.step, H200_8B.positions, H200_8B.doubles_at, room)
+        machine = Machine(H200_8B.step, H200_8B.positions, H200_8B.doubles_at, copies=room)
         served = simulate(load, "policy", at_a_time=4, warm_up=0, machine=machine)
         return sum(a.cached for a in served.answers) / sum(a.prompt for a in served.answers)
 

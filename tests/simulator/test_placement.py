@@ -73,6 +73,8 @@ def test_an_idle_prompt_is_shared_as_planned() -> None:
     )
     assert shared.places == {"split": 12}
     assert shared.quantiles().ttft < 0.45 * whole.quantiles().ttft
+    flat = simulate(idle, "policy", requests=12, workers=3, prefills=2, machine=replace(H200_8B, layers=2))
+    assert flat.quantiles().ttft > 1.1 * shared.quantiles().ttft, "a range begins half a step after another"
 
 
 @pytest.mark.all

@@ -280,10 +280,11 @@ class Speeds:
         else:
             tokens = int(room / self.kv_bytes(positions) * positions)
         doubles_at, row_seconds, small = self._model.attention_doubles_at, 0.0, 1.0
+        layers = self._model.num_layers
         if self._gpu.steps is not None:  # it has the states, and the attention of chunks of all sizes
-            return modelled(self.steps, tokens, doubles_at, row_seconds, small, copies=copies)
+            return modelled(self.steps, tokens, doubles_at, row_seconds, small, layers=layers, copies=copies)
         row_seconds = self._state_seconds / self.ranks
-        return modelled(self.steps, tokens, doubles_at, row_seconds, copies=copies)
+        return modelled(self.steps, tokens, doubles_at, row_seconds, layers=layers, copies=copies)
 
     def _divided(self, room: int, seats: int) -> tuple[int, CopyRoom]:
         """The positions of KV and the copies of states that there is room for beside the states of requests,
