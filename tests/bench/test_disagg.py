@@ -1,55 +1,34 @@
 """`bench.disagg` sends the same load to both sides, and compares what it found. Real figures need GPUs."""
 
-import argparse
 import contextlib
-import http.server
 import json
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from tokenizers import Tokenizer
-from typer.main import get_command
 
-from baton.bench.lab.disagg.__main__ import BENCH, chosen_loads, figure, ratio, requests_of
+from baton.bench.lab.disagg.__main__ import BENCH, figure, ratio, requests_of
 from baton.bench.lab.disagg.loads import LOADS, Load, command
-from baton.bench.lab.harness.sides import Side, started, watched
+from baton.bench.lab.harness.sides import Side
 from baton.bench.lab.shapes import SHAPES, write_shape
-from baton.bench.load.cli import app
 from baton.bench.load.target.tokenization import WORDS
-from baton.bench.load.traffic.trace import SAMPLE_TRACE
 from tests.forked import forking
 from tests.pages import ROOT
 from tests.within import WITHIN
 
 pytestmark = pytest.mark.all
 
-OPEN, CLOSED, AGENTS, SWING = LOADS[0], *LOADS[-3:]
+OPEN, CLOSED = LOADS[0], LOADS[-3]
 
 
 def flags(load: Load, level: float, directory: Path, seed: int = 0) -> dict[str, str]:
     said = command(load, level, 300, seed, directory)
     return dict(zip(said[1::2], said[2::2], strict=True))
-
-
-def test_agents_and_traces_are_loads(tmp_path: Path) -> None:
-    asked = argparse.Namespace(
-        loads=["agents", str(SAMPLE_TRACE)], first=9.0, device="cpu", short=True, rates=None
-    )
-    for load, name in zip(chosen_loads(asked), ("agents.a2", "mooncake.s2"), strict=True):
-        assert load.name_at(2) == name
-        which, *said = command(load, 2, 9, 0, tmp_path)
-        context = get_command(app).commands[which].make_context(which, said)  # type: ignore[attr-defined]
-        assert context.params["warmup"] == 0
-        assert {"agents": ("turns", "3"), "replay": ("first", 9.0)}[which] in context.params.items()
-    few, many = (flags(AGENTS, level, tmp_path) for level in (16, 48))
-    assert (few["--concurrency"], few["--sessions"], few["--turns"]) == ("16", "32", "10")
-    assert (many["--concurrency"], many["--sessions"], many["--turns"]) == ("48", "96", "8")
 
 
 def test_each_rate_and_seed_has_its_own_requests_for_both_sides_alike(tmp_path: Path) -> None:
@@ -60,43 +39,12 @@ def test_each_rate_and_seed_has_its_own_requests_for_both_sides_alike(tmp_path: 
     assert (slow["--requests"], flags(CLOSED, 128, tmp_path)["--requests"]) == ("300", "512")
 
 
-def test_a_swinging_load_changes_its_lengths_twice_a_period(tmp_path: Path) -> None:
-    _, trace, *_ = command(SWING, 50, 300, 0, tmp_path)
-    lines = [json.loads(line) for line in Path(trace).read_text().splitlines()]
-    assert 50_000 < lines[-1]["timestamp"] < 60_000
-    for line in lines:
-        lengths = SWING.lengths[int(line["timestamp"] // 10_000) % 2]
-        assert (line["input_length"], line["output_length"]) == lengths
-
-
 def test_prompts_differ_for_the_tokenizer_of_a_shape(tmp_path: Path) -> None:
     where = write_shape("one-small-layer", tmp_path, tokenizer=True)
     tokenizer = Tokenizer.from_file(str(where / "tokenizer.json"))
     ids = tokenizer.encode(" ".join(WORDS)).ids
     assert len(set(ids)) == len(set(WORDS)), "equal prompts would come from the prefix cache"
     assert tokenizer.get_vocab_size() == SHAPES["one-small-layer"]["vocab_size"]
-
-
-def test_what_a_router_says_is_kept_beside_the_requests(tmp_path: Path) -> None:
-    """Also of a load that is over before the second look. A server without a status costs nothing."""
-
-    class Status(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/status" else 404)
-            self.end_headers()
-            self.wfile.write(json.dumps({"router": {"overflow": {"cached": 3}}}).encode())
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Status) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        with watched([url, f"{url}/none"], tmp_path / "a"):
-            pass
-        server.shutdown()
-    first, last = (json.loads(line) for line in (tmp_path / "a").read_text().splitlines())
-    assert first["url"] == last["url"] == url
-    assert first["router"]["overflow"] == {"cached": 3}
 
 
 MOCK = f"{sys.executable} -m tests.bench.mock_server --port {{port}}"
@@ -155,12 +103,6 @@ def test_a_figure_is_the_median_of_the_seeds() -> None:
     assert figure(seeds, "ttft.p90") is None, "no sample is above it"
 
 
-def test_a_side_whose_process_ends_is_not_waited_for() -> None:
-    side = Side.parse(f"broken 1 {sys.executable} -c raise(SystemExit(3))")
-    with pytest.raises(RuntimeError, match=r"broken.* ended before it answered"), started(side, Path()):
-        pass
-
-
 def test_a_bench_that_is_told_to_end_ends_its_servers() -> None:
     """Servers that stay keep their GPUs from all that comes later."""
     words = [sys.executable, "-m", "baton.bench.disagg", "--device", "cpu"]
@@ -191,13 +133,3 @@ def test_the_gpus_of_a_side(count: str, gpus: list[str | None], monkeypatch: pyt
     assert [side.gpus_of(number, 2) for number in range(side.count)] == gpus
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4,5")
     assert [side.gpus_of(number, 0) for number in range(side.count)] == gpus
-
-
-def test_a_load_may_have_levels_of_its_own() -> None:
-    asked = argparse.Namespace(
-        loads=["agents@16@48", "2000/150"], first=9.0, device="cuda", short=False, rates=(3.0,)
-    )
-    assert [load.levels for load in chosen_loads(asked)] == [(16, 48), (3,)]
-    asked.loads = ["agent@16"]
-    with pytest.raises(ValueError, match=r"--loads agent: there are .*agents"):
-        chosen_loads(asked)

@@ -141,9 +141,6 @@ class Broken:
         load = {w["index"]: w["attempts"] for w in self._seen(role)}
         return max(self.cluster.of(role), key=lambda worker: load.get(worker.index, -1))
 
-    def attempts(self, role: str) -> int:
-        return sum(w["attempts"] for w in self._seen(role))
-
     def transferring(self, streams: list[Stream]) -> bool:
         """A moment: a prefill worker computes, and its KV is under way."""
         return any(w["status"]["transfers_open"] for w in self._seen("prefill"))
@@ -151,10 +148,6 @@ class Broken:
     def tokens_prefilled(self) -> float:
         """By the present incarnations, up to now."""
         return self._counted("prefill", "vllm:prompt_tokens_total")
-
-    def prompts_again(self) -> float:
-        """Tokens of prompts that decode workers computed, to which routers give none."""
-        return self._counted("decode", "vllm:prompt_tokens_total")
 
     def retries(self) -> float:
         return retries(self.cluster.url)

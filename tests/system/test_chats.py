@@ -112,24 +112,6 @@ async def test_chats_say_the_same_with_every_cache_on_through_evictions_kills_an
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("router_flags", [HANDED_OVER, ANYWHERE], ids=["handed over", "anywhere"])
-async def test_turns_on_different_workers_compute_little_of_what_is_known(
-    reusing: Make, router_flags: tuple[str, ...]
-) -> None:
-    cluster = await asyncio.to_thread(reusing, 1500, router_flags)
-    chat, known, cached = text(300, 0), 0, 0
-    async with new_session() as http:
-        for turn in range(TURNS):
-            [stream] = await streams(http, cluster.url, [chat])
-            cached += stream.cached_tokens
-            known += (len(chat) - 300) * (turn > 0)
-            chat = [*chat, *stream.token_ids, *text(300 - ANSWER, turn)]
-    fetched = await total(cluster, FETCHED)
-    assert fetched > TURNS * 200 or router_flags == ANYWHERE, "the turns do not stay on one worker"
-    assert cached >= 0.95 * known
-
-
-@pytest.mark.long
 async def test_hits_recover_after_a_restart_of_a_prefill_worker(reusing: Make) -> None:
     """From the other worker of its pool, from decode workers, and from the memory of their hosts: pools are
     smaller than the chats."""
