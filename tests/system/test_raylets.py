@@ -97,6 +97,51 @@ ray.shutdown()
 """
 
 
+# The actor of a router of two processes: one is killed and replaced, then the actor is killed.
+_ROUTER = """
+import sys
+import time
+from contextlib import suppress
+import psutil, ray
+from baton.cluster import model
+from baton.cluster.on_ray import placement
+from baton.cluster.on_ray.actors import RoleActor
+from baton.cluster.supervision.blueprint import RoleSpec
+from baton.processes.tree import alive
+
+def until(found):
+    deadline = time.monotonic() + 100
+    while not (now := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return now
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+args = "--model", model.resolve(None).location, "--port", "0", "--router-processes", "2"
+spec = RoleSpec("router", 0, args, {})
+actor = ray.remote(RoleActor).options(**placement.options(spec)).remote(spec, None, "127.0.0.1:1")
+state = ray.get(actor.start.remote())
+while state.phase != "ready":
+    assert not state.error, state.error
+    state = ray.get(actor.changed.remote(state.token), timeout=100)
+router = psutil.Process(state.pid)
+
+def second():
+    for each in router.children():
+        with suppress(psutil.Error):  # it has just ended
+            if each.cmdline()[0].endswith("router 0.1"):
+                return each
+
+(before := until(second)).kill()
+until(lambda: (now := second()) is not None and now != before)
+every = [router, *router.children(recursive=True)]
+assert len(every) == 5, every  # with the two that fork
+ray.kill(actor)
+until(lambda: not any(map(alive, every)))
+ray.shutdown()
+"""
+
+
 class Joined:
     """A cluster there, and a look at it from outside. `front`: the node at which `baton serve` is called."""
 
@@ -242,6 +287,13 @@ async def survive(joined: Joined, raylets: list[str], clients: int) -> None:
 def test_an_actor_of_a_role_starts_when_its_disk_has_room_again(machine: Machine, raylets: Raylets) -> None:
     raylets.add(2)
     done = machine.python("-c", _LOST_DISK, raylets.address, str(machine.home / "disk"), within=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_an_actor_of_a_router_has_processes_that_end_with_it(machine: Machine, raylets: Raylets) -> None:
+    raylets.add(2)
+    done = machine.python("-c", _ROUTER, raylets.address, within=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
