@@ -5,8 +5,6 @@
 
 import gc
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 from baton.cluster.model import EMBEDDED_NAME, ResolvedModel
 from baton.cluster.options.engine import EngineOptions, ModelOptions
-from baton.system.python_path import python_path
+from baton.processes import spawn
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 1, "enable_expert_parallel": False}
 """The options that divide a model, and their values for a worker of one rank."""
@@ -47,10 +45,7 @@ def faults(resolved: ResolvedModel, engine: EngineOptions, model: ModelOptions |
     names = ("load_format", "quantization", "encoder_pool", *RANKS) if engine.engine == "baton" else ()
     options = {name: getattr(engine, name) for name in names}
     arguments = json.dumps([resolved.location, options, model.tokenizer, not model.language_model_only])
-    command = [sys.executable, "-m", "baton.cluster.check_model", arguments]
-    child = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | python_path()
-    )
+    child = spawn.run("-m", "baton.cluster.check_model", arguments)
     if child.returncode != 0:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         return [Fault("weights", f"{resolved.location} could not be checked: {last}")]

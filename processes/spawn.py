@@ -49,6 +49,12 @@ def spawn(
         )
 
 
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments in a fresh process to its end. Returns what it printed."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+
+
 def tell(child: subprocess.Popen[bytes], line: bytes) -> None:
     """Writes all that it gets on stdin. If it is already dead, its exit says so."""
     assert child.stdin is not None

@@ -136,7 +136,7 @@ def test_what_a_role_would_refuse_is_refused_before_the_start(
     flags: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
-    monkeypatch.setattr(check_model.subprocess, "run", in_this_process)
+    monkeypatch.setattr(check_model.spawn, "run", in_this_process)
     broken = tmp_path / "broken"
     broken.write_text("[a]\nkey = 7")
     given = [str(broken) if flag == "BROKEN" else flag for flag in flags]
@@ -175,7 +175,7 @@ def test_a_group_that_does_not_fit_the_model_is_refused_before_the_start(
 ) -> None:
     """By `baton serve` and by `baton doctor`, also for the embedded model."""
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
-    monkeypatch.setattr(check_model.subprocess, "run", in_this_process)
+    monkeypatch.setattr(check_model.spawn, "run", in_this_process)
     flags = ["--device", "cpu", "--prefill", "0", "--tensor-parallel-size", "2"]
     result = CliRunner().invoke(app, ["serve", "--port", "0", *flags])
     said = "--tensor-parallel-size 2: the model has 9 query heads and 3 KV heads; choose one of 1, 3, 9"
@@ -218,7 +218,7 @@ def test_pools_with_different_kv_dtypes_need_one_check_of_the_model(monkeypatch:
     assert len(checked) == 1
 
 
-def in_this_process(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+def in_this_process(*command: str) -> subprocess.CompletedProcess[str]:
     """What `check_model.faults` starts, without the time to import torch again."""
     found = [asdict(fault) for fault in check_model._faults(*json.loads(command[-1]))]
     return subprocess.CompletedProcess(command, 0, json.dumps(found))

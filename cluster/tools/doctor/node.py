@@ -5,8 +5,6 @@ import importlib.util
 import os
 import platform
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +15,8 @@ from baton.cluster.options.engine import EngineOptions
 from baton.cluster.options.roles import FrontOptions
 from baton.cluster.supervision.blueprint import check_ports
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
+from baton.processes import spawn
 from baton.system import available_memory, cpu_engines, usable_cpus
-from baton.system.python_path import python_path
 from baton.system.words import counted
 
 PACKAGES = ("torch", "triton", "ray", "grpcio", "pyzmq", "msgspec", "xxhash", "aiohttp")
@@ -83,11 +81,7 @@ def gpus() -> Iterator[Finding]:
                 f"GPU {number} memory", f"{used} in use already",
                 "Stop the processes that use it, or lower --gpu-memory-utilization.",
             )  # fmt: skip
-    usable = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
-        capture_output=True, text=True, check=False, env=os.environ | python_path(),
-    )  # fmt: skip
-    count = usable.stdout.strip()
+    count = spawn.run("-c", "import torch; print(torch.cuda.device_count())").stdout.strip()
     if count != str(len(listed)):
         yield bad(
             "torch and the GPUs", f"nvidia-smi shows {len(listed)}, torch {count or 'fails'}",

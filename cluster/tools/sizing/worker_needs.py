@@ -5,8 +5,6 @@ as a child process, because it imports torch, which takes time and memory.
 """
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +13,7 @@ from baton.cluster.gpu_pools import Needs, Ranks
 from baton.cluster.model import ResolvedModel
 from baton.cluster.options.engine import EngineOptions
 from baton.cluster.options.optimize import choose
-from baton.system.python_path import python_path
+from baton.processes import spawn
 from baton.system.words import counted
 
 NEW_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS = 1_200, 14_300, 150
@@ -47,10 +45,7 @@ def needs_of(
     seats = choose(engine, "cuda", gpu_gib).max_num_seqs
     numbers = (engine.gpu_memory_utilization, seats, engine.itl_target or 0.0)
     arguments = json.dumps([resolved.location, options, ranks, gpus, gpu_gib, numbers])
-    command = [sys.executable, "-m", "baton.cluster.tools.sizing.worker_needs", arguments]
-    child = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | python_path()
-    )
+    child = spawn.run("-m", "baton.cluster.tools.sizing.worker_needs", arguments)
     answer = json.loads(child.stdout) if child.returncode == 0 else {}
     if "error" in answer:
         raise TooLarge(answer["error"])
