@@ -10,6 +10,15 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from baton.router.api import responses
+from baton.router.api.admin_bodies import (
+    FinishWeightsBody,
+    InitTransferBody,
+    LoadAdapterBody,
+    MemoryBody,
+    UnloadAdapterBody,
+    UpdateInfoBody,
+    UpdateWeightsBody,
+)
 from baton.router.api.anthropic.body import CountTokensBody, MessagesBody
 from baton.router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage
 from baton.router.api.bodies import (
@@ -18,15 +27,8 @@ from baton.router.api.bodies import (
     CompletionBody,
     DetokenizeBody,
     FileForm,
-    FinishWeightsBody,
-    InitTransferBody,
     InvocationBody,
-    LoadAdapterBody,
-    MemoryBody,
     TokenizeBody,
-    UnloadAdapterBody,
-    UpdateInfoBody,
-    UpdateWeightsBody,
 )
 from baton.router.api.openai_responses.body import ResponsesBody
 

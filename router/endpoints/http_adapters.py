@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from baton.router import errors
-from baton.router.api.bodies import LoadAdapterBody, UnloadAdapterBody
+from baton.router.api.admin_bodies import LoadAdapterBody, UnloadAdapterBody
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
 from baton.rpc import worker_pb2 as pb

@@ -32,7 +32,7 @@ from baton.router.endpoints.request_body import read_body
 from baton.router.endpoints.stored_responses import Events, StoredResponse, StoredResponses, home_tag
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest
 from baton.router.generation.output import MAX_TAKEN, Delta
-from baton.router.preparation.prepare import Peek, resolved
+from baton.router.preparation.input_items import Peek, resolved
 from baton.system.addresses import url_host, without_mapping
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from aiohttp import web
 
 from baton.router import errors
-from baton.router.api.bodies import MemoryBody, MemoryTag
+from baton.router.api.admin_bodies import MemoryBody, MemoryTag
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
 from baton.rpc.pause import Mode, NotPaused, Workers, workers_at

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from baton.router import errors
-from baton.router.api.bodies import DiskUpdate, FinishWeightsBody, InitTransferBody, UpdateInfoBody
+from baton.router.api.admin_bodies import DiskUpdate, FinishWeightsBody, InitTransferBody, UpdateInfoBody
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls
 from baton.router.endpoints.http_weights import failed, new_version, workers_for_weights

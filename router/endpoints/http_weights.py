@@ -5,7 +5,7 @@ import uuid
 from aiohttp import web
 
 from baton.router import errors
-from baton.router.api.bodies import UpdateWeightsBody
+from baton.router.api.admin_bodies import UpdateWeightsBody
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
 from baton.rpc.pools import in_turns

@@ -1,12 +1,15 @@
-"""Lists what a model got before its response: a page of the items of a conversation. Pure.
+"""The items of conversations of /v1/responses: what a body refers to, and pages of what a model got. Pure.
 
 A conversation may have many MB, and each of its items would become an object. So items stay JSON until they
 are shown, and a child process reads them.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+
+from baton.router.errors import InvalidRequest
 
 Raw = bytes | bytearray
 
@@ -25,10 +28,77 @@ class _Named(msgspec.Struct):
     id: str | None = None
 
 
+class _Responses(msgspec.Struct):
+    input: msgspec.Raw = msgspec.Raw()
+    previous_response_id: str | None = None
+    background: bool | None = None
+    store: bool | None = None
+
+
+class Peek(msgspec.Struct, array_like=True):
+    """What /v1/responses must know of a body to prepare it."""
+
+    previous_response_id: str | None = None
+    background: bool = False
+    stored: bool = True
+    start: int = 0
+    """Where the JSON of the input begins in the body."""
+    stop: int = 0
+    references: list[str] = []
+    """The ids of stored items that the input refers to."""
+
+
+class _Item(msgspec.Struct):
+    type: str | None = None
+    id: str | None = None
+    role: msgspec.Raw | None = None
+
+
 _parts = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_responses = msgspec.json.Decoder(_Responses).decode
+_item = msgspec.json.Decoder(_Item).decode
 _named = msgspec.json.Decoder(_Named).decode
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode, _encode = msgspec.json.decode, msgspec.json.encode
+
+
+def peek(raw: Raw) -> Peek:
+    """Raises InvalidRequest for bytes that are not JSON."""
+    try:
+        fields = _responses(raw)
+    except msgspec.ValidationError:
+        return Peek()  # the body is not valid; `prepare` raises the error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # `prepare` might accept it, as it does NaN, and the fields here would have no effect.
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    input, stored = bytes(fields.input), fields.store is not False
+    start = raw.find(input)  # the same bytes may also stand before the input
+    place = start, start + len(input)
+    references = [id for _, id in referring(input)] if b'"id"' in input else []
+    return Peek(fields.previous_response_id, bool(fields.background), stored, *place, references)
+
+
+def referring(input: bytes) -> list[tuple[int, str]]:
+    """Returns the indices and ids of the items of an input that only refer to stored ones."""
+    if not input.startswith(b"["):
+        return []
+    found = list[tuple[int, str]]()
+    for index, raw in enumerate(_parts(input)):
+        try:
+            item = _item(raw)
+        except msgspec.ValidationError:
+            continue  # `prepare` raises the error
+        if item.id is not None and item.role is None and item.type in (None, "item_reference"):
+            found.append((index, item.id))
+    return found
+
+
+def resolved(input: bytes, items: Mapping[str, bytes]) -> bytes:
+    """Returns an input with stored items in the places of their references. `items`: all, by their ids."""
+    parts = [bytes(raw) for raw in _parts(input)]
+    for index, id in referring(input):
+        parts[index] = items[id]
+    return b"[" + b",".join(parts) + b"]"
 
 
 def input_items(history: Raw, query: Query) -> bytes:

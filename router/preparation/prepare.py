@@ -31,7 +31,7 @@ from baton.router.api.validation import parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported, about
 from baton.router.preparation.demand import NO_PLACES, Question, question_of
 from baton.router.preparation.images import Decoded, PlacedImage, decode_images, is_remote, place
-from baton.router.preparation.input_items import Query, input_items
+from baton.router.preparation.input_items import Query, input_items, peek
 from baton.router.text.sealed import unsealed
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.reasoning import Beginning
@@ -122,36 +122,7 @@ class _Invocation(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw()
 
 
-class _Responses(msgspec.Struct):
-    input: msgspec.Raw = msgspec.Raw()
-    previous_response_id: str | None = None
-    background: bool | None = None
-    store: bool | None = None
-
-
-class Peek(msgspec.Struct, array_like=True):
-    """What /v1/responses must know of a body to prepare it."""
-
-    previous_response_id: str | None = None
-    background: bool = False
-    stored: bool = True
-    start: int = 0
-    """Where the JSON of the input begins in the body."""
-    stop: int = 0
-    references: list[str] = []
-    """The ids of stored items that the input refers to."""
-
-
-class _Item(msgspec.Struct):
-    type: str | None = None
-    id: str | None = None
-    role: msgspec.Raw | None = None
-
-
 _invocation = msgspec.json.Decoder(_Invocation).decode
-_responses = msgspec.json.Decoder(_Responses).decode
-_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_item = msgspec.json.Decoder(_Item).decode
 
 
 def kind_of(raw: Raw) -> Literal["chat", "completion"]:
@@ -160,45 +131,6 @@ def kind_of(raw: Raw) -> Literal["chat", "completion"]:
         return "chat" if bytes(_invocation(raw).messages) else "completion"
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return "completion"
-
-
-def peek(raw: Raw) -> Peek:
-    """Raises InvalidRequest for bytes that are not JSON."""
-    try:
-        fields = _responses(raw)
-    except msgspec.ValidationError:
-        return Peek()  # the body is not valid; `prepare` raises the error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # `prepare` might accept it, as it does NaN, and the fields here would have no effect.
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    input, stored = bytes(fields.input), fields.store is not False
-    start = raw.find(input)  # the same bytes may also stand before the input
-    place = start, start + len(input)
-    references = [id for _, id in referring(input)] if b'"id"' in input else []
-    return Peek(fields.previous_response_id, bool(fields.background), stored, *place, references)
-
-
-def referring(input: bytes) -> list[tuple[int, str]]:
-    """Returns the indices and ids of the items of an input that only refer to stored ones."""
-    if not input.startswith(b"["):
-        return []
-    found = list[tuple[int, str]]()
-    for index, raw in enumerate(_items(input)):
-        try:
-            item = _item(raw)
-        except msgspec.ValidationError:
-            continue  # `prepare` raises the error
-        if item.id is not None and item.role is None and item.type in (None, "item_reference"):
-            found.append((index, item.id))
-    return found
-
-
-def resolved(input: bytes, items: Mapping[str, bytes]) -> bytes:
-    """Returns an input with stored items in the places of their references. `items`: all, by their ids."""
-    parts = [bytes(raw) for raw in _items(input)]
-    for index, id in referring(input):
-        parts[index] = items[id]
-    return b"[" + b",".join(parts) + b"]"
 
 
 class NeedsChild(Exception):
