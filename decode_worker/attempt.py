@@ -185,14 +185,14 @@ class DecodeAttempt(EngineAttempt):
             self.to(State.DECODING)
             self.joined_at = time.monotonic()
             self.prefilled(output, self.tokens)
-        self.attempts.sampled(self, output)
+        self.attempts.token(self, output)
         if output.finish_reason:
             self._last()
 
     def _repeat(self, output: Output) -> None:
         """Sends the token of the prefill. The router emits each index once, from the worker that sends it
         first."""
-        self.attempts.token(self, output)
+        self.attempts.token(self, output, elsewhere=True)
         if output.finish_reason:
             self._last()
 

@@ -45,7 +45,7 @@ class PrefillAttempt(EngineAttempt):
 
     def sampled(self, output: Output) -> None:
         self.prefilled(output, self.tokens)
-        self.attempts.sampled(self, output)
+        self.attempts.token(self, output)
         self.attempts.after_tokens(partial(self.hand_over, output))
 
     def hand_over(self, output: Output) -> None:

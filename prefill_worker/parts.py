@@ -240,7 +240,7 @@ class PartAttempt(PrefillAttempt):
         if not self.is_final:  # its token means nothing: it says that the part is computed
             self.attempts.counts.count_prompt(self.part_tokens, 0, 0)
             self.attempts.prefilled(self, output)
-            self.attempts.token(self, output._replace(finish_reason="length"))
+            self.attempts.token(self, output._replace(finish_reason="length"), elsewhere=True)
         if not self.closed:
             self.to(State.COMPUTED)
             self._finish()
@@ -257,7 +257,7 @@ class PartAttempt(PrefillAttempt):
         )
         if self.is_final:
             self.prefilled(output, self.part_tokens + output.cached_tokens)
-            self.attempts.sampled(self, output)
+            self.attempts.token(self, output)
             self.hand_over(output)
         else:
             self.to(State.HELD)

@@ -376,7 +376,8 @@ class Roles(Handler):
         """vLLM goes on after the token of a prefill. It is repeated: the router emits each index once."""
         self._answered(attempt)
         first, index = attempt.first_token.result(), len(attempt.request.output_ids)
-        self._attempts.token(attempt, Output(attempt.id, index, first.token_id, logprobs_of(first)))
+        repeated = Output(attempt.id, index, first.token_id, logprobs_of(first))
+        self._attempts.token(attempt, repeated, elsewhere=True)
         if attempt.taken is not None:
             attempt.taken.stream = None
             attempt.taken.close("cancelled")
@@ -398,7 +399,7 @@ class Roles(Handler):
             else:
                 self._attempts.counts.count_prompt(attempt.tokens, output.cached_tokens, 0)
             self._attempts.prefilled(attempt, output)
-        self._attempts.sampled(attempt, output)
+        self._attempts.token(attempt, output)
 
     def _finished(self, attempt: VLLMAttempt) -> None:
         if attempt.decode:

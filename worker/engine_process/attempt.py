@@ -209,23 +209,20 @@ class AttemptTable(Generic[A]):
         if attempt is not None and attempt.stream is not None:
             self._send(to_routers.scored(attempt.stream, logprobs))
 
-    def token(self, attempt: Attempt, output: Output) -> None:
-        """The attempt has this token, which may have been sampled elsewhere."""
+    def token(self, attempt: Attempt, output: Output, *, elsewhere: bool = False) -> None:
+        """The attempt has this token. `elsewhere`: no step of this worker has sampled it for a client."""
+        if not elsewhere:
+            if attempt.first_token_at is not None:
+                seconds = time.monotonic() - attempt.first_token_at
+                self.report(messages.SecondToken(attempt.origin, seconds))
+                attempt.first_token_at = None
+            attempt.num_sampled += 1
+            self.counts.generation_tokens += 1
+            if output.finish_reason:
+                self.counts.finished_stop += output.finish_reason == "stop"
+                self.counts.finished_length += output.finish_reason == "length"
         if (stream := attempt.stream) is not None:
             self._tokens[stream].add(output, tell_cached=not attempt.origin.resumed)
-
-    def sampled(self, attempt: Attempt, output: Output) -> None:
-        """A step has sampled this token."""
-        if attempt.first_token_at is not None:
-            seconds = time.monotonic() - attempt.first_token_at
-            self.report(messages.SecondToken(attempt.origin, seconds))
-            attempt.first_token_at = None
-        attempt.num_sampled += 1
-        self.counts.generation_tokens += 1
-        if output.finish_reason:
-            self.counts.finished_stop += output.finish_reason == "stop"
-            self.counts.finished_length += output.finish_reason == "length"
-        self.token(attempt, output)
 
     def prefilled(
         self, attempt: Attempt, output: Output, asked_at: float = 0.0, encoded_at: float = 0.0
