@@ -65,9 +65,9 @@ class Adapting(FakeWorker):
     async def send(self, message: messages.UnloadAdapter) -> None:
         del self.loaded[message.fingerprint]
 
-    def broadcast(self, message: pb.WorkerMessage) -> None:
+    def broadcast(self, message: bytes) -> None:
         for outputs in self.outputs:
-            outputs.put_nowait(message)
+            outputs.put_nowait(pb.WorkerMessage.FromString(message))
 
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
