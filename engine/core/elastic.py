@@ -80,12 +80,9 @@ class _Share:
 
     kind: Kind
     places: BlockPool | Cells[bytes] | WindowBlocks
+    units: Units
     pages: int
     """Of a unit."""
-
-    @property
-    def units(self) -> Units:
-        return self.places.units
 
     @property
     def movable(self) -> int:
@@ -133,7 +130,9 @@ class Budget:
         self._seconds = 0.0
         self._pool, self._windows, self._copies = pool, pool.windows, copies
         all_kinds = zip(Kind, (pool, slots, pool.windows), pages, strict=True)
-        self._shares = [_Share(kind, places, each) for kind, places, each in all_kinds if places is not None]
+        self._shares = [
+            _Share(kind, places, places.units, each) for kind, places, each in all_kinds if places is not None
+        ]
         self._least_pages = max(share.pages for share in self._shares)
         self._left: float = self._least_pages  # that may move before the next step, while requests decode
         self._looked = -pool.num_blocks  # `moves` of the pool when copies found no memory
@@ -241,23 +240,25 @@ class Budget:
     def provide(self, wants: Amounts, *, most: float = math.inf) -> None:
         """Gets so many free places, for which `has_room`. It leaves them where they are free. With fewer than
         these, `most` pages are theirs now."""
-        coming: list[tuple[_Share, int]] = []
+        coming: list[_Share] = []  # for each unit
+        pages = 0
         for share in self._shares:
-            units = int(min(self._lacking_units(share, wants), most // share.pages))
-            most -= units * share.pages
-            coming.append((share, units))
-        if not (wanted := sum(share.pages * units for share, units in coming)):
+            if (lacking := self._lacking_units(share, wants)) > 0:
+                units = int(min(lacking, (most - pages) // share.pages))
+                pages += units * share.pages
+                coming += [share] * units
+        if not coming:
             return
         moves: list[Move] = []
-        self._free_up(wanted, wants, moves)
-        for share, units in coming:
-            for _ in range(units):
-                self._add(share.kind, share.places, moves)
+        self._free_up(pages, wants, moves)
+        for share in coming:
+            self._add(share.kind, share.places, moves)
         self._make(moves)
 
     def _lacking_units(self, share: _Share, wants: Amounts) -> int:
         """Units that must come until so many places are free."""
-        return share.units.units(max(0, wants[share.kind] - share.places.free))
+        lacking = wants[share.kind] - share.places.free
+        return share.units.units(lacking) if lacking > 0 else 0
 
     def _lacking_pages(self, wants: Amounts) -> int:
         return sum(self._lacking_units(share, wants) * share.pages for share in self._shares)
@@ -270,10 +271,11 @@ class Budget:
             self._remove(Kind.SLOTS, copies, empty, pages, moves)
         for share in (*self._shares[1:], self._shares[0]):
             units, places = share.units, share.places
-            empty = [unit for unit in units.idle if not places.has_cached(units.places(unit))]
-            which = [*dict.fromkeys((*empty, *units.idle))]  # those with nothing in them first
-            which = which[: self._beyond(share, wants[share.kind], places.free)]
-            self._remove(share.kind, places, which, pages, moves)
+            spare = self._beyond(share, wants[share.kind], places.free)
+            if spare and self.free_pages < pages:
+                empty = [unit for unit in units.idle if not places.has_cached(units.places(unit))]
+                which = [*dict.fromkeys((*empty, *units.idle))]  # those with nothing in them first
+                self._remove(share.kind, places, which[:spare], pages, moves)
         if copies is not None:
             self._remove(Kind.SLOTS, copies, [*copies.units.idle], pages, moves)
         assert self.free_pages >= pages, "the caller asked whether there is room"
