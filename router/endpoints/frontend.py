@@ -56,8 +56,8 @@ def seconds_of(headers: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= MAX_TIMEOUT:
-        text = f"{name}: must be seconds above 0, at most {MAX_TIMEOUT:g}, not {header[:20]!r}"
-        raise InvalidRequest(text, param=name)
+        text = f"must be seconds above 0, at most {MAX_TIMEOUT:g}, not {header[:20]!r}"
+        raise InvalidRequest.at(name, text)
     return seconds
 
 
@@ -268,8 +268,8 @@ class Frontend:
         match sent.split():
             case [prefill, decode] if prefill != decode and {prefill, decode} <= listed.keys():
                 return prefill, decode
-        text = f"x-handover: must be the addresses of two workers, as /status shows them, not {sent[:80]!r}"
-        raise InvalidRequest(text, param="x-handover")
+        text = f"must be the addresses of two workers, as /status shows them, not {sent[:80]!r}"
+        raise InvalidRequest.at("x-handover", text)
 
     async def convert(
         self, kind: Converted, raw: bytes | bytearray, entry: Entry, history: bytes = b""

@@ -144,7 +144,7 @@ class HttpBatches:
                     raise errors.BodyTooLarge(f"a file has at most {MAX_FILE_BYTES} bytes", param="file")
                 await storage.call(owner, storage.append, owner, id, bytes(piece))
         if not size:
-            raise errors.InvalidRequest("file: must be there, and not be empty", param="file")
+            raise errors.InvalidRequest.at("file", "must be there, and not be empty")
         return name, size
 
     async def _in_time(self, reading: Any) -> Any:
@@ -254,13 +254,13 @@ def _json(answer: Any) -> web.Response:
 def _page(request: web.Request, objects: list[Any], most: int) -> web.Response:
     """A part of a list, the newest first unless `order` is asc."""
     if (order := request.query.get("order", "desc")) not in ("asc", "desc"):
-        raise errors.InvalidRequest(f"order: must be asc or desc, not {order[:20]!r}", param="order")
+        raise errors.InvalidRequest.at("order", f"must be asc or desc, not {order[:20]!r}")
     if order == "desc":
         objects = objects[::-1]
     if (after := request.query.get("after")) is not None:
         ids = [each.id for each in objects]
         if after not in ids:
-            raise errors.NotFound(f"after: there is no {after[:80]!r}", param="after")
+            raise errors.NotFound.at("after", f"there is no {after[:80]!r}")
         objects = objects[ids.index(after) + 1 :]
     limit = min(PAGE, http.number(request, "limit", most, 1, MAX_LIMIT))
     page = objects[:limit]

@@ -47,9 +47,7 @@ def number(request: web.Request, name: str, default: int, least: int, most: int)
     text = request.query.get(name, str(default))
     number = int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) else None
     if number is None or not least <= number <= most:
-        raise errors.InvalidRequest(
-            f"{name}: must be a number from {least} to {most}, not {text[:20]!r}", param=name
-        )
+        raise errors.InvalidRequest.at(name, f"must be a number from {least} to {most}, not {text[:20]!r}")
     return number
 
 

@@ -99,8 +99,7 @@ class OpenAIResponses:
         stored = self._running.get((key, id)) or self._stored.get(key, id)
         if request.query.get("stream", "false").lower() not in ("false", "0"):
             if stored.events is None:
-                text = f"stream: {id} was not made with both background and stream"
-                raise InvalidRequest(text, param="stream")
+                raise InvalidRequest.at("stream", f"{id} was not made with both background and stream")
             after = http.number(request, "starting_after", -1, -1, 2**31)
             return await self._follow(request, stored.events, after + 1)
         if isinstance(stored, _Running):
@@ -114,7 +113,7 @@ class OpenAIResponses:
             raise InvalidRequest(f"response {id} is not complete yet")
         order, limit = request.query.get("order", "desc"), http.number(request, "limit", 20, 1, 100)
         if order not in ("asc", "desc"):
-            raise InvalidRequest(f"order: must be asc or desc, not {order[:20]!r}", param="order")
+            raise InvalidRequest.at("order", f"must be asc or desc, not {order[:20]!r}")
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
             turns = b"[" + b",".join(self._stored.get(key, id).conversation[:-1]) + b"]"
             query = msgspec.json.encode([request.query.get("after"), limit, order])
@@ -170,11 +169,11 @@ class OpenAIResponses:
         earlier: tuple[bytes, ...] = ()
         if previous is not None:
             if not previous.startswith("resp_"):
-                text = f"previous_response_id: must begin with resp_, not {previous[:80]!r}"
-                raise InvalidRequest(text, param="previous_response_id")
+                text = f"must begin with resp_, not {previous[:80]!r}"
+                raise InvalidRequest.at("previous_response_id", text)
             if (key, previous) in self._running:
-                text = f"previous_response_id: response {previous} is not complete yet"
-                raise InvalidRequest(text, param="previous_response_id")
+                text = f"response {previous} is not complete yet"
+                raise InvalidRequest.at("previous_response_id", text)
             earlier = self._stored.get(key, previous, "previous_response_id").conversation
         if len(raw) + sum(map(len, earlier)) > self._config.max_body_bytes:
             text = f"the conversation is larger than {self._config.max_body_bytes} bytes"

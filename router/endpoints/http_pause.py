@@ -88,8 +88,8 @@ class HttpPause:
         except ValueError:
             seconds = math.nan
         if not 0 < seconds <= LONGEST:
-            text = f"seconds: must be a number above 0, at most {LONGEST:g}, not {value[:20]!r}"
-            raise errors.InvalidRequest(text, param="seconds")
+            text = f"must be a number above 0, at most {LONGEST:g}, not {value[:20]!r}"
+            raise errors.InvalidRequest.at("seconds", text)
         return seconds
 
     @contextlib.asynccontextmanager
@@ -117,14 +117,11 @@ def _mode(value: str) -> Mode:
     for mode in modes:
         if value == mode:
             return mode
-    text = f"mode: must be {', '.join(modes)}, not {value[:20]!r}"
-    raise errors.InvalidRequest(text, param="mode")
+    raise errors.InvalidRequest.at("mode", f"must be {', '.join(modes)}, not {value[:20]!r}")
 
 
 def _clears(value: str) -> bool:
     """Whether requests drop their KV if weights change in the pause."""
     if value.lower() not in ("true", "false", "1", "0"):
-        raise errors.InvalidRequest(
-            f"clear_cache: must be true or false, not {value[:20]!r}", param="clear_cache"
-        )
+        raise errors.InvalidRequest.at("clear_cache", f"must be true or false, not {value[:20]!r}")
     return value.lower() in ("true", "1")

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.router.admission.keys import ApiKey
+from baton.router.endpoints import grpc_server
 from baton.router.endpoints.grpc_server import MessageStream
 from baton.router.policy import desk
 from baton.router.text.tokenizer import ModelTokenizer
@@ -132,16 +133,14 @@ async def test_a_disconnect_cancels_the_request_on_both_workers(cluster: Cluster
         await cluster.idle()
 
 
-async def test_a_client_that_reads_nothing_is_cut_off(
-    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_client_that_reads_nothing_is_cut_off(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
     """No message leaves, as when the flow control of the call has no room. The generation ends."""
     monkeypatch.setattr(MessageStream, "_send", lambda self, events: asyncio.Event().wait())
-    async with make_cluster(tokenizer, tmp_path, client_timeout=0.5) as cluster:
-        code, details, trailing = await refusal(cluster, text="x", max_tokens=50)
-        assert (code, trailing["error-code"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "request_timeout")
-        assert details == "the client read nothing for 0.5 s"
-        await cluster.idle()
+    monkeypatch.setattr(grpc_server, "MessageStream", lambda context, _: MessageStream(context, 0.01))
+    code, details, trailing = await refusal(cluster, text="x", max_tokens=50)
+    assert (code, trailing["error-code"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "request_timeout")
+    assert details == "the client read nothing for 0.01 s"
+    await cluster.idle()
 
 
 async def test_the_deadline_of_the_call_limits_the_request(cluster: Cluster):
