@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
-from typing import Any
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -34,6 +35,20 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if parent_pid not in (None, os.getppid()):
         os._exit(1)
+
+
+def become(parent_pid: int, run: Callable[[], int]) -> NoReturn:
+    """In a fork: does `run`, and ends with the code that it returns. It never returns into the code of its
+    parent, and ends with it."""
+    code = 1
+    try:
+        die_with_parent(parent_pid)
+        code = run()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    os._exit(code)
 
 
 def adopt_orphans(adopts: bool = True) -> None:

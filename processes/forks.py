@@ -13,13 +13,12 @@ import signal
 import socket
 import subprocess
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from baton.processes.children import Forked, adopt_orphans, die_with_parent
+from baton.processes.children import Forked, adopt_orphans, become, die_with_parent
 from baton.processes.liveness import HANG_SECONDS
 
 _ADOPTED_WITHIN = 10.0
@@ -76,16 +75,12 @@ def fork_helper(title: str, run: Run, not_inherited: Sequence[int]) -> Forks:
     alone."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent_pid = os.getpid()
-    if pid := os.fork():
-        theirs.close()
-        return Forks(Forked(pid), ours)
-    try:
+    if not (pid := os.fork()):
         for fd in (ours.detach(), *not_inherited):
             os.close(fd)
-        serve(theirs, parent_pid, title, run)
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
-    os._exit(1)
+        become(parent_pid, lambda: serve(theirs, parent_pid, title, run))
+    theirs.close()
+    return Forks(Forked(pid), ours)
 
 
 @contextlib.contextmanager
@@ -132,7 +127,6 @@ def _received(messages: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _fork_again(writer: int, parent_pid: int, run: Callable[[], int]) -> NoReturn:
-    code = 1
     try:
         pid = os.fork()
     except OSError as error:
@@ -140,13 +134,8 @@ def _fork_again(writer: int, parent_pid: int, run: Callable[[], int]) -> NoRetur
     if pid:
         os.write(writer, b"%d" % pid)
         os._exit(0)
-    try:
-        os.close(writer)
-        until = time.monotonic() + _ADOPTED_WITHIN
-        while os.getppid() != parent_pid and time.monotonic() < until:
-            time.sleep(0.001)  # the process between ends
-        die_with_parent(parent_pid)
-        code = run()
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
-    os._exit(code)
+    os.close(writer)
+    until = time.monotonic() + _ADOPTED_WITHIN
+    while os.getppid() != parent_pid and time.monotonic() < until:
+        time.sleep(0.001)  # the process between ends
+    become(parent_pid, run)

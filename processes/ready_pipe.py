@@ -11,6 +11,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, BinaryIO
 
+from baton.processes.children import report
+
 _MAX_LINE = 1 << 16  # bytes of one line
 
 
@@ -41,6 +43,11 @@ def start(
     finally:
         os.close(write_end)
     return popen, pipe
+
+
+def passes_on(ready_fd: int | None) -> Callable[[str, float], None]:
+    """A `stage` for `follow` that tells what it is told, in another pipe."""
+    return lambda name, fraction: report(ready_fd, {"stage": name, "fraction": fraction})
 
 
 async def follow(

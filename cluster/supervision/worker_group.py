@@ -96,10 +96,7 @@ class _Rank(Child):
     async def follow(self, stages: int | None) -> int:
         """Reads what the worker tells until it has ended. Its stages go to the descriptor `stages`. Returns
         its exit code."""
-
-        def stage(name: str, fraction: float) -> None:
-            report(stages, {"stage": name, "fraction": fraction})
-
+        stage = ready_pipe.passes_on(stages)
         self.error = await ready_pipe.follow(self._pipe, self.ready.set_result, stage, self.kill)
         return await self.wait()
 

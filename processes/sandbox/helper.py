@@ -12,13 +12,12 @@ import signal
 import socket
 import struct
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from functools import partial
 
 from setproctitle import setproctitle
 
-from baton.processes.children import die_with_parent
+from baton.processes.children import become, die_with_parent
 from baton.processes.limits import limit_memory
 from baton.system.memory import trim
 
@@ -62,7 +61,8 @@ def fork_children(
                     try:
                         if not (pid := os.fork()):
                             serve = kinds.get(kind.decode(), lambda: None)
-                            _become(own_pid, fds, f"{title} {kind.decode()}", serve, memory_bytes)
+                            child_title = f"{title} {kind.decode()}"
+                            become(own_pid, partial(_limited, fds, child_title, serve, memory_bytes))
                     except OSError as error:  # no process is left: a later request may find one
                         _tell(ends, error.errno or 1)
                         continue
@@ -92,30 +92,19 @@ def _tell(ends: socket.socket, code: int, cpu_seconds: float = 0.0) -> None:
         ends.send(f"{code} {cpu_seconds}".encode())
 
 
-def _become(
-    parent_pid: int, fds: Sequence[int], title: str, serve: Callable[[], None], memory_bytes: int
-) -> NoReturn:
+def _limited(fds: Sequence[int], title: str, serve: Callable[[], None], memory_bytes: int) -> int:
     """In the new process. `fds`: the socket, and perhaps a file."""
-    code = 1
-    try:
-        setproctitle(title)
-        # Without this, a busy child would notice the end of its caller only after its request.
-        die_with_parent(parent_pid)
-        os.nice(NICE)
-        limit_memory(memory_bytes)
-        requests, *shared = fds
-        os.dup2(requests, 0)
-        os.dup2(requests, 1)
-        for file in shared:
-            os.dup2(file, SHARED)
-        os.closerange(SHARED + len(shared), os.sysconf("SC_OPEN_MAX"))
-        serve()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
-    os._exit(code)
+    setproctitle(title)
+    os.nice(NICE)
+    limit_memory(memory_bytes)
+    requests, *shared = fds
+    os.dup2(requests, 0)
+    os.dup2(requests, 1)
+    for file in shared:
+        os.dup2(file, SHARED)
+    os.closerange(SHARED + len(shared), os.sysconf("SC_OPEN_MAX"))
+    serve()
+    return 0
 
 
 def serve(answer: Callable[[bytes], bytes], cpu_seconds: float, *, once: bool = False) -> None:

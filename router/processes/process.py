@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from baton.processes import ready_pipe
-from baton.processes.children import Child, report
+from baton.processes.children import Child
 from baton.processes.forks import Forks
 from baton.router.admission.keys import ApiKey
 from baton.router.config import RouterConfig
@@ -88,9 +88,7 @@ class RouterProcess:
         def ready(line: Mapping[str, Any]) -> None:
             self.ready = line
 
-        def stage(name: str, fraction: float) -> None:
-            report(ready_fd, {"stage": name, "fraction": fraction})
-
+        stage = ready_pipe.passes_on(ready_fd)
         self.error = await ready_pipe.follow(self._pipe, ready, stage, self.kill)
 
     async def send(self, command: str) -> bytes:
