@@ -119,11 +119,6 @@ def test_the_front_of_kuberay_stops_only_a_cluster_with_other_settings(
     assert done.returncode == ends, done.stderr
 
 
-def test_a_flag_that_does_not_exist_is_found() -> None:
-    with pytest.raises(Exception, match="No such option: --kubernetes-services"):
-        parse(["baton", "router", "--kubernetes-services=baton-prefill"])
-
-
 def test_ray_takes_every_flag(overlays: dict[str, list[Object]]) -> None:
     from ray.scripts.scripts import start
 

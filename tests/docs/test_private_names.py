@@ -96,9 +96,3 @@ def test_private_names_of_libraries_are_those_of_the_list() -> None:
     assert {(file, name) for file, name in found if name not in LISTED} == set()
     texts = "".join((ROOT / file).read_text() for file in product)
     assert {name for name in LISTED if not re.search(rf"\b{name}\b", texts)} == set(), "none of them is used"
-
-
-def test_private_names_are_found() -> None:
-    text = "import a._b\nfrom c import _d\nclass E:\n def _f(self, x): self._f; self._g; x._f; x._h; x.i"
-    tree = ast.parse(text)
-    assert [*used(tree, {*defined(tree)})] == ["_b", "_d", "_g", "_h"]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.system.machine import tree, until
+from tests.system.machine import until
 from tests.within import WITHIN
 
 from .served import Front, Reference, VLLMCluster, joined, prompts_of, save_model, serving
@@ -85,17 +83,6 @@ def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
     expected_counts = {"prefill": 3 + 40 + 130 + 133 + 300 + 310 + 5 + 40, "decode": 0}
     assert computed == expected_counts, "all KV was handed over"
     cluster.assert_whole()
-
-
-def test_shared_memory_has_names_of_this_run(cluster: VLLMCluster) -> None:
-    """So tests that run beside this one can tell them from names that Baton leaves."""
-    maps: list[str] = []
-    for process in tree(cluster.process.pid):
-        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # it has ended meanwhile
-            maps += [line.path for line in process.memory_maps()]
-    named = [path for path in maps if path.startswith("/dev/shm/") and Path(path).exists()]
-    prefix = f"/dev/shm/{os.environ['SHARED_MEMORY_OF_TESTS']}"
-    assert {path[: len(prefix)] for path in named} == {prefix}
 
 
 @pytest.mark.timeout(900)
