@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from baton.engine.core.meters import LONG
+from baton.router.policy.desk import Listener
 from baton.router.policy.prefill import PrefillPolicy, sticky
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
@@ -196,6 +197,7 @@ def simulate(
     slowness: Mapping[int, float] = MappingProxyType({}),
     names: Sequence[str] = (),
     warm: bool = True,
+    listener: Listener | None = None,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times, or sessions. Times depend on the load and the seed only.
 
@@ -211,6 +213,7 @@ def simulate(
     pool, if theirs is another one. `policy`: chooses prefill workers. `prefix_fetches`: as of a router.
     `slowness`: how many times as long the
     steps of a worker take, by its row. `names`: of the workers. Empty: their rows. `warm`: as of a worker.
+    `listener`: of all desks.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -240,6 +243,7 @@ def simulate(
     for router in seen_by:
         router.desk.policy = policy
         router.desk.prefix_fetches &= prefix_fetches
+        router.desk.listener = listener
     cluster = _Cluster(sessions, kind, engines, seen_by, clock, rng, outcome, warm_up, max_answer)
     cluster.run(prefills, at_a_time, flips, changes)
     return outcome

@@ -6,7 +6,7 @@ argument of a plan is what came of it. Messages stand as bytes.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 
 import msgspec
 from google.protobuf.message import Message
@@ -20,8 +20,6 @@ from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefill_loads import PrefillWork
 from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel
-
-T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
@@ -67,35 +65,43 @@ def _plain(value: Any) -> Any:
     return value.SerializeToString() if isinstance(value, Message) else list(value)
 
 
+def events(lines: Iterable[bytes]) -> Iterator[tuple[float, str, list[Any]]]:
+    """Yields what a record has: the time, name and arguments of each event. First the settings of the desk,
+    as an event."""
+    told = iter(lines)
+    now, settings = json.loads(next(told))
+    yield now, "settings", [settings]
+    for line in told:
+        now, name, arguments = json.loads(line)
+        kinds = _KINDS.get(name, ())
+        yield now, name, [*map(_read, arguments, kinds), *arguments[len(kinds) :]]
+
+
 def replay(
     lines: Iterable[bytes], step_model: Callable[[pb.StepModel], StepModel | None]
 ) -> Iterator[tuple[Outcome, Outcome]]:
     """Yields of each plan what came of it, and what comes of it now. `step_model`: reads a reported model."""
-    told = iter(lines)
-    now, settings = json.loads(next(told))
+    told = events(lines)
+    now, _, [settings] = next(told)
     desk = Desk(lambda: now, **settings)
     workers = dict[int, SeenWorker]()
-    for line in told:
-        now, name, arguments = json.loads(line)
+    for at, name, arguments in told:
+        now = at
         if name == "plan":
-            planned = desk.plan(_read(arguments[0], PrefillRequest), _read(arguments[1], Held))
-            yield _read(arguments[2], Outcome), outcome(planned)
+            request, held, recorded = arguments
+            yield recorded, outcome(desk.plan(request, held))
         elif name == "join":
-            description = pb.WorkerDescription.FromString(_read(arguments[1], bytes))
-            worker = SeenWorker(arguments[0], description, ready=False)
-            _tell(worker, "reported", arguments[2], step_model)
+            address, description, status = arguments
+            worker = SeenWorker(address, description, ready=False)
+            _tell(worker, "reported", status, step_model)
             desk.join(worker)
             workers[worker.row] = worker
         elif name in ("reported", "placed", "described", "shown"):
             _tell(workers[arguments[0]], name, arguments[1], step_model)
             if name == "reported":
                 desk.reported(arguments[0])
-        elif name == "cached":
-            desk.cached(arguments[0], pb.CacheEvents.FromString(_read(arguments[1], bytes)))
-        elif name == "sent":
-            desk.sent(_read(arguments[0], bytes), arguments[1], _read(arguments[2], PrefillWork))
         elif name == "ended":
-            desk.ended(_read(arguments[0], bytes), computed=arguments[1])
+            desk.ended(arguments[0], computed=arguments[1])
         elif name == "released":
             desk.released(*arguments[:2], full=arguments[2])
         else:
@@ -107,16 +113,30 @@ def _tell(
 ) -> None:
     """Changes what the connection to a worker would know."""
     if name == "reported":
-        status = worker.status = pb.WorkerStatus.FromString(_read(value, bytes))
-        worker.pool, worker.step_model = status.pool, step_model(status.step_model)
-        worker.prefix_links = {(link.incarnation, Tier(link.tier)): link for link in status.prefix_links}
+        worker.status, worker.pool, worker.step_model = value, value.pool, step_model(value.step_model)
+        worker.prefix_links = {(link.incarnation, Tier(link.tier)): link for link in value.prefix_links}
     elif name == "placed":
         worker.ready = value
     elif name == "described":
-        worker.description = pb.WorkerDescription.FromString(_read(value, bytes))
+        worker.description = value
     else:
-        worker.shown_images = _read(value, list[bytes])
+        worker.shown_images = value
 
 
-def _read(value: Any, kind: type[T]) -> T:
+_KINDS: dict[str, tuple[Any, ...]] = {
+    "plan": (PrefillRequest, Held, Outcome),
+    "join": (str, pb.WorkerDescription, pb.WorkerStatus),
+    "reported": (int, pb.WorkerStatus),
+    "described": (int, pb.WorkerDescription),
+    "shown": (int, list[bytes]),
+    "cached": (int, pb.CacheEvents),
+    "sent": (bytes, int, PrefillWork),
+    "ended": (bytes,),
+}
+"""Of the first arguments of events."""
+
+
+def _read(value: Any, kind: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Message):
+        return kind.FromString(msgspec.convert(value, bytes, builtin_types=()))
     return msgspec.convert(value, kind, builtin_types=())

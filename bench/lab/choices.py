@@ -1,0 +1,223 @@
+"""Whether a simulation chooses the workers that a router has chosen.
+
+Two prefill workers and a decode worker run as real processes, and chats come at random times. The router
+records what its plans follow from (`--advanced.record-plans`). Then the same requests come at the same times
+to the simulator. Its workers have the names, the memory and the steps that the real ones reported: decodes
+cost what they cost the decode worker, and prompts what they cost the prefill worker with most of them.
+
+`choices.same` is the share of requests for which both choose the same workers. The others are counted by
+what differs first, in this order:
+
+cached    tokens of the prompt that a worker has, as far as known
+place     which kinds of workers: costs are close, or a step took longer than usual
+prefill   the worker that computes the prompt: what is ahead of it
+"""
+
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+
+from baton.bench.lab.driver import LOGS, Bench, Option, Run
+from baton.bench.lab.harness.cluster import served
+from baton.bench.lab.harness.streams import Case, Stream, new_session, post
+from baton.bench.lab.shapes import DENSE, SHAPES
+from baton.bench.report import Row
+from baton.kv_names import CHUNK_TOKENS
+from baton.router.policy.prefill import PrefillRequest
+from baton.router.policy.recording import Outcome, events, outcome
+from baton.router.workers.checks import step_model
+from baton.rpc import worker_pb2 as pb
+from baton.simulator.agents import chunk_name
+from baton.simulator.placement import simulate
+from baton.simulator.steps import Machine, modelled
+from baton.simulator.trace import Session, Turn
+
+SHAPE = "llama-tiny"
+SHAPES[SHAPE] = SHAPES[DENSE] | {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048,
+}  # fmt: skip
+"""Its steps take milliseconds on a CPU, so the other processes of a small machine hardly change them."""
+FLAGS = ("--max-model-len", "8192", "--advanced.block-size", "128")
+"""As the simulator has them."""
+RATE = 3.0
+"""Requests in a second."""
+SESSIONS, TURNS = 12, 5
+PROMPT, NEW, ANSWER = (100, 500), (20, 150), (8, 48)
+"""Least and most tokens of a first prompt, of what each turn adds, and of an answer."""
+WARM_UP = 16
+"""Requests that do not count: neither router knows its workers yet."""
+BEFORE = 1.0
+"""Simulated seconds before the first request, as workers that have started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request. `at`: seconds after the first one."""
+
+    at: float
+    session: int
+    prompt: Sequence[int]
+    answer: int
+
+
+def chats(count: int, seed: int) -> list[Sent]:
+    """Turns of sessions at random times. Each prompt holds the ones before."""
+    rng, at, sent, number = random.Random(seed), 0.0, list[Sent](), 0
+    live = dict[int, tuple[int, list[int]]]()  # turns and tokens by session
+    for _ in range(count):
+        at += rng.expovariate(RATE)
+        if begins := len(live) < SESSIONS:
+            number += 1
+        session = number if begins else rng.choice([*live])
+        turns, prompt = live.pop(session, (0, []))
+        new = rng.randint(*(PROMPT if begins else NEW))
+        prompt = [*prompt, *(rng.randrange(1, SHAPES[SHAPE]["vocab_size"]) for _ in range(new))]
+        sent.append(Sent(at, session, prompt, rng.randint(*ANSWER)))
+        if turns + 1 < TURNS:
+            live[session] = turns + 1, prompt
+    return sent
+
+
+async def send(url: str, load: Iterable[Sent]) -> list[Stream]:
+    start = time.monotonic()
+
+    async def one(http: aiohttp.ClientSession, request: Sent) -> Stream:
+        await asyncio.sleep(request.at - (time.monotonic() - start))
+        stream = Stream(Case("", request.answer, 0.0, 0))
+        body = {**stream.case.body(), "prompt": request.prompt}
+        headers = {"x-session-id": str(request.session)}
+        return await post(http, f"{url}/v1/completions", msgspec.json.encode(body), stream, headers)
+
+    async with new_session() as http:
+        return await asyncio.gather(*(one(http, request) for request in load))
+
+
+class Recorded(NamedTuple):
+    """What a router has recorded.
+
+    Attributes:
+        settings: of its desk.
+        workers: name, description and last report of each, by row.
+        plans: the first plan of each request, with its time.
+    """
+
+    settings: dict[str, Any]
+    workers: dict[int, tuple[str, pb.WorkerDescription, pb.WorkerStatus]]
+    plans: dict[int, tuple[float, PrefillRequest, Outcome]]
+
+
+def recorded(file: Path) -> Recorded:
+    found = Recorded({}, {}, {})
+    for now, name, arguments in events(file.read_bytes().splitlines()):
+        if name == "settings":
+            found.settings.update(arguments[0])
+        elif name == "join":
+            found.workers[len(found.workers)] = tuple(arguments)
+        elif name == "reported":
+            row, status = arguments
+            found.workers[row] = *found.workers[row][:2], status
+        elif name == "plan" and arguments[2].ranges:
+            request, _, planned = arguments
+            found.plans.setdefault(request.arrival, (now, request, planned))
+    return found
+
+
+def machine(workers: Iterable[tuple[str, pb.WorkerDescription, pb.WorkerStatus]]) -> Machine:
+    """Of all workers, which are equal: what each kind of steps cost the worker with most of them."""
+    prompts = max(workers, key=lambda worker: worker[2].prompt_tokens)
+    decodes = max(workers, key=lambda worker: worker[2].generation_tokens)
+    of_prompts, of_decodes = step_model(prompts[2].step_model), step_model(decodes[2].step_model)
+    assert of_prompts is not None, "it has computed prompts"
+    assert of_decodes is not None, "it has decoded"
+    model = replace(
+        of_prompts,
+        rows=of_decodes.rows,
+        decode_seconds=of_decodes.decode_seconds,
+        context_seconds=of_decodes.context_seconds,
+    )
+    described = decodes[1]
+    positions = described.num_blocks * described.block_size
+    layers, doubles_at = described.num_layers, described.attention_doubles_at
+    return modelled(model, positions, doubles_at, 0.0, layers=layers, copies=None)
+
+
+def simulated(real: Recorded, load: Sequence[Sent]) -> dict[int, Outcome]:
+    """What the simulated router plans for the same requests, with the rows of the real one."""
+    start = min(now for now, _, _ in real.plans.values()) - BEFORE
+    sessions = list[tuple[float, Session]]()
+    for (number, (now, request, _)), sent in zip(sorted(real.plans.items()), load, strict=True):
+        assert request.tokens == len(sent.prompt), "requests arrive in the order in which they are sent"
+        chunks = (request.tokens + sent.answer) // CHUNK_TOKENS
+        names = [*request.chunks, *(chunk_name(f"answer {number}", i) for i in range(chunks))][:chunks]
+        turn = Turn(request.tokens, tuple(names), 0.0, sent.answer)
+        sessions.append((now - start, Session(request.key, (turn,), 0)))
+    pools = [
+        [row for row, (_, _, status) in real.workers.items() if status.pool == pool]
+        for pool in (pb.POOL_PREFILL, pb.POOL_DECODE)
+    ]
+    rows, plans = [*pools[0], *pools[1]], dict[int, Outcome]()
+
+    def heard(_: float, name: str, arguments: Sequence[Any]) -> None:
+        if name == "plan":
+            request, _, planned = arguments
+            found = outcome(planned)
+            ranges = tuple((rows[row], start, stop) for row, start, stop in found.ranges)
+            decode = None if found.decode is None else rows[found.decode]
+            plans.setdefault(request.arrival, found._replace(ranges=ranges, decode=decode))
+
+    described = real.workers[0][1]
+    simulate(
+        sessions, "policy", warm_up=0, workers=len(rows), prefills=len(pools[0]), seed=real.settings["seed"],
+        seats=described.max_num_seqs, machine=machine(real.workers.values()), warm=False,
+        names=[real.workers[row][0] for row in rows], listener=heard,
+    )  # fmt: skip
+    return plans
+
+
+def difference(real: Outcome, simulated: Outcome) -> str:
+    """What differs first, as above. Empty: both have the same workers."""
+    workers = [({part[0] for part in each.ranges}, each.decode) for each in (real, simulated)]
+    if workers[0] == workers[1]:
+        return ""
+    if real.cached != simulated.cached:
+        return "cached"
+    return "place" if real.place != simulated.place else "prefill"
+
+
+def measure(run: Run) -> None:
+    load = chats(WARM_UP + run.args.requests, 1)
+    record = run.logs / "plans"
+    flags = ("--advanced.record-plans", str(record))
+    with served(run, *FLAGS, shape=SHAPE, prefill=2, router_flags=flags) as cluster:
+        streams = asyncio.run(send(cluster.url, load))
+    if failed := [stream.error for stream in streams if stream.failed]:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    [file] = record.parent.glob("plans.*")
+    real = recorded(file)
+    ours = simulated(real, load)
+    counted = [number for number in real.plans if number >= WARM_UP]
+    differ = Counter(difference(real.plans[number][2], ours[number]) for number in counted)
+    count = len(counted)
+    run.add(Row("choices.same", differ.pop("", 0) / count, "of requests", goal=0.9, better="higher"))
+    for cause in ("cached", "place", "prefill"):
+        run.add(Row(f"choices.{cause}", differ[cause] / count, "of requests"))
+    places = Counter(real.plans[number][2].place for number in counted)
+    run.parameters["places"] = dict(places)
+
+
+BENCH = Bench(
+    "choices", measure, __doc__, options=(Option("--requests", default=150, short=90), LOGS), devices=("cpu",)
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCH.main())
