@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 LAB = ROOT / "bench" / "lab"
 TINY = "one-small-layer"
 SHORT = (
+    "choices",
     "disagg",
     "elastic",
     "encoder --pixels 64x32",
