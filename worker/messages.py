@@ -6,7 +6,6 @@ that the service process gives to one attached router. Numbers are never used ag
 detached router reaches no other router. An attempt id is a prefill id or a decode id.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,6 +17,7 @@ from baton.kv_names import Tier
 from baton.kv_transfer import InjectStats, KVLayout
 from baton.rpc import worker_pb2 as pb
 from baton.vision.images import ImageSettings
+from baton.worker.stats import RequestCounts, StoreStats
 
 
 class _Message(Struct, tag=True, array_like=True):
@@ -184,54 +184,6 @@ class ToRouter(_Message):
 
     stream: int | None  # None: to all
     data: bytes  # of a `WorkerMessage` of proto/worker.proto
-
-
-@dataclass(slots=True)
-class RequestCounts:
-    """Counts since the start of an engine process."""
-
-    prompt_tokens: int = 0
-    """Of prompts that this worker prefilled, cached ones included."""
-    prompt_tokens_cached: int = 0
-    """Those that its prefix cache had."""
-    prompt_tokens_fetched: int = 0
-    """Those that its prefix cache got from another worker for their prompt."""
-    generation_tokens: int = 0
-    finished_stop: int = 0
-    finished_length: int = 0
-    no_room: int = 0
-    """Refused reservations."""
-    prefix_fetched_tokens: list[int] = field(default_factory=lambda: [0] * len(Tier))
-    """By tier, positions with KV from prefix caches of other workers, whether a prompt used it or not."""
-    prefix_fetched_bytes: int = 0
-    """This KV."""
-    prompt_parts: int = 0
-    """Parts of prompts that this worker computed together with others."""
-    prompt_parts_failed: int = 0
-    prompt_parts_waited: float = 0.0
-    """Seconds that their steps waited for KV."""
-    handovers: int = 0
-    """Requests whose KV came from another worker."""
-    handovers_hidden: float = 0.0
-    """Sum over these of `InjectStats.hidden_share`."""
-
-    def count_prompt(self, tokens: int, cached: int, fetched: int) -> None:
-        """Counts a prefilled prompt. `fetched` tokens came for it, and are among the `cached` ones if they
-        fill blocks."""
-        fetched = min(fetched, cached)
-        self.prompt_tokens += tokens
-        self.prompt_tokens_cached += cached - fetched
-        self.prompt_tokens_fetched += fetched
-
-
-class StoreStats(_Message, tag=False):
-    """The shared store, as a worker sees it. Counts are since the start of an engine process."""
-
-    is_open: bool
-    tokens_per_s: float  # of recent fetches; 0: not known
-    written: int  # chunks
-    refused: int  # chunks that the store did not take
-    missed: int  # chunks whose objects were wrong, or gone when they were read
 
 
 class EngineStatus(Answer):

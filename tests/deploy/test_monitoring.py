@@ -12,8 +12,9 @@ import yaml
 from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStats
 from baton.engine.api.stats import EncoderStats, MemoryStats
 from baton.kv_names import Tier
-from baton.worker.messages import EngineStatus, RequestCounts
+from baton.worker.messages import EngineStatus
 from baton.worker.service_process.metrics import Metrics
+from baton.worker.stats import RequestCounts
 
 from .conftest import ROOT, Object, of_kind
 

@@ -21,8 +21,9 @@ from baton.router.policy.placement import PrefillWindow
 from baton.router.workers.encoders import Encoders
 from baton.router.workers.pool import WorkerPool
 from baton.rpc import worker_pb2 as pb
-from baton.worker.messages import EngineStatus, RequestCounts, StoreStats
+from baton.worker.messages import EngineStatus
 from baton.worker.service_process.metrics import Metrics as WorkerMetrics
+from baton.worker.stats import RequestCounts, StoreStats
 from tests.stand_in import stand_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"

@@ -7,8 +7,9 @@ import msgspec
 from baton.engine import EngineStats, ExpertStats, OffloadStats
 from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
-from baton.worker.messages import EngineStatus, RequestCounts, StoreStats
+from baton.worker.messages import EngineStatus
 from baton.worker.service_process.counts import added
+from baton.worker.stats import RequestCounts, StoreStats
 
 
 def engine_status(number: int, experts: list[int], **now: Any) -> EngineStatus:

@@ -17,7 +17,8 @@ from baton.kv_names import Tier
 from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel
 from baton.worker import messages
-from baton.worker.messages import FromEngine, RequestCounts, ToEngine
+from baton.worker.messages import FromEngine, ToEngine
+from baton.worker.stats import RequestCounts
 from tests.layouts import kv_layout
 
 ID = bytes(range(16))

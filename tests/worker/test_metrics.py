@@ -14,8 +14,9 @@ import pytest
 from baton.engine import EncoderStats, EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
 from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
-from baton.worker.messages import EngineStatus, RequestCounts
+from baton.worker.messages import EngineStatus
 from baton.worker.service_process.metrics import Metrics
+from baton.worker.stats import RequestCounts
 from tests.within import WITHIN, within
 
 # The Accept headers of Prometheus 2.42 and 3.5.

@@ -17,7 +17,8 @@ from baton.worker.engine_process import prefix_fetches
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, PrefixLinks, Workers
 from baton.worker.engine_process.shared_store import PLACE, SLACK, StoreSource
-from baton.worker.messages import Origin, RequestCounts
+from baton.worker.messages import Origin
+from baton.worker.stats import RequestCounts
 from tests.router_messages import content_at
 from tests.stand_in import stand_in
 

@@ -20,7 +20,8 @@ from baton.worker import messages
 from baton.worker.engine_process import to_routers
 from baton.worker.engine_process.states import TRANSITIONS, State
 from baton.worker.engine_process.to_routers import StepTokens
-from baton.worker.messages import FromEngine, Origin, RequestCounts
+from baton.worker.messages import FromEngine, Origin
+from baton.worker.stats import RequestCounts
 
 UNREAD: Mapping[str, tuple[pb.FailureCode, str]] = {
     "deadline": (pb.FAILURE_CODE_DROPPED, "not fetched before the hold deadline"),

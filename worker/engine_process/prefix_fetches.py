@@ -29,7 +29,7 @@ from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import Attempt, Lease
-from baton.worker.messages import RequestCounts
+from baton.worker.stats import RequestCounts
 
 LONGEST = 5.0
 """Seconds that a fetch may take if the speed of prefills is not known."""

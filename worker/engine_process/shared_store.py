@@ -16,7 +16,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import LONGEST, RECENT, PrefixFetch
-from baton.worker.messages import StoreStats
+from baton.worker.stats import StoreStats
 
 SLACK = 0.05
 """Seconds that a prompt may wait for the store if computing takes longer: this process may be busy."""

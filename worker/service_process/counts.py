@@ -13,7 +13,8 @@ import msgspec
 
 from baton.engine import EncoderStats, EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
 from baton.kv_transfer import TransferStats
-from baton.worker.messages import EngineStatus, RequestCounts, StoreStats
+from baton.worker.messages import EngineStatus
+from baton.worker.stats import RequestCounts, StoreStats
 
 _COUNTS: Mapping[type, Sequence[str]] = {
     EngineStatus: ("stats", "counts", "store"),

@@ -20,7 +20,8 @@ from baton.kv_transfer.memory_reader import READERS, reader_of
 from baton.system.addresses import listening_socket
 from baton.system.connections import Connections
 from baton.worker import messages
-from baton.worker.messages import EngineReady, EngineStatus, StoreStats
+from baton.worker.messages import EngineReady, EngineStatus
+from baton.worker.stats import StoreStats
 
 disable_created_metrics()  # each counter and histogram would get one more series
 
