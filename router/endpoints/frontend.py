@@ -212,7 +212,9 @@ class Frontend:
             deadline = Deadline(began, min(limit, math.inf if options.timeout is None else options.timeout))
             entry.max_wait = min(entry.max_wait, deadline.seconds)
             async with _until(deadline):
-                structure, unenforced = await self._structure(prepared, entry.account.key.name)
+                question, key = prepared.question, entry.account.key.name
+                answer = Answer(None) if question is None else await self._checker.check(question, key)
+            structure, unenforced = answer
             jobs: list[Job] = []
             for choice_jobs in make_jobs(
                 options,
@@ -294,11 +296,6 @@ class Frontend:
             return None
         start = tokenizer.token_id(way.start) if prepared.beginning == "either" else None
         return pb.Reasoning(end_id=tokenizer.token_id(way.end), start_id=start, budget=budget)
-
-    async def _structure(self, prepared: Prepared, key: str) -> Answer:
-        """Returns the constraint that workers must enforce on the output. Raises ApiError."""
-        question = prepared.question
-        return Answer(None) if question is None else await self._checker.check(question, key)
 
 
 def _salt(of_key: bytes, sent: str | None) -> bytes:

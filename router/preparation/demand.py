@@ -162,13 +162,6 @@ def question_of(
 ) -> Question | None:
     """Returns what a body demands; None: nothing. `places`: for the name of each tool the field with its
     schema, if the client sent another form of a chat. Raises InvalidRequest and Unsupported."""
-    demand = _demand_of(body, tokenizer, places)
-    return None if demand is None else demand.question
-
-
-def _demand_of(
-    body: ChatOptions | CompletionOptions, tokenizer: ModelTokenizer, places: Mapping[str, str]
-) -> Demand | None:
     structure, vocab_size = body.structure, tokenizer.vocab_size
     if structure is not None:
         most = MAX_GIVEN if structure.kind == "json_schema" else MAX_LENGTH
@@ -176,13 +169,13 @@ def _demand_of(
             text = f"must have 1 to {most} characters, not {len(structure.text)}"
             raise InvalidRequest.at(structure.field, text)
     if not isinstance(body, ChatOptions):
-        return None if structure is None else Demand(structure, vocab_size)
+        return None if structure is None else Demand(structure, vocab_size).question
     in_messages = tokenizer.reasoning is not None and tokenizer.reasoning.in_messages
     specials = set(harmony.SPECIALS if in_messages else ())
     if not body.offered_tools:
         if structure is None:
             return None
-        return Demand(structure, vocab_size, None, in_messages, _spelled(tokenizer, specials))
+        return Demand(structure, vocab_size, None, in_messages, _spelled(tokenizer, specials)).question
     tool_format = tokenizer.format_of_calls(forced=body.must_call)
     if tool_format is None:
         text = "this model's tool call format is unknown, see --tool-call-parser"
@@ -210,7 +203,7 @@ def _demand_of(
         Calls(tool_format.name, offered, body.many_calls, free),
         in_messages,
         _spelled(tokenizer, specials | set(tool_format.specials)),
-    )
+    ).question
 
 
 def _spelled(tokenizer: ModelTokenizer, specials: set[str]) -> dict[str, str]:

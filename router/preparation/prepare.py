@@ -191,7 +191,7 @@ class Preparation:
             case ResponsesBody():
                 prepared = self._responses(body, kind)
             case MessagesBody():
-                prepared = self._chat(*body.chat_with_places(self._unsealed))
+                prepared = self._chat(*body.chat(self._unsealed))
                 prepared.seals_reasoning = body.seals_reasoning
             case CompletionBody():
                 prepared = self._completion(body)
@@ -200,7 +200,8 @@ class Preparation:
             case DetokenizeBody():
                 prepared = self._detokenize(body)
             case CountTokensBody():
-                prepared = self._count_tokens(body.chat(self._unsealed))
+                chat, _ = body.chat(self._unsealed)
+                prepared = self._count_tokens(chat)
             case _:
                 raise AssertionError(body)
         return prepared

@@ -178,7 +178,7 @@ def messages(*content: dict[str, Any], role: str = "user", **fields: Any) -> Cha
         "messages": [*said, {"role": role, "content": content}],
         **fields,
     }
-    chat, _ = parse(MessagesBody, json.dumps(body).encode()).chat_with_places(lambda sealed: "")
+    chat, _ = parse(MessagesBody, json.dumps(body).encode()).chat(lambda sealed: "")
     return chat
 
 

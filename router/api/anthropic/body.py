@@ -505,9 +505,13 @@ class PromptBody(Body):
     def seals_reasoning(self) -> bool:
         return self.thinking is not None and self.thinking.display == "omitted"
 
-    def chat_fields(self, unsealed: Callable[[str], str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Returns these fields as those of a chat completion, and for each tool by name the field with its
-        schema. `unsealed`: reads encrypted reasoning."""
+    def _options(self) -> dict[str, Any]:
+        """The fields of the chat completion that do not make its prompt."""
+        return {"model": self.model}
+
+    def chat(self, unsealed: Callable[[str], str]) -> tuple[ChatBody, dict[str, str]]:
+        """Returns the chat completion, and for each tool by name the field with its schema. `unsealed`: reads
+        encrypted reasoning. Raises InvalidRequest."""
         placed = [(f"tools[{i}]", tool) for i, tool in enumerate(self.tools or ())]
         # Anthropic would search among the deferred tools. Here the model sees all of them.
         searched = any(
@@ -525,6 +529,7 @@ class PromptBody(Body):
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         settings: dict[str, Any] = {}
         fields: dict[str, Any] = {
+            **self._options(),
             "messages": messages,
             "tools": [*(loaded | tools).values()],
             "reasoning_effort": config.effort,
@@ -542,18 +547,13 @@ class PromptBody(Body):
             if self.thinking.type != "adaptive":
                 settings["enable_thinking"] = self.thinking.type == "enabled"
         fields["chat_template_kwargs"] = settings | (self.chat_template_kwargs or {})
-        return fields, places
+        return validate(AnthropicChat, fields, AnthropicChat.names), places
 
 
 class CountTokensBody(PromptBody):
     """POST /v1/messages/count_tokens."""
 
     _refuse_unsupported = refusing(COUNT_TOKENS)
-
-    def chat(self, unsealed: Callable[[str], str]) -> ChatBody:
-        """Raises InvalidRequest."""
-        fields, _ = self.chat_fields(unsealed)
-        return validate(AnthropicChat, fields | {"model": self.model}, AnthropicChat.names)
 
 
 class MessagesBody(PromptBody, SamplingBody):
@@ -568,14 +568,10 @@ class MessagesBody(PromptBody, SamplingBody):
 
     _refuse_unsupported = refusing(MESSAGES)
 
-    def chat_with_places(self, unsealed: Callable[[str], str]) -> tuple[ChatBody, dict[str, str]]:
-        """Returns the chat, and the fields as `chat_fields`. Raises InvalidRequest."""
-        of_prompt, places = self.chat_fields(unsealed)
-        fields = {
+    def _options(self) -> dict[str, Any]:
+        return {
             **self.given(SamplingBody),
-            **of_prompt,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or [],
             "user": claude_session(self.metadata.user_id),
         }
-        return validate(AnthropicChat, fields, AnthropicChat.names), places
