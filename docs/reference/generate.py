@@ -20,6 +20,7 @@ from baton.cluster.options import parameters
 from baton.cluster.options.roles import FrontOptions
 from baton.router.api import validation
 from baton.router.api.openapi import OPERATIONS, REQUEST_ERRORS, description
+from baton.router.policy import placement
 from baton.worker.engine_process.states import ENDS, TRANSITIONS, State
 
 HERE = Path(__file__).parent
@@ -310,8 +311,18 @@ def attempts() -> Iterator[str]:
     yield f"From each state before {State.CLOSING.name} it goes there, too, when {ENDS}."
 
 
+def terms() -> Iterator[str]:
+    """The costs of a plan and their terms, from the docstring of `placement`."""
+    text = placement.__doc__ or ""
+    formulas, rest = re.findall(r"^    (\w[\w ]+ = .*)$", text, re.M), text.partition(" join ")[2]
+    yield "\n".join(("```text", *formulas, "```"))
+    rows = re.findall(r"^    (\S.*?)  +(\w.*(?:\n {8,}\S.*)*)$", rest, re.M)
+    yield table(("term", "meaning"), ((f"`{name}`", prose(meaning)) for name, meaning in rows))
+
+
 BLOCKS = {
     "attempts": attempts,
+    "terms": terms,
     "cli": cli,
     "advanced": advanced,
     "removed": removed,

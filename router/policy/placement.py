@@ -10,8 +10,11 @@ Users have two targets: F seconds for a first token, and G seconds for a gap. A 
 answer of N tokens begins is ready to wait for G · N from then on. So a second of one gap costs
 c = F / (G · N) seconds of a first token, and all costs are in these:
 
-    prompt = first + behind + C · longer + forgotten
-    decode = N · (c · d' + C · (d' - d)) + slower + forgotten
+    one worker = prompt + decode + forgotten
+    handover   = prompt + forgotten + join + decode + forgotten    at two workers
+    prompt     = first + behind + C · longer
+    decode     = N · (c · d' + C · (d' - d)) + slower
+    join       = c · step
 
     C          the sum of c of all requests that decode there
     first      until the first token: the prompts ahead and this one, beside the decodes there
@@ -19,14 +22,15 @@ c = F / (G · N) seconds of a first token, and all costs are in these:
     longer     added to the gaps of each request that decodes where the prompt is computed, while it decodes
     d, d'      how much a gap is longer than a short step where the request decodes, without and with it
     slower     added to the first tokens of prompts that come there while it decodes
+    step       what a decode that is handed over waits for there: the end of a step
     forgotten  what the cache loses that no other worker has, if the request needs more memory than is spare.
                As large a share of that as is cached of prompts will be computed there again
 
 A short step takes the geometric mean of G and of the fastest step, as in the engine's `ChunkLimit`. With as
 many tokens of prompts as may be, a step takes `step_model.long_seconds`. So a worker that decodes computes
 prompts for that time less what its decodes add to such a step, and they take that much longer than alone. A
-prompt beside decodes also waits for the step under way, and its last step is not full. A request that is
-handed over waits for the end of a step. One that decodes alone may wait for a step of another prompt.
+prompt beside decodes also waits for the step under way, and its last step is not full. A request that
+decodes alone may wait for a step of another prompt.
 
 So prompts go where they come first and disturb least. Decodes spread over all workers when their steps are
 long, unless prompts there would wait for them. Under a load that gains from it, two workers act as a prefill

@@ -200,12 +200,9 @@ def _without_waits(cost: PromptCost, workers: Sequence[SplitWorker]) -> float:
 
 def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
     """How many prompts wait for a second that this worker loses: those that come until it is idle, if it has
-    work for `seconds` (an M/G/1 queue). `alone`: seconds of a prompt.
-
-    It has a mean queue at least: if less is known, other routers may have sent more since its report."""
+    work for `seconds` (an M/G/1 queue). `alone`: seconds of a prompt."""
     share = min(worker.utilisation, 1 - LEAST_GAIN)  # a measured one is not exact
-    unknown = max(0.0, share / 2 / (1 - share) - worker.wait / alone)
-    return (seconds / alone + unknown) * share / (1 - share)
+    return seconds / alone * share / (1 - share)
 
 
 def _fill(

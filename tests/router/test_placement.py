@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv_names import ImageSpan, Tier
+from baton.router.policy import placement
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.decode import DecodeCaches, DecodeLoad
-from baton.router.policy.pace import Pace
+from baton.router.policy.pace import MOST_BUSY, Pace
 from baton.router.policy.placement import Offer, place, place_without_room
 from baton.router.policy.placement import offer as placed
 from baton.router.policy.prefill import COMPARED, PrefillRequest
@@ -77,6 +79,39 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     assert few.prompt_cost == few.first, "a short step costs nothing"
     busy = offer(1000, model=FIXED, rate=5000.0)
     assert busy.prompt_cost == pytest.approx(0.1 + 0.5 / 0.5 * 0.1 / 2), "prompts come behind it"
+
+
+def test_the_formula_of_the_docstring_is_what_costs_are_computed_by() -> None:
+    text = placement.__doc__ or ""
+    formulas = dict(re.findall(r"^    (prompt|decode|join) += (.*)$", text, re.M))
+    loads: list[dict[str, Any]] = [{"decodes": 3}, {"decodes": 3, "rate": 2000.0}, {"rate": 2000.0}]
+    for load in loads:
+        found = offer(1000, model=FIXED, ahead=500, **load)
+        pace, request = found.pace, found.request
+        share = min(MOST_BUSY, pace.busy * pace.now.stretch)
+        then = pace.steps(
+            pace.decodes + 1, pace.context + request.tokens, pace.gap_cost + found.gap_weight / request.answer
+        )
+        gap, late = pace.gap_of(then, pace.busy)
+        first_step = 0.0 if pace.decodes else pace.busy * 0.1  # it may compute a prompt of 1,000 tokens only
+        terms = {
+            "c": found.gap_weight / request.answer,
+            "C": pace.gap_cost,
+            "N": request.answer,
+            "step": pace.now.step,
+            "first": found.first,
+            "behind": share / (1 - share) * pace.now.stretch * (0.05 + 0.1 / 2),
+            "longer": 0.1 / 0.006 * max(0.0, GAP - SHORT) if pace.decodes else 0.0,
+            "d": pace.late,
+            "d_": late + first_step / request.answer,
+            "slower": pace.busy * request.answer * gap * (then.stretch - pace.now.stretch)
+            / (1 - min(MOST_BUSY, pace.busy * then.stretch)),
+        }  # fmt: skip
+        for name, cost in (
+            ("prompt", found.prompt_cost), ("decode", found.decode_cost()), ("join", found.join_cost)
+        ):  # fmt: skip
+            formula = formulas[name].replace("·", "*").replace("d'", "d_")
+            assert cost == pytest.approx(eval(formula, {}, terms)), (name, load)  # noqa: S307
 
 
 def test_the_largest_step_with_decodes_bounds_what_a_worker_computes_beside_them() -> None:
