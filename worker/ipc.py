@@ -101,7 +101,7 @@ class EngineLink:
         """Passes on each message of the engine until its last one, `Stopped`. Raises what `deliver` does."""
         self._watch()
         self._deliver, self._stopped = deliver, asyncio.get_running_loop().create_future()
-        self._pass_on()
+        self._turn()  # for what came before
         await self._stopped
 
     def _watch(self) -> None:
@@ -111,7 +111,8 @@ class EngineLink:
             self._loop.call_soon(self._turn)  # for what came before
 
     def _turn(self) -> None:
-        """The socket has messages, or room for some, or neither."""
+        """The socket has messages, or room for some, or neither. Passes the messages on, once `receive_all`
+        wants them."""
         if self._socket.closed:
             return
         with suppress(zmq.Again):
@@ -121,9 +122,6 @@ class EngineLink:
             asyncio.get_running_loop().call_soon(self._turn)
         self._news.set()
         self._room.set()  # a sender tries again
-        self._pass_on()
-
-    def _pass_on(self) -> None:
         if self._stopped is None or self._stopped.done():
             return
         try:
