@@ -11,23 +11,27 @@ from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Amounts, Budget
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.request_memory import Verdict, Wants
+from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
 from baton.kv_names.cache_kinds import Window
 
 BLOCKS, SLOTS, WINDOWS, UNIT = 12, 8, 20, 2
+READ = 3
+"""Blocks that a window reaches back to."""
 PAGES = Amounts(blocks=3, slots=2, windows=1)
 
 
-def units_of(rng: random.Random, places: int, *, elastic: bool, fewest: int = 1) -> Units:
+def units_of(rng: random.Random, places: int, *, elastic: bool, fewest: int = 1, first: int = 0) -> Units:
     if not elastic:
-        return Units.fixed(places)
-    return Units(0, places, UNIT, rng.randint(fewest, places // UNIT), keeps_first=True)
+        return Units.fixed(places, first)
+    return Units(first, places, UNIT, rng.randint(fewest, places // UNIT), keeps_first=not first)
 
 
-def lives_of(rng: random.Random, *, elastic: bool, kinds: str) -> RequestLives:
-    """With some cached blocks, and some that are held. `kinds`: what requests need beside blocks."""
-    windows = states = budget = None
+def lives_of(rng: random.Random, *, elastic: bool, kinds: str) -> tuple[RequestLives, StateCopies | None]:
+    """With blocks that are cached or held, some of which have window blocks. `kinds`: what requests need beside
+    blocks, and copies of states."""
+    windows = states = copies = budget = None
     if "windows" in kinds:
         units = units_of(rng, WINDOWS, elastic=elastic, fewest=6)
         windows = WindowBlocks(BLOCKS, WINDOWS, 4, [Window(4, tile=4)], 4, units)
@@ -35,20 +39,31 @@ def lives_of(rng: random.Random, *, elastic: bool, kinds: str) -> RequestLives:
     pool = BlockPool(BLOCKS, 4, windows, units_of(rng, BLOCKS, elastic=elastic))
     if "states" in kinds:
         states = Cells[bytes](units_of(rng, SLOTS, elastic=elastic))
+    if "copies" in kinds:
+        copies = StateCopies(SLOTS, SLOTS, 4, 4, 4, units_of(rng, SLOTS, elastic=elastic, first=SLOTS))
+        for number in range(rng.randint(0, copies.free)):
+            if (slot := copies.allocate()) is not None and rng.random() < 0.7:
+                copies.name(slot, bytes([number]))
     if elastic:
-        budget = Budget(pool, states, None, pages=PAGES, page_bytes=1, free_pages=rng.randrange(6))
+        budget = Budget(pool, states, copies, pages=PAGES, page_bytes=1, free_pages=rng.randrange(6))
     for number, block in enumerate(pool.allocate(rng.randint(0, pool.free))):
+        span, is_read = WindowSpan(), rng.random() < 0.4
+        if windows is not None and windows.free and rng.random() < 0.6:
+            windows.promise(span, 1)
+            windows.begin(span, [block], 0, 1)
+            if not is_read:
+                windows.end(span, [block])
         if rng.random() < 0.6:
             pool.publish(block, bytes([number]))
-        if rng.random() < 0.6:
+        if not is_read:
             pool.release([block])
     for slot in () if states is None else states.take(rng.randint(0, states.free)):
         if states is not None and rng.random() < 0.3:
             states.end(slot)
-    return RequestLives(pool, max_num_seqs=SLOTS, states=states, budget=budget)
+    return RequestLives(pool, max_num_seqs=SLOTS, states=states, budget=budget), copies
 
 
-def can_be_had(lives: RequestLives, wants: Wants, hits: list[int]) -> bool:
+def can_be_had(lives: RequestLives, copies: StateCopies | None, wants: Wants, hits: list[int]) -> bool:
     """Tries all numbers of units that could go and come."""
     pool, states, windows, budget = lives.pool, lives.states, lives.pool.windows, lives.budget
     blocks = -(-wants.tokens // pool.block_size) - len(hits) + pool.unreferenced(hits) + wants.kept
@@ -64,7 +79,14 @@ def can_be_had(lives: RequestLives, wants: Wants, hits: list[int]) -> bool:
         return all(want <= free for want, free in wanted)
     idle = [[*units.idle] for units, _ in pools]
     idle[0] = [unit for unit in idle[0] if not {*hits} & {*pool.units.places(unit)}]
-    changes = (range(-len(of), len(units.absent) + 1) for of, (units, _) in zip(idle, pools, strict=True))
+    if windows is not None:
+        read = {int(windows.of[block]) for block in hits if windows.has(block)}
+        idle[-1] = [unit for unit in idle[-1] if not read & {*windows.units.places(unit)}]
+    changes = [range(-len(of), len(units.absent) + 1) for of, (units, _) in zip(idle, pools, strict=True)]
+    if copies is not None:  # the request may begin with one, and takes the memory of others
+        pools.append((copies.units, PAGES.slots))
+        changes.append(range(-max(0, len(copies.units.idle) - bool(hits)), 1))
+        wanted.append((0, copies.free + UNIT * SLOTS))
     return any(
         budget.free_pages >= sum(pages * count for (_, pages), count in zip(pools, counts, strict=True))
         and all(want <= free + UNIT * count for (want, free), count in zip(wanted, counts, strict=True))
@@ -72,20 +94,26 @@ def can_be_had(lives: RequestLives, wants: Wants, hits: list[int]) -> bool:
     )
 
 
-@pytest.mark.parametrize("kinds", ["states", "windows", "states and windows"])
+@pytest.mark.parametrize(
+    "kinds",
+    ["states", "windows", "states and windows", "states and copies", "states and copies and windows"],
+)
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
 def test_a_request_is_admitted_if_and_only_if_its_memory_can_be_had(elastic: bool, kinds: str) -> None:
     rng, verdicts = random.Random(3), list[tuple[Verdict, bool]]()
     for _ in range(800):
-        lives = lives_of(rng, elastic=elastic, kinds=kinds)
+        lives, copies = lives_of(rng, elastic=elastic, kinds=kinds)
         pool, memory = lives.pool, lives.memory
         cached = [block for block in range(BLOCKS) if pool.has_cached(range(block, block + 1))]
         hits = rng.sample(cached, rng.randint(0, min(3, len(cached))))
+        hits.sort(key=pool.has_window)  # of layers with windows, a request reads the last ones
+        while hits and not all(map(pool.has_window, hits[-READ:])):
+            hits.pop()
         tokens = rng.randint(max(1, 4 * len(hits)), 4 * BLOCKS)
         wants = Wants(tokens, hits, rng.randint(0, 2), rng.randint(1, 3), memory.window_need(tokens))
         answer = memory.admit(wants)
         choices = [hits, []] if elastic else [hits]
-        possible = [each for each in choices if can_be_had(lives, wants, each)]
+        possible = [each for each in choices if can_be_had(lives, copies, wants, each)]
         assert (answer.verdict is Verdict.TAKE) is bool(possible)
         verdicts.append((answer.verdict, bool(answer.hits)))
         if not possible:
