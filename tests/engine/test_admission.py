@@ -29,13 +29,13 @@ def units_of(rng: random.Random, places: int, *, elastic: bool, fewest: int = 1,
 
 
 def lives_of(rng: random.Random, *, elastic: bool, kinds: str) -> tuple[RequestLives, StateCopies | None]:
-    """With blocks that are cached or held, some of which have window blocks. `kinds`: what requests need beside
+    """With blocks that are cached or held, some with window blocks. `kinds`: what requests need beside
     blocks, and copies of states."""
     windows = states = copies = budget = None
     if "windows" in kinds:
         units = units_of(rng, WINDOWS, elastic=elastic, fewest=6)
         windows = WindowBlocks(BLOCKS, WINDOWS, 4, [Window(4, tile=4)], 4, units)
-        windows.promise(WindowSpan(), rng.randint(0, windows.free))
+        windows.promise(WindowSpan(), rng.randint(0, windows.free) if rng.random() < 0.5 else 0)
     pool = BlockPool(BLOCKS, 4, windows, units_of(rng, BLOCKS, elastic=elastic))
     if "states" in kinds:
         states = Cells[bytes](units_of(rng, SLOTS, elastic=elastic))
@@ -46,8 +46,9 @@ def lives_of(rng: random.Random, *, elastic: bool, kinds: str) -> tuple[RequestL
                 copies.name(slot, bytes([number]))
     if elastic:
         budget = Budget(pool, states, copies, pages=PAGES, page_bytes=1, free_pages=rng.randrange(6))
+    share = rng.random()
     for number, block in enumerate(pool.allocate(rng.randint(0, pool.free))):
-        span, is_read = WindowSpan(), rng.random() < 0.4
+        span, is_read = WindowSpan(), rng.random() < share
         if windows is not None and windows.free and rng.random() < 0.6:
             windows.promise(span, 1)
             windows.begin(span, [block], 0, 1)
