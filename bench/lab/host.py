@@ -61,13 +61,13 @@ class Host:
         schedule = self.scheduler.schedule(None)
         self.scheduling = 1e6 * (time.thread_time() - began)
         self.scheduler.launched(schedule)
-        self.look()
         schedule.end_leases()
         self.lives.memory.landed(schedule)
         for live, positions in schedule.chunks.items():
             if live.num_left == 0:
                 self.lives.memory.publish(live, positions.stop)
                 live.token_ids.append(TOKEN)
+        self.look()
         return schedule
 
 

@@ -332,6 +332,8 @@ class LiveRequest:
     def num_computable(self) -> int:
         """Tokens that a step may compute now: `num_left`, or one less while the grammar compiles. Computing
         the last one would sample the next token. Those of an image wait until it is encoded."""
+        if self.shared is WHOLE and self.images is None:  # as each of hundreds of decodes
+            return len(self.token_ids) - self.num_computed - (not self.may_sample)
         stop = self.shared.range_stop
         left = self.num_left if stop is None else stop - self.num_computed
         count = left if self.may_sample else min(left, self.num_left - 1)

@@ -11,6 +11,7 @@ Of one priority, tenants get equal shares of the prompt tokens (`FairShares`).
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import MIXED_STEPS, Batch, may_join, prompt_limit
@@ -19,6 +20,8 @@ from baton.engine.core.request_memory import Verdict
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
 from baton.engine.model_config import FULL_STEP
+
+_IS_ALONE = attrgetter("alone")
 
 
 class Scheduler:
@@ -159,7 +162,9 @@ class Scheduler:
     def _add_chunk(self, live: LiveRequest, computable: int, budget: int, schedule: Schedule) -> int:
         """Adds the next chunk of a request to the schedule. Returns its number of tokens. `computable`: as
         `LiveRequest.num_computable`."""
-        count = self._memory.within_windows(live, min(computable, budget))
+        count, windowed = min(computable, budget), self._pool.windows is not None
+        if windowed:
+            count = self._memory.within_windows(live, count)
         if live.images is not None:
             room = self.max_num_batched_tokens - sum(map(len, schedule.chunks.values()))
             room = self._memory.within_windows(live, min(computable, room))
@@ -167,7 +172,8 @@ class Scheduler:
         if count:
             if self._memory.states is not None:
                 count = self._memory.states.until_copy(live, count)
-            self._memory.reach(live, live.num_computed + count + live.slack)
+            if windowed:
+                self._memory.reach(live, live.num_computed + count + live.slack)
             schedule.chunks[live] = range(live.num_computed, live.num_computed + count)
             if not live.decodes:
                 schedule.prompts[live] = schedule.chunks[live]
@@ -178,11 +184,10 @@ class Scheduler:
     def _next_alone(self) -> LiveRequest | None:
         """The request that has this step to itself, if any. Such requests get every second step while other
         requests are ready."""
-        first = self._waiting[:1]
-        if not any(live.alone for live in chain(self._running, first)):
+        if not self._some_alone:
             self._was_alone = False
             return None
-        ready = [*self._running, *(first if self.lives.can_admit else ())]
+        ready = [*self._running, *(self._waiting[:1] if self.lives.can_admit else ())]
         alone = next((live for live in ready if live.alone), None)
         if self._was_alone and not all(live.alone for live in ready):
             alone = None
@@ -190,15 +195,16 @@ class Scheduler:
         return alone
 
     @property
+    def _some_alone(self) -> bool:
+        """Whether one that runs, or comes next, shares no step."""
+        return any(map(_IS_ALONE, chain(self._running, self._waiting[:1])))
+
+    @property
     def may_look_ahead(self) -> bool:
         """Whether the next step may be scheduled before the tokens of the last one are known. Not if a
         request needs a step of its own, if the next step would have to preempt a request, or if drafts must
         know these tokens."""
-        if any(live.alone for live in self._running):
-            return False
-        if self.speculation is not None and self.speculation.waits:
-            return False
-        if self._waiting and self._waiting[0].alone:
+        if self._some_alone or (self.speculation is not None and self.speculation.waits):
             return False
         return self._memory.can_grow(self._running, one_block=self.speculation is None)
 
