@@ -22,7 +22,7 @@ from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import wait
-from baton.processes.children import die_with_parent
+from baton.processes.children import become
 
 log = logging.getLogger("baton.kv")
 
@@ -164,29 +164,26 @@ def fork(
         pid = os.fork()
         if pid == 0:
             not_mine = [*inherited, ours, near, *(x for h in handles for x in (h.channel.sock, h._side))]
-            _child(parent_pid, not_mine, partial(_mover, config, sending, slots, theirs, far, number))
+            moves = partial(_mover, config, sending, slots, theirs, far, number)
+            become(parent_pid, partial(_child, not_mine, moves))
         theirs.close()
         far.close()
         handles.append(MoverHandle(ours, near, pid))
     return handles
 
 
-def _child(parent_pid: int, not_mine: Sequence[socket.socket], run: Callable[[], None]) -> None:
-    """Runs `run` in the child, and ends the child: it must not return into the code of its parent."""
-    code = 1
+def _child(not_mine: Sequence[socket.socket], moves: Callable[[], None]) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):  # may reach the whole group: the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    for sock in not_mine:  # otherwise their other ends would not notice the death of the parent
+        sock.close()
     try:
-        die_with_parent(parent_pid)
-        for number in (signal.SIGTERM, signal.SIGINT):  # may reach the whole group: the parent decides
-            signal.signal(number, signal.SIG_IGN)
-        for sock in not_mine:  # otherwise their other ends would not notice the death of the parent
-            sock.close()
-        run()
-        code = 0
+        moves()
     except Exception:
         log.critical("a mover died", exc_info=True)
         logging.shutdown()
-    finally:
-        os._exit(code)
+        return 1
+    return 0
 
 
 def _mover(

@@ -53,7 +53,7 @@ deadline, since another worker may fetch it."""
 RANKS = 3
 SERVE, JANITOR = "serve", "janitor"
 HELPER = "router 0 processes"
-"""Forks processes of a router. Its own end is tested in tests/processes/test_forks.py."""
+"""Forks processes of a router. Its own end is tested in tests/router/test_process_ends.py."""
 CHILDREN = (
     "router 0 bodies", "router 0 grammars", "decode 0 engine grammars", "prefill 0 engine grammars",
 )  # fmt: skip
