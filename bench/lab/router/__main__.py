@@ -36,11 +36,15 @@ from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run
 from baton.bench.lab.harness.cluster import START_S, LocalCluster
 from baton.bench.lab.router import ends
 from baton.bench.report import Row
-from baton.kv_names import CHUNK_TOKENS, HINT_BITS
-from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
-from baton.router.policy.prefill import PrefillRequest, sticky
-from baton.router.policy.prefill_loads import PrefillLoads
+from baton.kv_names import HINT_BITS
+from baton.router.policy.desk import Desk
+from baton.router.policy.fleet import SeenWorker
+from baton.router.policy.plan import Plan
+from baton.router.policy.planner import NOTHING
+from baton.router.policy.prefill import PrefillRequest
 from baton.rpc import worker_pb2 as pb
+from baton.simulator.step_worker import measured
+from baton.simulator.steps import H200_8B
 from baton.steps.quantiles import percentile
 
 LOADED_STEP_S = 0.02
@@ -89,70 +93,75 @@ def saturated(cluster: LocalCluster, args: Namespace) -> tuple[list[float], list
     return per_second, per_core
 
 
-def decisions(workers: int, count: int, *, busy: float) -> list[float]:
-    """Microseconds of each choice of a prefill and a decode worker, among `workers` of each.
+def decisions(workers: int, count: int, *, busy: float) -> tuple[list[float], list[float]]:
+    """Microseconds of CPU time of each plan among `workers` of each pool, and of what a router tells its desk
+    about that request, and about the report of one worker.
 
     Prompts have 2,000 tokens: 8 chunks of a system prompt that every worker has cached, 12 chunks of a
     session that usually one worker of each pool has cached, and 11 new chunks. `busy` is the share of decode
     workers without room.
     """
-    rng = random.Random(1)
-    loads = prefill_loads(workers, rng)
+    rng, now, model = random.Random(1), 0.0, measured(H200_8B)
+    desk = Desk(lambda: now, seed=1)
     system = [rng.getrandbits(HINT_BITS) for _ in range(8)]
     sessions = [[rng.getrandbits(HINT_BITS) for _ in range(12)] for _ in range(20 * workers)]
-    loads.index.grow(2 * workers)
-    for row in range(2 * workers):
-        loads.index.add(row, system)
-    for session in sessions:
-        loads.index.add(rng.randrange(workers), session)
-        loads.index.add(workers + rng.randrange(workers), session)
-    decodes = [
-        DecodeLoad(
-            f"10.1.{i // 256}.{i % 256}:7000", block_size=128, blocks_total=4_000, max_running=256,
-            blocks_free=0 if rng.random() < busy else rng.randrange(400, 4_000), running=rng.randrange(200),
+    seen = list[SeenWorker]()
+
+    def report(worker: SeenWorker) -> None:
+        decodes = rng.randrange(60) if worker.pool == pb.POOL_DECODE else 0
+        worker.status = pb.WorkerStatus(
+            pool=worker.pool,
+            tokens_waiting=rng.randrange(8_000), prefill_tokens_per_s=rng.uniform(38e3, 42e3),
+            requests_running=decodes, requests_decoding=decodes, decode_context=1_000 * decodes,
+            blocks_free=0 if decodes and rng.random() < busy else rng.randrange(400, 4_000),
+            gap_target_seconds=0.015, gap_cost=0.1 * decodes, prefill_position=1_000, blocks_spare=1_000,
+        )  # fmt: skip
+        worker.step_model = model.corrected(rng.uniform(0.95, 1.05), rng.uniform(0.95, 1.05))
+
+    for i in range(2 * workers):
+        described = pb.WorkerDescription(
+            block_size=128, num_blocks=4_000, max_num_seqs=256, max_num_batched_tokens=8_192
         )
-        for i in range(workers)
-    ]  # fmt: skip
-    caches = DecodeCaches(loads.index)
-    for row, load in enumerate(decodes, workers):
-        caches.join(row, load)
-        caches.serve(row, True)
-    rows = {load.worker: row for row, load in enumerate(decodes, workers)}
-    pool = DecodePool(decodes)
-    everywhere = (1 << 2 * workers) - 1
-    microseconds: list[float] = []
+        worker = SeenWorker(f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}:7000", described)
+        worker.pool = pb.POOL_PREFILL if i < workers else pb.POOL_DECODE
+        report(worker)
+        desk.join(worker)
+        desk.serve(worker.row, worker.pool, True)
+        cached = [chunk for session in sessions[i % workers :: workers] for chunk in session]
+        desk.cached(worker.row, pb.CacheEvents(added=[*system, *cached]))
+        seen.append(worker)
+    plans, others = list[float](), list[float]()
     for i in range(count):
-        key, session = rng.getrandbits(64), rng.choice(sessions)
-        chunks = [*system, *session, *(rng.getrandbits(HINT_BITS) for _ in range(11))]
-        began = time.perf_counter()
-        request = PrefillRequest(key=key, tokens=2_000, chunks=chunks, arrival=i)
-        snapshot = loads.snapshot(request, 0.05)
-        assert snapshot is not None
-        sticky(snapshot, request)
-        decode = pool.choose(2_150, rng)
-        if decode is not None:
-            caches.nearest(rows[decode], request, rng)
-        loads.index.overlap(chunks, 2_000, CHUNK_TOKENS, everywhere)  # the source of a prefix
-        microseconds.append(1e6 * (time.perf_counter() - began))
-        assert decode is not None
-    return microseconds
-
-
-def prefill_loads(workers: int, rng: random.Random) -> PrefillLoads:
-    loads = PrefillLoads()
-    for i in range(workers):
-        row = loads.join(f"10.0.{i // 256}.{i % 256}:7000", block_size=128, now=0)
-        waiting, speed = rng.randrange(8_000), rng.uniform(38_000, 42_000)
-        loads.reported(row, pb.WorkerStatus(tokens_waiting=waiting, prefill_tokens_per_s=speed), 0)
-    return loads
+        now += 1e-3
+        report(worker := rng.choice(seen))
+        chunks = [*system, *rng.choice(sessions), *(rng.getrandbits(HINT_BITS) for _ in range(11))]
+        attempt, clock = b"%d" % i, time.thread_time
+        began = clock()
+        desk.reported(worker.row)
+        asked = clock()
+        request = PrefillRequest(rng.getrandbits(64), 2_000, chunks, arrival=i, answer=150)
+        planned = desk.plan(request, NOTHING)
+        ended = clock()
+        plans.append(1e6 * (ended - asked))
+        assert isinstance(planned, Plan)
+        assert planned.decode is not None
+        computes = planned.ranges[0].worker
+        desk.sent(attempt, computes, planned.work(computes, chunks))
+        desk.reserved(planned.decode, 2_001)
+        desk.ended(attempt, computed=True)
+        desk.released(planned.decode, 2_001)
+        others.append(1e6 * (clock() - ended + asked - began))
+    return plans, others
 
 
 def measure(run: Run) -> None:
     args = run.args
     run.parameters |= {"prompt_tokens": ends.PROMPT_TOKENS, "output_tokens": ends.OUTPUT_TOKENS}
     for name, busy in (("", 0.2), (".full", 0.98)):
-        microseconds = decisions(1_000, 2_000, busy=busy)
-        run.add_median(f"router.decision.w1000{name}", microseconds, "µs", goal=None if name else 50)
+        plans, others = decisions(1_000, 2_000, busy=busy)
+        run.add_median(f"router.plan.w1000{name}", plans, "µs")
+        share = 1e-3 * (statistics.mean(plans) + statistics.mean(others))
+        run.add(Row(f"router.plan.share.w1000{name}", share, "of the loop at 1,000 requests/s"))
     secret = secrets.token_hex(16)
     with (
         contextlib.closing(ends.FakeWorkers(secret.encode())) as workers,
