@@ -99,11 +99,6 @@ class BlockPool(Cells[bytes]):
 
     # Those that requests hold
 
-    @property
-    def is_unheld(self) -> bool:
-        """Whether no request holds a block."""
-        return not self.held
-
     def free_after(self, released: Iterable[Sequence[int]], keep: Collection[int]) -> int:
         """Blocks that `allocate` could give out once these tables are released, without those to `keep`."""
         holders = Counter(chain.from_iterable(released))
@@ -152,12 +147,6 @@ class BlockPool(Cells[bytes]):
                 self.windows.freed(place)
         self.evicted += evicted
         return evicted
-
-    def clear(self) -> None:
-        """Nothing is cached any more. Nothing holds a block."""
-        blocks = self.units.with_memory()
-        self.take_out(blocks)
-        self.put_in(blocks)
 
     # Checks
 

@@ -326,6 +326,12 @@ class Cells(Generic[K]):
             self.moves += 1
         return evicted
 
+    def clear(self) -> None:
+        """Nothing is cached any more. Nothing holds a place."""
+        places = self.units.with_memory()
+        self.take_out(places)
+        self.put_in(places)
+
     # Checks
 
     def assert_consistent(self) -> None:

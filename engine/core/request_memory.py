@@ -241,7 +241,7 @@ class RequestMemory:
     def headroom(self) -> int:
         """Blocks that an admission leaves free: the watermark. None while no request holds a block, since a
         request that needs the whole pool could otherwise never run."""
-        return 0 if self._pool.is_unheld else self.watermark
+        return self.watermark if self._pool.held else 0
 
     def has_room(
         self,

@@ -177,12 +177,6 @@ class StateCopies(Cells[bytes]):
         self.share([slot])
         return CopyLease(slot, self.end)
 
-    def clear(self) -> None:
-        """Nothing is cached any more. Nothing holds a slot."""
-        slots = self.units.with_memory()
-        self.take_out(slots)
-        self.put_in(slots)
-
     def assert_whole(self) -> None:
         super().assert_whole()
         assert not self._writing, "a copy was left behind"
