@@ -238,7 +238,8 @@ def simulate(
     for row, times in slowness.items():
         engines[row].slowness = times
     seen_by = [
-        Router(engines, seats, kind, splits, clock, seed, outcome, ttft_target) for _ in range(routers)
+        Router(engines, seats, kind, splits, clock, seed + number, outcome, ttft_target)
+        for number in range(routers)  # with equal draws all would choose the same workers
     ]
     for router in seen_by:
         router.desk.policy = policy

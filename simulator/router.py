@@ -42,8 +42,14 @@ def _seen(row: int, worker: Worker, seats: int) -> SeenWorker:
         attention_doubles_at=round(worker.machine.doubles_at),
         num_layers=worker.machine.layers,
     )
-    status = pb.WorkerStatus(blocks_free=worker.blocks)
-    return SeenWorker(worker.name, description, row, status=status, prefix_links={(0, Tier.DEVICE): link})
+    return SeenWorker(
+        worker.name,
+        description,
+        row,
+        status=worker.status(),
+        step_model=worker.step_model,
+        prefix_links={(0, Tier.DEVICE): link},
+    )
 
 
 @dataclass(eq=False)
