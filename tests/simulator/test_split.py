@@ -10,7 +10,7 @@ from baton.bench.lab.routing_sim.__main__ import alone_seconds, shared
 @pytest.mark.parametrize("workers", [4, 64])
 @pytest.mark.parametrize(("load", "goal"), [(0.01, 0.4), (0.5, 0.6)])
 def test_four_workers_share_a_long_prompt(workers: int, load: float, goal: float) -> None:
-    ttft = shared(30_000, load, workers, 200, splits=True)  # of 60 the median differs by 0.2 between seeds
+    ttft = shared(30_000, load, workers, 200, splits=True)  # the median of 60 hung on the seed
     assert statistics.median(ttft) < goal * alone_seconds(30_000)
 
 
