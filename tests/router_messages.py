@@ -11,6 +11,7 @@ from baton.engine import Image
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.messages import FromRouter, Origin, ToEngine
+from baton.worker.service_process.streams import RouterStream
 
 STREAM, OTHER_STREAM = 7, 8
 HERE, PEER = 1, 2
@@ -164,3 +165,8 @@ def tokens_told(sent: Iterable[object]) -> list[pb.TokenEvent]:
 
 def failures_told(sent: Iterable[object]) -> list[pb.AttemptFailed]:
     return [message.failed for message in told(sent) if message.HasField("failed")]
+
+
+def next_message(stream: RouterStream) -> bytes | None:
+    """What the stream writes next, which counts as unread."""
+    return stream._queue.popleft() if stream._queue else stream._next_part()

@@ -160,6 +160,7 @@ class Worker:
     def step(self) -> StepResult:
         result = self.engine.loop.step()
         tell(self.context, result)
+        self.context.attempts.flush()
         return result
 
     def compute(self) -> None:

@@ -25,6 +25,7 @@ from tests.fake_worker import FakeWorker
 from tests.router.conftest import Cluster, make_cluster
 from tests.router.test_overflow import offering
 from tests.router.test_recovery import decodes
+from tests.router_messages import next_message
 
 CHUNKS = list(range(9))
 RNG = random.Random(1)
@@ -64,7 +65,7 @@ def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(chan
         stream.unread_bytes -= unread
 
     def read(count: float) -> None:
-        while count and (message := stream.next_message()):
+        while count and (message := next_message(stream)):
             count -= 1
             index.apply(0, pb.WorkerMessage.FromString(message).cache)
             assert index.reported(0) <= most

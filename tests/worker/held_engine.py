@@ -14,15 +14,15 @@ HELD_AT = "held-at-"
 
 
 def hold_requests() -> None:
-    step_over = AttemptTable.step_over
+    flush = AttemptTable.flush
 
     def held(attempts: AttemptTable[EngineAttempt]) -> None:
         named = [attempt for attempt in attempts if _is_held(attempt)]
         if named and all(each.num_sampled >= _count(each) for each in named):
             named[0].shared.engine.loop.frozen = True
-        step_over(attempts)
+        flush(attempts)
 
-    AttemptTable.step_over = held  # pyrefly: ignore[bad-assignment]  (each attempt is one of Baton's engine)
+    AttemptTable.flush = held  # pyrefly: ignore[bad-assignment]  (each attempt is one of Baton's engine)
 
 
 def _is_held(attempt: EngineAttempt) -> bool:

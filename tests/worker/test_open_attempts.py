@@ -61,7 +61,7 @@ def tokens(attempt_id: bytes, *values: int, first: int = 0, end: str = "") -> me
     for i, value in enumerate(values):
         last = value == values[-1]
         step.add(Output(attempt_id, first + i, value, finish_reason=end if last else ""), tell_cached=True)
-    return step.to(1)
+    return messages.ToRouter(1, step.message.SerializeToString())
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ class Tree:
         self._sent: list[ToEngine] = []
         self._asked = asyncio.Event()
         self._answers = True
+        self.ready = READY
         self._tasks: list[asyncio.Task[None]] = []
         self._deliver: Callable[[FromEngine], None] = lambda _: None
 
@@ -81,7 +82,7 @@ class Tree:
     async def start_engine(self, progress: Callable[[str, float], None]) -> EngineReady:
         self._started.set()
         await self._may_start.wait()
-        return READY
+        return self.ready
 
     def start_standby(self) -> None:
         self.is_standby = True
@@ -245,6 +246,36 @@ async def test_a_next_engine_that_cannot_be_started_is_the_end_of_the_worker(
     monkeypatch.setattr(service, "WorkerTree", refused)
     worker.first.failure.set_exception(EngineError("engine 0 was killed"))
     with pytest.raises(TreeError, match=str(error)):
+        await within(worker.serving)
+
+
+async def test_a_next_engine_that_differs_is_the_end_of_the_worker(worker: Worker) -> None:
+    """Routers and lanes know what the one before has described."""
+    second = await worker.dies(0)
+    described = pb.WorkerDescription(num_blocks=9, block_size=4)
+    second.ready = EngineReady(described, kv_layout(2, 1, 8, "float32"))
+    second._may_start.set()
+    with pytest.raises(TreeError, match="the next engine process differs in layout, ") as raised:
+        await within(worker.serving)
+    differing = str(raised.value).split("layout, ")[1].split(", ")
+    assert sorted(differing) == ["block_size", "num_blocks"]
+
+
+async def test_a_next_engine_has_the_weights_that_replaced_those_of_the_start(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "LONG_LIFE", 0.0)  # it goes on though no engine has computed a token
+    replaced = messages.WeightsReplaced(1, "files", b"root")
+    worker.backend.weights = backend.ReplacedWeights("weights", "1", replaced)
+    second = await worker.dies(0)
+    second.ready = EngineReady(
+        pb.WorkerDescription(model_fingerprint="files", content_root=b"root"), READY.layout
+    )
+    second._may_start.set()
+    await within(worker.backend._settled.wait())
+    third = await worker.dies(1)
+    third._may_start.set()
+    with pytest.raises(TreeError, match=r"differs in .*model_fingerprint"):
         await within(worker.serving)
 
 

@@ -23,6 +23,7 @@ from baton.worker.service_process.backend import Backend
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.streams import MAX_UNREAD_BYTES, Routers, RouterStream
+from tests.router_messages import next_message
 from tests.stand_in import stand_in
 from tests.within import WITHIN, within
 
@@ -150,10 +151,10 @@ def test_a_snapshot_begins_again_when_events_are_dropped_meanwhile(monkeypatch: 
     feed, stream, held = CacheFeed(), RouterStream(1), set[int]()
     feed.changed(dict.fromkeys(range(2 * MAX_CHUNKS), Tier.HOST))
     stream.want_cache_events(feed.snapshot)
-    parts = [stream.next_message()]  # it is written now, so it counts as unread
+    parts = [next_message(stream)]  # it is written now, so it counts as unread
     [evicted] = feed.changed({0: None})
     stream.put_cache_events(evicted)
-    while (part := stream.next_message()) is not None:
+    while (part := next_message(stream)) is not None:
         parts.append(part)
     for part in map(read, filter(None, parts)):
         held = set(part.cache.host) | (set() if part.cache.reset else held)
@@ -201,7 +202,7 @@ def test_routers_learn_at_once_that_a_worker_drains() -> None:
     router = routers.open(1.0)
     last = pb.WorkerStatus(blocks_free=7)
     Backend.drain(stand_in(Backend, _routers=routers, _last_status=last, _drains=set()), "it ends")
-    told = router.next_message()
+    told = next_message(router)
     assert told is not None
     assert read(told).status == pb.WorkerStatus(blocks_free=7, health=pb.WorkerStatus.HEALTH_DRAINING)
 
@@ -211,7 +212,7 @@ def test_a_router_learns_what_others_have_waiting() -> None:
     first, second = routers.open(1.0), routers.open(1.0)
     routers.waiting = {first.number: 70}
     routers.tell(pb.WorkerStatus(tokens_waiting=70))
-    told = [router.next_message() for router in (first, second)]
+    told = [next_message(router) for router in (first, second)]
     assert [message and read(message).status.tokens_of_others for message in told] == [0, 70]
 
 
@@ -280,7 +281,7 @@ def test_tokens_keep_every_field(reason: str, expected: Any) -> None:
     logprobs = Logprobs(-0.5, (3, 4), (-0.5, -1.5))
     tokens = StepTokens()
     tokens.add(Output(b"a" * 16, 5, 3, logprobs, reason, 2, 0.0, 0.0, True, 4), tell_cached=True)
-    [token] = read(tokens.to(1).data).step.tokens
+    [token] = tokens.message.step.tokens
     assert (token.accepted_draft, token.rejected_drafts) == (True, 4)
     assert (token.attempt_id, token.output_index, token.token_id) == (b"a" * 16, 5, 3)
     assert (token.finish_reason, token.cached_tokens) == (expected, 2)

@@ -121,7 +121,7 @@ class AttemptTable(Generic[A]):
     """All attempts of the engine process, by id, in order of arrival. `send` takes messages for the service
     process.
 
-    Tokens are collected until `flush_tokens`, which the loop calls once per engine step.
+    Tokens are collected until `flush`, which the loop calls once per engine step.
 
     Attributes:
         decoding: attempts that decode, and nothing else.
@@ -181,7 +181,7 @@ class AttemptTable(Generic[A]):
         the KV."""
         if attempt.stream is None:
             return
-        self.flush()  # the router must get earlier tokens before the failure
+        self.flush_tokens()  # the router must get them before the failure
         self._send(to_routers.failed(attempt.stream, attempt.id, code, message, prefill_id))
         self.report(messages.Failed(attempt.origin, code, message))
         if code != pb.FAILURE_CODE_KV_FAILED:
@@ -267,19 +267,15 @@ class AttemptTable(Generic[A]):
     def flush_tokens(self) -> None:
         """Sends each router one message with all its tokens since the last flush."""
         for stream, tokens in self._tokens.items():
-            self._send(tokens.to(stream))
+            self._send(messages.ToRouter(stream, tokens.message.SerializeToString()))
         self._tokens.clear()
 
-    def step_over(self) -> None:
-        """The attempts know what the step did to them."""
+    def flush(self) -> None:
+        """Sends tokens, makes the calls that wait for that, then sends reports."""
         self.flush_tokens()
         later, self._later = self._later, []
         for call in later:
             call()
-
-    def flush(self) -> None:
-        """Sends tokens, then reports."""
-        self.flush_tokens()
         for report in self._reports:
             self._send(report)
         self._reports.clear()

@@ -107,7 +107,7 @@ def seconds_to_wait(attempts: AttemptTable[Any], steps: StepLoop, roles: Roles, 
 
 
 def tell(context: Context, result: StepResult) -> None:
-    """Tells each attempt what a step did to it, then sends the tokens."""
+    """Tells each attempt what a step did to it."""
     if any(output.finish_reason for output in result.outputs):
         _report_cache(context)  # before a last token: the router of the next turn must know the prefix
     if result.seconds and context.trace.enabled:
@@ -132,7 +132,6 @@ def tell(context: Context, result: StepResult) -> None:
                 attempt.lost(code, message)
     for attempt in filter(None, map(find, result.ranges_launched)):
         attempt.range_launched()
-    attempts.step_over()
 
 
 def _report_cache(context: Context) -> None:

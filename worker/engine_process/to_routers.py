@@ -12,8 +12,8 @@ class StepTokens:
     """All tokens of one engine step that belong to one router."""
 
     def __init__(self) -> None:
-        self._message = pb.WorkerMessage()
-        self._add = self._message.step.tokens.add
+        self.message = pb.WorkerMessage()
+        self._add = self.message.step.tokens.add
 
     def add(self, output: Output, *, tell_cached: bool) -> None:
         """`tell_cached`: the router is told how much of the prompt was cached."""
@@ -32,9 +32,6 @@ class StepTokens:
             event.logprobs.logprob = logprobs.logprob
             event.logprobs.top_ids.extend(logprobs.top_ids)
             event.logprobs.top_logprobs.extend(logprobs.top_logprobs)
-
-    def to(self, stream: int) -> ToRouter:
-        return ToRouter(stream, self._message.SerializeToString())
 
 
 def scored(stream: int, logprobs: PromptLogprobs) -> ToRouter:

@@ -80,16 +80,15 @@ class RouterStream:
     async def write_to(self, context: grpc.aio.ServicerContext) -> None:
         while self._queue or not self._finishing:
             self._changed.clear()
-            if (message := self.next_message()) is None:
+            message = self._queue.popleft() if self._queue else self._next_part()
+            if message is None:
                 await self._changed.wait()
             else:
                 await context.write(message)
                 self.unread_bytes -= len(message)
 
-    def next_message(self) -> bytes | None:
-        """Takes the message that is written next. It counts as unread until it is written."""
-        if self._queue:
-            return self._queue.popleft()
+    def _next_part(self) -> bytes | None:
+        """Of the snapshot. It counts as unread, as a queued message does until it is written."""
         if self._behind and self._new_snapshot is not None:
             self._snapshot, self._behind = self._new_snapshot(), False
         part = next(self._snapshot, None) if self._snapshot else None
