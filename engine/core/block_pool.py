@@ -12,7 +12,7 @@ state.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from baton.engine.core.cells import Cell, Cells, Rank, Records
@@ -99,16 +99,10 @@ class BlockPool(Cells[bytes]):
 
     # Those that requests hold
 
-    def free_after(self, released: Iterable[Sequence[int]], keep: Collection[int]) -> int:
-        """Blocks that `allocate` could give out once these tables are released, without those to `keep`."""
+    def freed_by(self, released: Iterable[Sequence[int]]) -> set[int]:
+        """The blocks that nothing holds once these tables are released."""
         holders = Counter(chain.from_iterable(released))
-        back = sum(self.cell(block).leases == count for block, count in holders.items() if block not in keep)
-        return self.free + back - self.unreferenced(keep)
-
-    def is_unheld_after(self, released: Iterable[Sequence[int]]) -> bool:
-        """Whether no request holds a block once these tables are released."""
-        holders = Counter(chain.from_iterable(released))
-        return self.held == sum(self.cell(block).leases == count for block, count in holders.items())
+        return {block for block, count in holders.items() if self.cell(block).leases == count}
 
     # Window blocks
 

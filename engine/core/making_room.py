@@ -33,22 +33,22 @@ def to_drop(
         droppable.insert(0, reserved)
         seats = min_drops = 1
     holders = [*lives.leaving, *droppable]
-    tables = [live.blocks for live in holders]
-    certain = len(tables) - len(droppable)
+    certain = len(lives.leaving)
     need, without_hits, window_need, hits, count, dropped = 0, 0, 0, set[int](), 0, 0
 
     def is_enough(drops: int) -> bool:
-        going = tables[: certain + drops]
+        going = holders[: certain + drops]
+        freed = pool.freed_by(live.blocks for live in going)
         # As `RequestMemory.headroom`.
-        headroom = 0 if count == 1 and pool.is_unheld_after(going) else memory.watermark
+        headroom = 0 if count == 1 and len(freed) == pool.held else memory.watermark
         return any(  # as `RequestMemory.admit`
             memory.has_room(
                 blocks + headroom,
                 count,
                 window_need + memory.kept_windows,
                 cached,
-                free_blocks=pool.free_after(going, cached),
-                released=holders[: len(going)],
+                free_blocks=pool.free + len(freed.difference(cached)) - pool.unreferenced(cached),
+                released=going,
             )
             for blocks, cached in ((need, hits), (without_hits, ()))
         )

@@ -18,11 +18,12 @@ Tiers know nothing of each other. Each saves what the pool evicts next.
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.engine.api.stats import OffloadStats
+from baton.engine.core.cells import Cells
 from baton.engine.core.link import Link
 from baton.kv_names import Tier
 
@@ -74,27 +75,6 @@ class HasTenant(Protocol):
     def tenant(self) -> bytes: ...
 
 
-class CellPool(Protocol):
-    """A pool of cells with names: `BlockPool`, or `StateCopies`."""
-
-    moves: int
-    """Cells that changed their state so far."""
-
-    def next_evicted(self, most: int) -> Iterator[tuple[int, bytes]]:
-        """The cached cells that the next `most` allocations would evict, in order, with names."""
-
-    def is_evictable(self, cell: int, name: bytes, /) -> bool:
-        """Whether no request holds this cell, it has what this name says, and a tier should have it."""
-
-    def epoch(self, cell: int, /) -> int:
-        """It grows whenever the cell loses what it has."""
-        ...
-
-    def lease(self, cell: int, /) -> Callable[[], None]:
-        """The cell keeps its memory until what this returns is called. It may be evicted meanwhile."""
-        ...
-
-
 class OffloadTier:
     """Owns the places of one tier, for the cells of one pool.
 
@@ -110,7 +90,7 @@ class OffloadTier:
         self,
         tier: Tier,
         num_places: int,
-        pool: CellPool,
+        pool: Cells[bytes],
         num_cells: int,
         cell_tokens: int,
         cached: Mapping[bytes, HasTenant],
