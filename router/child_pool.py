@@ -2,22 +2,25 @@
 
 To process a client's text may take seconds, and may crash the library that does it. In a child it does not
 block the event loop, and a crash ends only the child. All router processes of a host have one helper that
-forks children (`processes.sandbox`). `preparation.pipe` is what all children do.
+forks children (`processes.sandbox`). `serve` is what all children do.
 """
 
 import asyncio
 import logging
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from baton.processes.sandbox import helper
 from baton.processes.sandbox.client import Child, ChildDied, ForkServer, Frame
 from baton.router.admission.slots import Slots
 from baton.router.errors import ApiError, InvalidRequest, all_errors
 from baton.system import oom_kills
+from baton.system.logs import stack_without_text
 from baton.vision.images import CHANNELS, MOST_PIXELS
 
 log = logging.getLogger(__name__)
@@ -114,11 +117,29 @@ class Defect(msgspec.Struct, tag="defect", array_like=True):
     stack: str
 
 
+def serve(answer: Callable[[bytes], bytes], cpu_seconds: float) -> None:
+    """Serves a child, as `helper.serve`. `answer` gives MessagePack, or raises an ApiError."""
+    helper.serve(partial(answered, answer), cpu_seconds)
+
+
+def answered(answer: Callable[[bytes], bytes], request: bytes) -> bytes:
+    """Returns the reply that `read_answer` reads: the answer, or the error that was raised."""
+    try:
+        return msgspec.msgpack.encode(Answer(msgspec.Raw(answer(request))))
+    except ApiError as error:
+        message = error.message.encode(errors="backslashreplace").decode()
+        return msgspec.msgpack.encode(Error(type(error).__name__, message, error.param))
+    except MemoryError:
+        sys.exit(1)  # the memory limit: the router refuses the request
+    except Exception as error:  # noqa: BLE001  (a defect: the router logs it)
+        return msgspec.msgpack.encode(Defect("\n".join(stack_without_text(error))))
+
+
 _reply = msgspec.msgpack.Decoder(Answer | Error | Defect).decode
 
 
 def read_answer(reply: bytes, decode: Callable[[msgspec.Raw], Any] = msgspec.msgpack.decode) -> Any:
-    """Decodes what `pipe.answered` was given. Raises the ApiError that it caught; one without details for a
+    """Decodes what `answered` was given. Raises the ApiError that it caught; one without details for a
     defect, which the log has."""
     match _reply(reply):
         case Answer(value):

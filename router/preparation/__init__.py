@@ -6,6 +6,6 @@ Life of a request here:
    computes without the GIL. A larger body goes to a child process, because JSON, pydantic and Jinja hold the
    GIL, and their thread would block the event loop.
 2. `Preparation` parses and validates it, renders the chat template and tokenizes. The result is `Prepared`.
-3. `child` has the `Preparer`, the process, and the messages between both. `pipe` is what all children do.
+3. `child` has the `Preparer`, the process, and the messages between both.
 4. `grammar_checker` composes and compiles the grammar that a `demand` needs, in a child process of its own.
 """

@@ -19,13 +19,13 @@ import msgspec
 
 from baton.processes.sandbox import helper
 from baton.processes.sandbox.client import ForkServer
+from baton.router import child_pool
 from baton.router.admission.keys import ApiKey
 from baton.router.admission.slots import Slots
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.messages import Function, Tool
 from baton.router.child_pool import ChildPool
 from baton.router.errors import InvalidRequest, Unsupported
-from baton.router.preparation import pipe
 from baton.router.preparation.images import pillow
 from baton.router.preparation.prepare import (
     NO_FILES,
@@ -158,7 +158,7 @@ def main(title: str, memory_bytes: str, control: str) -> None:
     tokenizer = ModelTokenizer.restored(sys.stdin.buffer.read())
 
     def serve() -> None:
-        pipe.serve(lambda request: encode(share_pixels(answer_to(tokenizer, request))), CPU_SECONDS)
+        child_pool.serve(lambda request: encode(share_pixels(answer_to(tokenizer, request))), CPU_SECONDS)
 
     if tokenizer.images is not None:
         with suppress(Unsupported):  # each request with an image is told

@@ -4,38 +4,22 @@ What prepares a body writes down the demand. A child composes the one grammar th
 compiles it (`preparation.grammar_child`).
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from baton.engine.api.sampling_params import MAX_LENGTH
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.messages import Tool
-from baton.router.api.structured import MAX_GIVEN, Structure, calls_or_answer
+from baton.router.api.structured import MAX_GIVEN, Structure
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools import harmony
-from baton.router.tools.formats import FORMATS
-from baton.router.tools.grammar import OF_WHOLE
 
 NO_PLACES: Mapping[str, str] = MappingProxyType({})
-_MAX_ENFORCED = 200
-"""Tools, with their schemas. Those of further tools that are not strict would take too long to compile, and
-are left to the model. So are those for which a grammar has no room."""
-
-
-class Parts(Protocol):
-    """Makes of what a client wrote what workers read, and keeps what they cannot enforce."""
-
-    def part(self, structure: Structure, *, forms_of_the_whole: bool = True) -> Structure:
-        """`forms_of_the_whole`: as of `schemas.enforce`. Raises InvalidRequest."""
-        ...
-
-    def left_out(self, field: str, pointer: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,68 +61,6 @@ class Demand:
     def param(self) -> str:
         """The field to blame for what its parts together do."""
         return "tools" if self.calls is not None or self.answer is None else self.answer.field
-
-    def composed(self, parts: Parts) -> Structure | None:
-        """Returns what workers enforce; None: nothing. Raises InvalidRequest and Unsupported."""
-        answer = self.answer and parts.part(self.answer)
-        if self.calls is None:
-            return harmony.in_final(answer, self._spell) if answer and self.in_messages else answer
-        calls, tools = self.calls, list[Tool]()
-        room = MAX_LENGTH // 2 - sum(len(offered.tool.function.name) for offered in calls.tools)
-        for offered in calls.tools:
-            parameters: dict[str, Any] = {"type": "object"}
-            if offered.enforced and (
-                offered.tool.function.strict or (room > 0 and len(tools) < _MAX_ENFORCED)
-            ):
-                parameters = self._parameters(offered, parts)
-                room -= len(json.dumps(parameters))
-            elif offered.enforced:
-                parts.left_out(offered.field, "")
-            tools.append(offered.tool.with_parameters(parameters))
-        try:
-            grammar = FORMATS[calls.format].grammar(
-                tools, many=calls.many, spell=self._spell, text=calls.free
-            )
-        except Unsupported:
-            if not calls.free:
-                raise
-            for offered in calls.tools:  # the model still calls them, as those that are not strict
-                if offered.enforced:
-                    parts.left_out(offered.field, "")
-            return None
-        if answer is not None:
-            before = harmony.final(self._spell) if self.in_messages else ""
-            grammar = calls_or_answer(grammar, answer, before)
-        if self.in_messages:
-            grammar = harmony.after_analysis(grammar, self._spell)
-        _check_length(len(grammar))
-        return Structure("grammar", grammar, "tools")
-
-    def _parameters(self, offered: OfferedTool, parts: Parts) -> dict[str, Any]:
-        """Returns the schema that a grammar enforces."""
-        assert self.calls is not None
-        form, strict = FORMATS[self.calls.format], bool(offered.tool.function.strict)
-        structure = Structure("json_schema", offered.tool.schema_text, offered.field, strict)
-        as_json = form.written.pair is None
-        given = json.loads(parts.part(structure, forms_of_the_whole=as_json).text)
-        if strict or as_json:
-            return given
-        # The format writes arguments one by one, and cannot be held to each schema.
-        single = {name: value for name, value in given.items() if name not in OF_WHOLE}
-        whole = [name for name in given if name in OF_WHOLE]
-        for parameters, lost in ((given, []), (single, whole)):
-            try:
-                form.grammar([offered.tool.with_parameters(parameters)], many=False, spell=self._spell)
-            except Unsupported:
-                continue
-            for name in lost:
-                parts.left_out(offered.field, f"/{name}")
-            return parameters
-        parts.left_out(offered.field, "")
-        return {"type": "object"}
-
-    def _spell(self, text: str) -> str:
-        return self.spelled.get(text) or json.dumps(text)
 
 
 class Question(NamedTuple):
@@ -196,7 +118,7 @@ def question_of(
         for i, tool in enumerate(body.tools or ())
         if tool.function.name in callable_
     )
-    _check_length(sum(len(each.tool.schema_text) for each in offered if each.enforced), MAX_GIVEN)
+    check_length(sum(len(each.tool.schema_text) for each in offered if each.enforced), MAX_GIVEN)
     return Demand(
         None if body.must_call else structure,
         vocab_size,
@@ -210,7 +132,7 @@ def _spelled(tokenizer: ModelTokenizer, specials: set[str]) -> dict[str, str]:
     return {text: tokenizer.lark(text) for text in specials}
 
 
-def _check_length(characters: int, most: int = MAX_LENGTH) -> None:
+def check_length(characters: int, most: int = MAX_LENGTH) -> None:
     if characters > most:
         text = f"{characters} characters are too many for tool_choice; at most {most}"
         raise InvalidRequest.at("tools", text)

@@ -29,7 +29,7 @@ SCRIPT = """
 import ctypes, os, socket, sys, time
 import msgspec
 from baton.processes.sandbox import helper
-from baton.router.preparation import pipe
+from baton.router import child_pool
 state = sys.stdin.buffer.read()
 if state == b"never":
     sys.exit(3)
@@ -98,7 +98,7 @@ def reply(request):
         time.sleep(0.2)
     secret = os.environ.get("BATON_API_KEY", "").encode()
     return msgspec.msgpack.encode(b"%d %b %b %b" % (os.getpid(), state, request, secret))
-helper.fork_children(int(sys.argv[1]), "test", {"test": lambda: pipe.serve(reply, 10.0)}, 1 << 32)
+helper.fork_children(int(sys.argv[1]), "test", {"test": lambda: child_pool.serve(reply, 10.0)}, 1 << 32)
 """
 
 COMMAND = ["-c", SCRIPT]

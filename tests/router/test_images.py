@@ -20,9 +20,10 @@ import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from baton.processes.sandbox import helper
+from baton.router import child_pool
 from baton.router.api import jobs
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest, Unsupported
-from baton.router.preparation import images, pipe
+from baton.router.preparation import images
 from baton.router.preparation.child import (
     answer_to,
     decode,
@@ -256,7 +257,7 @@ def test_a_child_without_memory_for_a_thread_ends_as_one_without_memory(
     monkeypatch.setattr(threading.Thread, "start", start)
     body = chat(url_of(file_of(picture())))
     with pytest.raises(SystemExit):
-        pipe.answered(lambda _: encode(prepared(tokenizer, body)), b"")
+        child_pool.answered(lambda _: encode(prepared(tokenizer, body)), b"")
     images._threads.cache_clear()
 
 

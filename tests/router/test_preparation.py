@@ -32,7 +32,7 @@ from baton.router.api.fields import MAX_ITEMS
 from baton.router.api.jobs import PlacedImage
 from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
-from baton.router.preparation import child, pipe
+from baton.router.preparation import child
 from baton.router.preparation.child import (
     MAX_OPTIONS_BYTES,
     MAX_OPTIONS_VALUES,
@@ -81,7 +81,7 @@ def in_child(kind: Kind, raw: bytes, tokenizer: ModelTokenizer) -> Prepared | by
     def answer(request: bytes) -> bytes:
         return encode(answer_to(restored(tokenizer), request))
 
-    reply = pipe.answered(answer, request_head(kind, SERVED) + raw)
+    reply = child_pool.answered(answer, request_head(kind, SERVED) + raw)
     return read_prepared(child_pool.read_answer(reply, decode))
 
 
