@@ -1,6 +1,6 @@
 """Structured output: the form that a request demands of its output, in OpenAI's fields or in vLLM's.
 
-Both become one `Structure`. `router.preparation.grammar_checker` compiles it once to find errors, and workers
+Both become one `Structure`. `router.preparation.demand` compiles it once to find errors, and workers
 enforce it.
 """
 

@@ -24,7 +24,7 @@ from baton.router.api.sessions import session_name
 from baton.router.api.structured import Structure
 from baton.router.errors import InvalidRequest, ModelNotFound, ShuttingDown, TimedOut, about
 from baton.router.preparation.child import Preparer, fork_server
-from baton.router.preparation.grammar_checker import Answer, GrammarChecker
+from baton.router.preparation.demand import Answer, GrammarChecker
 from baton.router.preparation.media import MediaFetcher
 from baton.router.preparation.prepare import Converted, Generated, Kind, NeedsFiles, Prepared, Served
 from baton.router.text.sealed import seal_key

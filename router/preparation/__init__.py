@@ -7,5 +7,5 @@ Life of a request here:
    GIL, and their thread would block the event loop.
 2. `Preparation` parses and validates it, renders the chat template and tokenizes. The result is `Prepared`.
 3. `child` has the `Preparer`, the process, and the messages between both.
-4. `grammar_checker` composes and compiles the grammar that a `demand` needs, in a child process of its own.
+4. A child process of its own composes and compiles the grammar that a `demand` needs.
 """

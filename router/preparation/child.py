@@ -103,7 +103,7 @@ def child_bytes(processes: int) -> int:
 def fork_server(
     title: str, tokenizer: ModelTokenizer, fd: int | None = None, processes: int = 1
 ) -> ForkServer:
-    """The process that forks children, also those of `grammar_checker`. `fd`: as of ForkServer."""
+    """The process that forks children, also those of `GrammarChecker`. `fd`: as of ForkServer."""
     memory = str(child_bytes(processes))
     return ForkServer(["-m", __name__, title, memory], tokenizer.state, fd)
 

@@ -1,25 +1,34 @@
 """What a request demands of its output: an answer with a structure, calls of tools, or either of them.
 
-What prepares a body writes down the demand. A child composes the one grammar that workers enforce, and
-compiles it (`preparation.grammar_child`).
+What prepares a body writes down the demand. `GrammarChecker` gives it to a child, which composes the one
+grammar that workers enforce, and compiles it (`preparation.grammar_child`).
 """
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 from pydantic import TypeAdapter
 
 from baton.engine.api.sampling_params import MAX_LENGTH
+from baton.processes.sandbox.client import ForkServer
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.messages import Tool
 from baton.router.api.structured import MAX_GIVEN, Structure
+from baton.router.child_pool import ChildPool
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools import harmony
 
 NO_PLACES: Mapping[str, str] = MappingProxyType({})
+_CACHED = 64
+"""Valid demands that are remembered, the newest ones."""
+_CHILDREN = 3
+"""One of them stays free for keys with grammars that compile quickly, and one key has two at most."""
 
 
 @dataclass(frozen=True)
@@ -136,3 +145,39 @@ def check_length(characters: int, most: int = MAX_LENGTH) -> None:
     if characters > most:
         text = f"{characters} characters are too many for tool_choice; at most {most}"
         raise InvalidRequest.at("tools", text)
+
+
+class Answer(NamedTuple):
+    structure: Structure | None
+    """What workers enforce, as they read it; None: nothing."""
+    unenforced: tuple[str, ...] = ()
+    """JSON pointers into the client's body: what is left to the model."""
+
+
+class GrammarChecker:
+    """Compiles the grammar of a request before workers get it, so that an invalid one is refused at once.
+
+    The compiler is the workers' (llguidance), over an alphabet of single bytes, with tighter limits than
+    theirs. A grammar from a client may hang or crash it. Therefore it runs in a child process
+    (`grammar_child`). Has these processes, and remembers which demands were valid.
+    """
+
+    def __init__(self, server: ForkServer) -> None:
+        self._valid: OrderedDict[bytes, Answer] = OrderedDict()
+        self._children = ChildPool(server, "grammars", _CHILDREN, msgspec.msgpack.Decoder(Answer).decode)
+
+    async def check(self, question: Question, key: str) -> Answer:
+        """`key` names the client's API key.
+
+        Raises InvalidRequest and Unsupported naming the field, and ApiError when the child cannot start.
+        """
+        name = hashlib.blake2b(question.text).digest()
+        if name not in self._valid:
+            too_much = InvalidRequest.at(question.param, "too much to compile")
+            self._valid[name], _ = await self._children.ask(key, question.text, too_much=too_much)
+            if len(self._valid) > _CACHED:
+                self._valid.popitem(last=False)
+        return self._valid[name]
+
+    async def close(self) -> None:
+        await self._children.close()

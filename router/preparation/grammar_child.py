@@ -1,7 +1,7 @@
 """A child process that composes the grammars of requests, and compiles exactly what workers will compile.
 
 A grammar may take minutes to compile, or overflow the compiler's stack. Then this process dies, and
-`router.child_pool` starts another. A request is a `demand.Demand`. The answer is a `grammar_checker.Answer`.
+`router.child_pool` starts another. A request is a `demand.Demand`. The answer is a `demand.Answer`.
 """
 
 import json
@@ -42,7 +42,7 @@ def serve() -> None:
 
 
 def answer_to(request: bytes) -> bytes:
-    """Returns a `grammar_checker.Answer`. Raises InvalidRequest and Unsupported."""
+    """Returns a `demand.Answer`. Raises InvalidRequest and Unsupported."""
     demand = read(request)
     composer = _Composer(demand)
     try:

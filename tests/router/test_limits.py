@@ -11,8 +11,7 @@ from baton.router.admission.keys import ApiKey, api_keys
 from baton.router.admission.queue import OUTPUT_WEIGHT
 from baton.router.api.structured import Structure
 from baton.router.policy import desk
-from baton.router.preparation.demand import Demand
-from baton.router.preparation.grammar_checker import GrammarChecker
+from baton.router.preparation.demand import Demand, GrammarChecker
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 

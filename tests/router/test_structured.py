@@ -17,8 +17,7 @@ from baton.router.api.structured import Structure
 from baton.router.child_pool import ChildPool
 from baton.router.errors import InvalidRequest
 from baton.router.preparation.child import fork_server
-from baton.router.preparation.demand import Demand
-from baton.router.preparation.grammar_checker import GrammarChecker
+from baton.router.preparation.demand import Demand, GrammarChecker
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as ipb
 from baton.rpc import worker_pb2 as pb
