@@ -283,12 +283,18 @@ def test_small_grammars_that_no_request_uses_are_bounded(monkeypatch: pytest.Mon
     """A trial counts a quarter of what each takes."""
     monkeypatch.setattr(grammar_compiler, "_IDLE_BYTES", 1 << 20)
     compiler: Compiler[Shared] = Compiler(lambda: Alphabet(300).tokenizer(), 300, threads=1)
+    released: list[Shared] = []
+
+    def compiled(i: int) -> Shared:
+        return compiler.compile(b"a", json_schema({"enum": [i]}), lambda shared: shared).result()
+
     try:
         for i in range(12):
-            compiler.compile(b"a", json_schema({"enum": [i]}), lambda shared: shared).result().release()
-        assert compiler._executor is not None
-        compiler._executor.submit(lambda: None).result()
-        assert len(compiler._idle) <= 8
+            released.append(compiled(i))
+            released[-1].release()
+        found = [compiled(i) is released[i] for i in reversed(range(12))]
+        assert found[0]
+        assert sum(found) <= 8
     finally:
         compiler.close()
 

@@ -226,7 +226,7 @@ def test_chats_with_a_prefix_cache_get_the_same_tokens(
     cache = engine.lives.cache
     assert cache is not None
     assert cache.copies is not None
-    assert (num_copies == 6) != bool(cache.copies._free), "few slots have a copy each"
+    assert (num_copies == 6) != bool(cache.copies.unused), "few slots have a copy each"
 
 
 @pytest.fixture(scope="module")

@@ -86,9 +86,9 @@ def move(holder: Worker, asker: Worker, wanted: Import) -> int:
     for position in range(first, stop):
         assert pin is not None
         row = asker.row(wanted.table, position)
-        assert wanted.table[position // asker.block_size] in [
-            cell.place for cell in asker.scheduler.lives.pool._cells if cell.leases and cell.name is None
-        ]
+        cell = asker.scheduler.lives.pool.cell(wanted.table[position // asker.block_size])
+        assert cell.leases
+        assert cell.name is None
         asker.kv[row] = holder.kv[holder.row(pin.table, position)]
     wanted.end(stop)
     if pin is not None:

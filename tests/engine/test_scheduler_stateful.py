@@ -391,7 +391,7 @@ class Operations:
         everyone += scheduler.lives.leaving
         in_use = {block for live in everyone for block in live.blocks}
         if (exchange := scheduler.lives.prefix_exchange) is not None:
-            assert exchange._open == {*self.pinned, *self.importing}
+            assert exchange.empty == (not self.pinned and not self.importing)
         in_use.update(*(pin.blocks for pin in self.pinned))
         for each in self.importing:
             assert in_use.isdisjoint(each.blocks), "KV from elsewhere is written there"
@@ -410,23 +410,21 @@ class Operations:
         assert scheduler.lives.states is not None
         slots = [live.state_slot for live in everyone if live.blocks]
         slots += [live.states.kept for live in everyone if live.states and live.states.kept is not None]
-        assert sorted([*slots, *scheduler.lives.states._free]) == list(range(SLOTS)), (
-            "a slot has two owners, or none"
-        )
+        states = scheduler.lives.states
+        states.assert_consistent()
+        assert sorted(slots) == [slot for slot in range(SLOTS) if states.cell(slot).leases], "one owner each"
         if scheduler.lives.cache is None or (copies := scheduler.lives.cache.copies) is None:
             return
         cells, lent = [copies.cell(slot) for slot in range(SLOTS, SLOTS + COPIES)], self.lent()
-        owned = [
-            *copies._free,
-            *(cell.place for cell in cells if cell.name is not None or cell.place in lent),
-        ]
+        copies.assert_consistent()
+        owned = [cell.place for cell in cells if cell.name is not None or cell.place in lent]
         owned += [slot for live in everyone if live.states for _, slot, _ in live.states.copies]
         of_answers = [live.states.of_answer for live in everyone if live.states]
         owned += [copy.slot for copy in of_answers if copy is not None]
         self.done["answers"] += any(of_answers)
         owned += [each.state_slot for each in self.importing if each.state_slot is not None]
-        assert sorted(owned) == list(range(SLOTS, SLOTS + COPIES)), "a copy has two owners, or none"
-        assert lent.isdisjoint(copies._free)
+        taken = [cell.place for cell in cells if cell.name is not None or cell.leases]
+        assert sorted(owned) == taken, "a copy has two owners, or none"
 
     def lent(self) -> set[int]:
         """The copies that steps under way, or those that come, begin with."""
@@ -438,7 +436,8 @@ class Operations:
     def steps_own_what_they_use(self, scheduler: Scheduler) -> None:
         """What launched steps use belongs to no import and no reservation: these are written at once."""
         blocks = set[int]().union(*(flight.blocks(self.block) for flight in self.flights))
-        assert blocks.isdisjoint(scheduler.lives.pool._free)
+        cells = map(scheduler.lives.pool.cell, blocks)
+        assert all(cell.leases or cell.name is not None for cell in cells), "a block of a step is free"
         slots = set[int]().union(*(flight.slots for flight in self.flights))
         for each in self.importing:
             assert blocks.isdisjoint(each.blocks)

@@ -210,8 +210,11 @@ def test_a_full_disk_ends_the_save(tmp_path: Path) -> None:
     kv = of_kv("bfloat16", "cpu")
     store = DiskStore(kv, 8, str(tmp_path))
     assert not list(tmp_path.iterdir()), "the file has no name, so no other process opens it"
-    assert os.fstat(store._file.fileno()).st_mode & 0o077 == 0
-    store._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
+    opened = {int(link.name): os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+    [fd] = [fd for fd, path in opened.items() if path.startswith(str(tmp_path))]
+    assert os.fstat(fd).st_mode & 0o077 == 0
+    with open("/dev/full", "r+b", buffering=0) as full:
+        os.dup2(full.fileno(), fd)
     copy(store, [(1, 0), (2, 1)], is_load=False)
     assert ended(store, 2) == [False, False]
     copy(store, [(5, 0)], is_load=True)

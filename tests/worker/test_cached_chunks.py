@@ -149,5 +149,3 @@ def test_after_every_block_is_evicted_no_chunk_counts_as_cached():
     pool.release(pool.allocate(pool.num_blocks))
     worker.receive_changes()
     assert not worker.known
-    assert not worker.observer._chunks_of
-    assert not worker.observer._blocks
