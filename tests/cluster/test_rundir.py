@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -47,8 +48,12 @@ def test_a_place_where_no_directory_can_be_made_is_named(parent: Path) -> None:
 
 
 def test_a_workers_socket_fits(parent: Path) -> None:
-    longest = Path("/tmp") / ("x" * (rundir.MAX_PARENT - len("/tmp/")))
-    assert len(os.fsencode(longest / rundir._LONGEST)) == 107
+    longest = parent / ("x" * (rundir.MAX_PARENT - len(f"{parent}/")))
+    longest.mkdir()
+    directory = RunDir.create(longest).path / "baton-XXXXXXXX"
+    directory.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "engine"))
     with pytest.raises(ValueError, match=r"--run-dir.*too long"):
         RunDir.create(Path(f"{longest}x"))
 

@@ -17,7 +17,6 @@ from baton.engine.execution.graphs import (
     CHUNKS,
     LARGEST,
     LARGEST_ALONE,
-    NO_TILES,
     WORK,
     Size,
     StepGraphs,
@@ -255,6 +254,3 @@ def test_graphs_with_chunks_read_what_the_step_says(
         assert tokens_of(engine, requests) == expected
     counts = replayed_steps(engine)
     assert all(counts.values()), counts
-    graphs = engine.runner._graphs
-    assert graphs is not None
-    assert graphs._widths.window_tiles == (TileShape(32, 0) if path is tmp_path else NO_TILES)

@@ -199,12 +199,12 @@ class Worker:
             while self._inbox:
                 if isinstance(message := self._inbox.pop(0), kind):
                     return message
-            assert self._hear(10.0), f"no {kind.__name__}"
+            assert self.hear(10.0), f"no {kind.__name__}"
 
     def slices(self, count: int) -> list[tuple[Header, bytes]]:
         """That many slices that the sender has handed over."""
         while len(self._slices) < count:
-            assert self._hear(10.0), f"{len(self._slices)} slices"
+            assert self.hear(10.0), f"{len(self._slices)} slices"
         return [self._slices.pop(0) for _ in range(count)]
 
     def slices_of(self, size: int) -> list[tuple[Header, bytes]]:
@@ -215,7 +215,7 @@ class Worker:
         assert not left
         return found
 
-    def _hear(self, within: float) -> bool:
+    def hear(self, within: float) -> bool:
         """Takes what the sender says, and gives it back its slots."""
         if not wait([self.outgoing.fileno()], within):
             return False
@@ -231,7 +231,7 @@ class Worker:
 
     def forget(self) -> None:
         """Drops what the worker has said so far."""
-        while self._hear(0.0):
+        while self.hear(0.0):
             pass
         for said in (self._sent, self._inbox, self._slices):
             said.clear()
@@ -266,7 +266,7 @@ class Worker:
             assert time.monotonic() < until, f"left behind: {[*self.context.attempts]}"
             if self.engine.loop.has_work:
                 self.step()
-            self._hear(TURN)
+            self.hear(TURN)
             self.move_if_due()
             for event in self.receiver.poll():
                 event.owner.handle(event)

@@ -82,9 +82,9 @@ class Both(Worker):
     def store_says(self, fetch_id: bytes, event: Injected | FetchFailed | Closed) -> None:
         self.asked_store.pop(fetch_id).handle(event)
 
-    def _hear(self, within: float) -> bool:
+    def hear(self, within: float) -> bool:
         """Another worker has read what was pinned."""
-        heard = super()._hear(within)
+        heard = super().hear(within)
         pins = [message for message in self._inbox if isinstance(message, local.Pinned)]
         self.outgoing.send(*(local.ReleasedOut(pinned.pin_id, "acked") for pinned in pins))
         self._inbox.clear()
@@ -92,7 +92,7 @@ class Both(Worker):
 
     def turn(self) -> None:
         """One turn of the loop, without its step."""
-        self._hear(0.0)
+        self.hear(0.0)
         while heard := self.incoming.receive():
             for message in heard:
                 if isinstance(message, local.FetchIn):
@@ -371,7 +371,7 @@ def test_an_attempt_waits_while_memory_moves_for_it(tmp_path: Path, monkeypatch:
     assert any(isinstance(attempt, PartAttempt) for attempt in waiting[:-1])
     part = waiting.pop()
     worker.cancel(part.id)
-    assert Worker._hear(worker, 10.0)
+    assert Worker.hear(worker, 10.0)
     closed = [message.prefill_id for message in worker._inbox if isinstance(message, local.CloseOut)]
     assert closed == [pair_id(part.id, b"p" * 16)], "a worker that waits for its KV waits no longer"
     steps = 0

@@ -42,8 +42,11 @@ def fragile(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Disk]:
     return made
 
 
+MOST_BYTES = 1 << 24
+
+
 def opened(folder: Path) -> Storage:
-    storage = Storage(folder, 1 << 30, lambda: 1)
+    storage = Storage(folder, MOST_BYTES, lambda: 1)
     storage.open()
     return storage
 
@@ -154,7 +157,9 @@ def check(storage: Storage, life: Life) -> None:
     folder = storage._directory / OWNER
     if folder.exists():
         assert not list(folder.glob("*.new"))
-        assert storage._bytes[OWNER] == sum(path.stat().st_size for path in folder.glob("*.jsonl"))
+        used = sum(path.stat().st_size for path in folder.glob("*.jsonl"))
+        with pytest.raises(BodyTooLarge, match=f"have {used} bytes, of {MOST_BYTES} "):
+            storage.append(OWNER, life.file, bytes(MOST_BYTES + 1))
 
 
 @pytest.mark.cases(1)
@@ -168,7 +173,7 @@ def test_a_router_that_is_killed_at_any_step_loses_nothing(
         while True:  # the router that starts again is killed at each of its own steps, too
             again = Path(shutil.copytree(folder, f"{folder}, then at {starts}"))
             fragile(starts)
-            starting = Storage(again, 1 << 30, lambda: 1)
+            starting = Storage(again, MOST_BYTES, lambda: 1)
             try:
                 starting.open()
                 break

@@ -288,7 +288,13 @@ async def test_another_encoder_takes_the_images_of_one_that_is_lost_or_drains() 
     fleet.lose(encoder)  # with all that it kept
     fleet.attempt("b", image(1))
     fleet.encode(other)
-    assert fleet.roster.encoders._sent == {other: image(1).rows * image(1).columns}
+    for each in (other, encoder):  # the second one comes back
+        if not each.attached:
+            fleet.open(each)
+        pool, health = pb.POOL_ENCODE, pb.WorkerStatus.HEALTH_SERVING
+        each.report(pb.WorkerStatus(pool=pool, health=health, encode_token_seconds=1.0))
+        expected = fleet.roster.encoders.expected([image(2)])
+        assert expected == [8.0 if each is other else 4.0], "its own tokens, behind those that are encoded"
 
 
 async def test_an_image_that_no_encoder_can_encode_fails_its_requests() -> None:

@@ -376,8 +376,7 @@ class Life:
                     each.tokens > 0 for each in worker.attempts.values()
                 )
         assert self.pool.desk.promised_slots == pair.queues
-        assert pair.failures._failures <= MAX_FAILURES
-        assert pair.failures._losses <= MAX_LOSSES
+        assert pair.failures.total <= MAX_FAILURES + MAX_LOSSES
 
     async def run(self) -> None:
         faults = self.rng.randrange(0, 20)

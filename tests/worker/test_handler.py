@@ -65,9 +65,3 @@ def test_what_an_engine_cannot_do_is_refused_by_its_name() -> None:
     assert (staged.question, memory.question) == (1, 2)
     assert staged.error == "an engine: its weights cannot be replaced; start the workers again"
     assert memory.error == "an engine: its memory cannot be released"
-
-
-def test_tokens_that_wait_are_counted_by_the_stream_of_their_router() -> None:
-    engine = Engine()
-    engine.handler.handle(cancel(1, A))
-    assert engine.handler._waiting_of_streams([(A, 3), (B, 4), (B, 5)]) == {2: 9}
