@@ -209,7 +209,8 @@ class LiveRequest:
     num_cached: int = 0
     """How many positions came from the prefix cache."""
     names: PrefixNames | None = None
-    """Names of the full blocks of `token_ids`. None until they are needed, and without a prefix cache."""
+    """Names of the full blocks of `token_ids`, written by `PrefixCache`. None until they are needed,
+    and without a prefix cache."""
     found: "tuple[tuple[object, ...], list[int]]" = ((), [])
     """The cached blocks that it would begin with, and all that they depend on."""
     num_verified: int = 0

@@ -16,6 +16,7 @@ from baton.engine.api.config import TierCells
 from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks, Kept, Moved
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks
+from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.state_copies import StateCopies
@@ -99,6 +100,13 @@ class PrefixCache:
             names = PrefixNames(self._root, request.cache_salt, self._block_size, request.tenant, spans)
             self._named = request, names
         return self._named[1]
+
+    def names_of(self, live: LiveRequest) -> PrefixNames:
+        """The names of all full blocks with known tokens."""
+        if live.names is None:
+            live.names = self.names(live.request)
+        live.names.extend(live.token_ids, live.num_known)
+        return live.names
 
     def rename(self, content_root: bytes) -> None:
         """All names of requests from now on begin at this root. Blocks with names of before are found no
@@ -353,8 +361,6 @@ class PrefixCache:
 
     def tier_of(self, name: bytes) -> OffloadTier | None:
         """The fastest tier below the device that has this block."""
-        if not self._block_tiers:
-            return None
         return next((tier for tier in self._block_tiers if name in tier), None)
 
     def states_tier_of(self, name: bytes) -> OffloadTier | None:

@@ -273,7 +273,7 @@ class RequestLives:
         assert not live.leases, "neither a transfer nor a step uses it"
         live.owner, live.leases = (request_id, Leases()) if owner is None else (owner, owner.leases)
         live.handover, live.hand_back = False, True
-        self.memory.goes_on(live)
+        self.memory.end_windows(live, goes_on=True)
         self._move(live, Phase.RUNNING)
         return True
 

@@ -29,7 +29,7 @@ class RequestLoads:
         cache = self._cache
         if not cache.offload:
             return False
-        names, usable = self._memory.names(live, cache), self._memory.usable(live, cache)
+        names, usable = cache.names_of(live), self._memory.usable(live, cache)
         first = live.num_published
         begin = cache.usable(usable[:first], on_device=True, loads=False)
         stop = self._loadable(live, usable)
@@ -116,7 +116,8 @@ class RequestLoads:
         assert states is not None, "the model has states"
         stop = live.num_published
         self._pool.release(live.blocks[begin:stop])
-        live.blocks[begin:stop] = array("i", self._memory.allocate(stop - begin))
+        self._memory.provide(stop - begin)
+        live.blocks[begin:stop] = array("i", self._pool.allocate(stop - begin))
         self._cache.hits -= (stop - begin) * self._block_size
         live.num_published, live.num_cached = begin, begin * self._block_size
         if begin:

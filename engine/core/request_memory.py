@@ -11,7 +11,6 @@ from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Amounts, Budget
 from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
 from baton.engine.core.prefix_cache import PrefixCache
-from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.request_states import RequestStates
 from baton.engine.core.step_builder import Schedule
 from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
@@ -56,9 +55,7 @@ class RequestMemory:
     ) -> None:
         """`states`: of a model with state layers. `cache`: None if there is no prefix cache. `budget`: None
         if the pools keep their sizes."""
-        self.states = (
-            None if states is None else RequestStates(states, pool.block_size, cache, budget, self.names)
-        )
+        self.states = None if states is None else RequestStates(states, pool.block_size, cache, budget)
         """None: the model has no state layers."""
         self._pool = pool
         self._states = states
@@ -182,17 +179,13 @@ class RequestMemory:
         self.reach(live, len(live.blocks) * self._block_size)
         return True
 
-    def goes_on(self, live: LiveRequest) -> None:
-        """Nothing but later steps of a request reads its KV."""
+    def end_windows(self, live: LiveRequest, *, goes_on: bool) -> None:
+        """Nothing reads the KV of a request any more, in layers with windows. `goes_on`: but later steps."""
         if self._windows is not None:
-            self._end_windows(live, live.window_spans[1:])
-
-    def _end_windows(self, live: LiveRequest, spans: Sequence[WindowSpan]) -> None:
-        assert self._windows is not None, "layers with windows have blocks of their own"
-        for span in spans:
-            self._windows.end(span, live.blocks)
-        live.shared.spans.clear()
-        live.shared.passed.clear()
+            for span in live.window_spans[goes_on:]:
+                self._windows.end(span, live.blocks)
+            live.shared.spans.clear()
+            live.shared.passed.clear()
 
     def begin_range(self, live: LiveRequest, start: int) -> None:
         """Steps of a part of a prompt go on with the range that begins there."""
@@ -324,7 +317,7 @@ class RequestMemory:
         live.num_verified = 0
         live.num_published = len(hits)
         if self._cache is not None:
-            self._cache.used(self.names(live, self._cache).blocks[: len(hits)])
+            self._cache.used(self._cache.names_of(live).blocks[: len(hits)])
             self._cache.queries += len(live.token_ids)
             self._cache.hits += live.num_cached
 
@@ -371,11 +364,6 @@ class RequestMemory:
                 yield range(end // self._block_size, cache.thin_before(each.start))
             end = max(end, each.stop)
 
-    def allocate(self, blocks: int) -> list[int]:
-        """As `BlockPool.allocate`, with memory of states where needed. There is room for them."""
-        self.provide(blocks)
-        return self._pool.allocate(blocks)
-
     def provide(self, blocks: int, slots: int = 0, windows: int = 0) -> None:
         """So many blocks, slots and window blocks are free then. There is room for them. The memory of what
         nothing holds may become theirs."""
@@ -394,7 +382,7 @@ class RequestMemory:
         cached blocks. A reservation needs none: its KV comes from another worker."""
         if self._cache is None or self.states is not None or live.phase is Phase.RESERVED:
             return len(hits) * self._block_size, []
-        names, limit = self.names(live, self._cache), self._usable_tokens(live)
+        names, limit = self._cache.names_of(live), self._usable_tokens(live)
         end, name = self._cache.remnant(names, live.token_ids, len(hits), limit)
         return end, [] if name is None else [self._pool.adopt(name)]
 
@@ -408,7 +396,7 @@ class RequestMemory:
             return None  # no chunk ends in the last block, or the block is thin
         if not self._pool.has_window(live.blocks[index]):
             return None
-        return live.blocks[index], self.names(live, self._cache).of_chunk(live.token_ids, end)
+        return live.blocks[index], self._cache.names_of(live).of_chunk(live.token_ids, end)
 
     def publish(self, live: LiveRequest, computed: int) -> None:
         """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed
@@ -418,7 +406,7 @@ class RequestMemory:
             return
         full = computed // self._block_size
         if self._cache is not None and full > live.num_published:
-            names = self.names(live, self._cache)
+            names = self._cache.names_of(live)
             self._cache.publish(names, live.blocks, live.num_published, full, thin=live.thin)
             live.num_published = full
         if self.states is not None:
@@ -441,20 +429,19 @@ class RequestMemory:
         if self.states is not None:
             self.states.free(live)
         remnant = self._remnant(live)
-        if self._windows is not None:
-            self._end_windows(live, live.window_spans)
+        self.end_windows(live, goes_on=False)
         # The other worker has thin blocks before this one: these are whole here only.
         first_whole = 0 if self._cache is None else self._cache.thin_before(live.num_verified)
         self._pool.release(live.blocks, remnant, copied=live.handed_over, first_copied=first_whole)
         if remnant is not None and self._cache is not None:
             end = live.num_verified // CHUNK_TOKENS * CHUNK_TOKENS
-            self._cache.remnant_kept(self.names(live, self._cache), end)
+            self._cache.remnant_kept(self._cache.names_of(live), end)
         live.num_verified, live.thin = 0, ()
         del live.blocks[:]
 
     def usable(self, live: LiveRequest, cache: PrefixCache) -> list[bytes]:
         """The names of the blocks of a request that may come from the prefix cache."""
-        return self.names(live, cache).blocks[: self._usable_tokens(live) // self._block_size]
+        return cache.names_of(live).blocks[: self._usable_tokens(live) // self._block_size]
 
     def _usable_tokens(self, live: LiveRequest) -> int:
         """How many positions of a request may come from the prefix cache. A prefill always computes the
@@ -462,10 +449,3 @@ class RequestMemory:
         if live.phase is Phase.RESERVED:
             return len(live.token_ids)
         return live.num_scored if live.num_scored < live.asked.scores_to else len(live.token_ids) - 1
-
-    def names(self, live: LiveRequest, cache: PrefixCache) -> PrefixNames:
-        """The names of all full blocks with known tokens."""
-        if live.names is None:
-            live.names = cache.names(live.request)
-        live.names.extend(live.token_ids, live.num_known)
-        return live.names

@@ -1,12 +1,11 @@
 """The slots of the states of requests, and the copies of states that they begin with and leave. Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Budget
 from baton.engine.core.live_request import LiveRequest, Phase, States
 from baton.engine.core.prefix_cache import PrefixCache
-from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.state_copies import Copy, CopyLease, Save, Wanted
 from baton.engine.core.step_builder import Schedule
 
@@ -20,7 +19,6 @@ class RequestStates:
         block_size: int,
         cache: PrefixCache | None,
         budget: Budget | None,
-        names_of: Callable[[LiveRequest, PrefixCache], PrefixNames],
     ) -> None:
         """`cache`: None if there is no prefix cache. `budget`: None if the pools keep their sizes."""
         self._budget = budget
@@ -28,7 +26,6 @@ class RequestStates:
         self._block_size = block_size
         self._cache = cache
         self._copies = None if cache is None else cache.copies
-        self._names_of = names_of
 
     def lend(self, live: LiveRequest, num_hits: int) -> CopyLease | None:
         """The copy behind the first `num_hits` cached blocks of a request, if the device has it and the
@@ -188,7 +185,7 @@ class RequestStates:
             last = live.shared.range_stop if live.shared.ranges else None
             for position in [each for each in positions if each != last][-copies.most_written :]:
                 if position <= live.num_known:
-                    name = self._names_of(live, self._cache).blocks[position // size - 1]
+                    name = self._cache.names_of(live).blocks[position // size - 1]
                     if name in copies:
                         copies.use(name)
                         continue

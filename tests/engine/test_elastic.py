@@ -121,7 +121,8 @@ def test_a_growing_request_takes_idle_slots_before_it_preempts(lives: RequestLiv
     assert live is not None
     before = pages.of(Kind.SLOTS)
     while lives.memory.has_room(1, 0):
-        live.blocks.extend(lives.memory.allocate(1))
+        lives.memory.provide(1)
+        live.blocks.extend(lives.pool.allocate(1))
     assert len(live.blocks) == 80
     assert pages.of(Kind.SLOTS) < before
     lives.drop(live)
@@ -312,7 +313,8 @@ def test_random_lives_keep_every_page(lives: RequestLives, pages: Pages, seed: i
                 lives.cache.publish_states(live.names, full * BLOCK, slot)
             wanted = rng.choice((1, 9))
             if lives.memory.has_room(wanted, 0):
-                live.blocks.extend(lives.memory.allocate(wanted))
+                lives.memory.provide(wanted)
+                live.blocks.extend(lives.pool.allocate(wanted))
         used = 3 * pages.of(Kind.BLOCKS) + 8 * pages.of(Kind.SLOTS)
         assert used + budget.free_pages == 68
         lives.pool.assert_consistent()

@@ -319,9 +319,10 @@ def test_a_pool_block_behind_a_gap_is_shared_and_not_loaded() -> None:
     worker = Worker(num_blocks=24, num_places=64)
     prompt = text(100, 1)
     worker.run(prompt)
-    pool = worker.scheduler.lives.pool
+    pool, cache = worker.scheduler.lives.pool, worker.scheduler.lives.cache
+    assert cache is not None
     live = worker.add(prompt)
-    names = worker.scheduler.lives.memory.names(live, worker.scheduler.lives.cache).blocks  # type: ignore[arg-type]
+    names = cache.names_of(live).blocks
     worker.scheduler.lives.drop(live)
     blocks = pool.lookup(names[:6])
     for block in blocks[:2]:
