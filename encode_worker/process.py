@@ -157,8 +157,8 @@ class EncoderLoop(Handler):
             prefill_position=0.0,
             encoder=encoder_stats(self._encoder),
         )
-        idle = not self._attempts and served.idle
-        return messages.EngineStatus(question, stats, self._attempts.counts, idle, [])
+        told = pb.WorkerStatus(idle=not self._attempts and served.idle)
+        return messages.EngineStatus(question, stats, self._attempts.counts, told)
 
 
 def run(config: EngineProcessConfig) -> int:

@@ -137,10 +137,11 @@ class Roles(Handler):
             question,
             stats,
             self._attempts.counts,
-            not self._attempts,
-            [],
-            adapters_on_device=self.adapters.on_device,
-            adapter_move_seconds=self.adapters.move_seconds,
+            pb.WorkerStatus(
+                idle=not self._attempts,
+                adapters_on_device=self.adapters.on_device,
+                adapter_move_seconds=self.adapters.move_seconds,
+            ),
             waiting_of_streams=self._waiting_of_streams(computed),
         )
 

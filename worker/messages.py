@@ -191,12 +191,9 @@ class EngineStatus(Answer):
 
     stats: EngineStats
     counts: RequestCounts
-    idle: bool  # there is no request in any phase, and no transfer reads or writes a block
-    links: list[pb.PrefixLink]
+    told: pb.WorkerStatus  # fields that only this process knows, and that no other field here has
     store: StoreStats | None = None  # None: there is none
     only_decodes: bool = False  # no step is under way, and it is idle but for attempts that decode
-    adapters_on_device: list[bytes] = []  # fingerprints
-    adapter_move_seconds: float = 0.0  # in which lately one got there; 0: not known
     waiting_of_streams: dict[int, int] = {}  # prompt tokens not yet computed, by the stream of their router
 
 

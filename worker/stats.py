@@ -20,7 +20,7 @@ class RequestCounts:
     finished_length: int = 0
     no_room: int = 0
     """Refused reservations."""
-    prefix_fetched_tokens: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    fetched_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
     """By tier, positions with KV from prefix caches of other workers, whether a prompt used it or not."""
     prefix_fetched_bytes: int = 0
     """This KV."""
@@ -47,9 +47,6 @@ class RequestCounts:
 class StoreStats:
     """The shared store, as a worker sees it."""
 
-    is_open: bool
-    tokens_per_s: float
-    """Of recent fetches. 0: not known."""
     written: int
     """Chunks that the store took."""
     refused: int

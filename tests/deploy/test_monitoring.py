@@ -12,6 +12,7 @@ import yaml
 from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStats
 from baton.engine.api.stats import EncoderStats, MemoryStats
 from baton.kv_names import Tier
+from baton.rpc import worker_pb2 as pb
 from baton.worker.messages import EngineStatus
 from baton.worker.service_process.metrics import Metrics
 from baton.worker.stats import RequestCounts
@@ -36,7 +37,7 @@ def exported(role: str) -> set[str]:
     stats = EngineStats(**values)
     counts = RequestCounts()
     metrics = Metrics(role, "model")
-    metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, idle=True, links=[])
+    metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, told=pb.WorkerStatus())
     return {sample.name for family in metrics.registry.collect() for sample in family.samples}
 
 

@@ -60,8 +60,8 @@ def test_workers() -> None:
     values["encoder"] = EncoderStats(1, 1, 1.0, 1, 1, 1, 1.0, 1.0)
     stats = EngineStats(**values)
     counts = RequestCounts()
-    store = StoreStats(True, 1, 1, 1, 1)
-    metrics.engine_status = EngineStatus(1, stats, counts, idle=True, links=[], store=store)
+    store = StoreStats(1, 1, 1)
+    metrics.engine_status = EngineStatus(1, stats, counts, pb.WorkerStatus(), store)
     empty = {f.name: {} if "dict" in str(f.type) else 0 for f in msgspec.structs.fields(TransferStats)}
     metrics.transfer_stats = msgspec.convert(empty, TransferStats)
     assert names(metrics.registry.collect()) == documented("W")

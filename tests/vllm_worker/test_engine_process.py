@@ -113,7 +113,8 @@ def test_a_status_has_the_adapters_that_are_on_the_device(tmp_path: Path) -> Non
             await service.send(messages.AskStatus(7))
             status = await service.receive()
             assert isinstance(status, messages.EngineStatus)
-            assert (status.adapters_on_device, status.adapter_move_seconds) == ([names[1]], 0.5)
+            assert status.told.adapters_on_device == [names[1]]
+            assert status.told.adapter_move_seconds == 0.5
             running.cancel()
 
     with closing(EngineLink(None)) as service, asyncio.Runner() as runner:

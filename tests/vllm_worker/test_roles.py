@@ -134,7 +134,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        return self.roles.status(0).idle
+        return self.roles.status(0).told.idle
 
 
 def work(attempt_id: bytes, tokens: int = 20, output_ids: Sequence[int] = (), **params: Any) -> Asked:

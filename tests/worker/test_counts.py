@@ -7,8 +7,10 @@ import msgspec
 from baton.engine import EngineStats, ExpertStats, OffloadStats
 from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
+from baton.rpc import worker_pb2 as pb
 from baton.worker.messages import EngineStatus
 from baton.worker.service_process.counts import added
+from baton.worker.service_process.status import reported
 from baton.worker.stats import RequestCounts, StoreStats
 
 
@@ -23,9 +25,10 @@ def engine_status(number: int, experts: list[int], **now: Any) -> EngineStatus:
     )  # fmt: skip
     counts = RequestCounts(
         number, number, number, number, number, number, number, [number] * len(Tier),
-        number, number, number, number,
+        number, number, number, number, number, number,
     )  # fmt: skip
-    return EngineStatus(7, stats, counts, True, [], StoreStats(True, 3.0, number, number, number))
+    told = pb.WorkerStatus(idle=True, store="open", store_tokens_per_s=3.0)
+    return EngineStatus(7, stats, counts, told, StoreStats(number, number, number))
 
 
 def test_counts_are_added_and_the_rest_is_of_the_moment() -> None:
@@ -35,10 +38,22 @@ def test_counts_are_added_and_the_rest_is_of_the_moment() -> None:
     assert added(None, second) == second
 
 
-def test_ends_of_transfers_are_added_by_their_names() -> None:
-    def stats(sent: int, ends: dict[str, int]) -> TransferStats:
-        return TransferStats(1, 2, 3, 4, 5, 6, 7, 8, sent, 0, sent, 0, 0, ends, {}, {}, {}, {}, {"a": sent})
+def transfers(sent: int, ends: dict[str, int]) -> TransferStats:
+    return TransferStats(1, 2, 3, 4, 5, 6, 7, 8, sent, 0, sent, 0, 0, ends, {}, {}, {}, {}, {"a": sent})
 
+
+def test_ends_of_transfers_are_added_by_their_names() -> None:
     assert added(
-        stats(5, {"acked": 1, "lost": 2}), stats(7, {"acked": 3, "busy": 1})
-    ) == msgspec.structs.replace(stats(12, {"acked": 4, "lost": 2, "busy": 1}), sent_to={"a": 7})
+        transfers(5, {"acked": 1, "lost": 2}), transfers(7, {"acked": 3, "busy": 1})
+    ) == msgspec.structs.replace(transfers(12, {"acked": 4, "lost": 2, "busy": 1}), sent_to={"a": 7})
+
+
+def test_routers_are_told_what_each_process_knows() -> None:
+    status = reported(engine_status(10, [], running=4), transfers(5, {"acked": 1, "injected": 2, "lost": 3}))
+    assert (status.requests_running, status.blocks_total, status.transfers_open) == (4, 9, 1)
+    counts = status.prompt_tokens, status.generation_tokens, status.no_room, status.handovers
+    assert counts == (10, 10, 10, 10)
+    assert (status.prefix_fetched_tokens, status.store_fetched_tokens) == (10 * len(Tier), 10)
+    assert (status.host_tokens_per_s, status.host_loaded_tokens, status.disk_loaded_tokens) == (5.0, 10, 0)
+    assert (status.idle, status.store, status.store_tokens_per_s) == (True, "open", 3.0)
+    assert (status.kv_transfers, status.kv_bytes, status.kv_sent) == (3, 5, {"a": 5})

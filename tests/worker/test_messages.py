@@ -67,8 +67,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
                 **COUNTS,
             ),
             RequestCounts(1, 2, 3, 4, 5),
-            idle=False,
-            links=[pb.PrefixLink(incarnation=1, tier=pb.TIER_DISK, wait=0.5, tokens_per_s=100.0)],
+            pb.WorkerStatus(prefix_links=[pb.PrefixLink(incarnation=1, tier=pb.TIER_DISK, wait=0.5)]),
         ),
         messages.EngineReady(
             pb.WorkerDescription(model_fingerprint="model", adapters=[pb.Adapter(name="a")]),

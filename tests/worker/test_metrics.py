@@ -14,9 +14,10 @@ import pytest
 from baton.engine import EncoderStats, EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
 from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
+from baton.rpc import worker_pb2 as pb
 from baton.worker.messages import EngineStatus
 from baton.worker.service_process.metrics import Metrics
-from baton.worker.stats import RequestCounts
+from baton.worker.stats import RequestCounts, StoreStats
 from tests.within import WITHIN, within
 
 # The Accept headers of Prometheus 2.42 and 3.5.
@@ -46,8 +47,9 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
         "encoder": EncoderStats(6, 900, 0.5, 3, 2, 4096, 0.001, 0.1),
     }
     metrics.engine_status = EngineStatus(
-        4, EngineStats(**values), RequestCounts(4, 4, 4, 4, 4), idle=True, links=[]
-    )
+        4, EngineStats(**values), RequestCounts(4, 4, 4, 4, 4),
+        pb.WorkerStatus(store="open", store_tokens_per_s=9.0), StoreStats(8, 7, 6),
+    )  # fmt: skip
     metrics.transfer_stats = TransferStats(
         0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {},
         {"decode 0": "nixl", "decode 1": "tcp: another machine"}, {"decode 0": 1000, "decode 1": 0},
@@ -78,6 +80,9 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
         f"baton:encode_seconds_total{{{labels}}} 0.5",
         f"baton:encoder_cache_hits_total{{{labels}}} 3.0",
         f"baton:encoder_cache_bytes{{{labels}}} 4096.0",
+        f"baton:store_open{{{labels}}} 1.0",
+        f"baton:store_tokens_per_second{{{labels}}} 9.0",
+        'baton:store_chunks_total{model_name="m",result="missed",role="prefill"} 6.0',
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
         'baton:kv_readers{model_name="m",role="prefill",transport="nixl"} 1.0',
         f'baton:kv_bytes_total{{direction="send",{labels}}} 1000.0',

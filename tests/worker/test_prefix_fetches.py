@@ -152,7 +152,7 @@ def test_what_came_enters_the_cache_before_the_prompt_is_added(world: World) -> 
     assert [*world.imports.values()] == [4 * CHUNK_TOKENS], "one chunk was there, and three of four came"
     assert world.added == [b"r"]
     assert world.fetched == [3 * CHUNK_TOKENS]
-    assert world.counts.prefix_fetched_tokens == [3 * CHUNK_TOKENS, 0, 0, 0]
+    assert world.counts.fetched_by_tier == [3 * CHUNK_TOKENS, 0, 0, 0]
     assert world.counts.prefix_fetched_bytes == 3 * CHUNK_TOKENS * TOKEN_BYTES
     assert world.empty
 
@@ -393,7 +393,7 @@ def test_what_no_worker_has_comes_from_the_store(world: World) -> None:
     assert not world.added, "the store is asked for the rest"
     world.end(Injected(world.asked[-1], FirstToken(0), stats_of(1, world.now)))
     assert (world.added, world.fetched) == ([b"a"], [3 * CHUNK_TOKENS])
-    assert world.counts.prefix_fetched_tokens == [2 * CHUNK_TOKENS, 0, 0, CHUNK_TOKENS]
+    assert world.counts.fetched_by_tier == [2 * CHUNK_TOKENS, 0, 0, CHUNK_TOKENS]
     assert world.get(b"b", None)
     world.end(FetchFailed(world.asked[-1], "gone"))
     assert (world.added, world.fetched[1:]) == ([b"a", b"b"], [0])

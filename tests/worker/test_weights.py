@@ -198,7 +198,9 @@ async def test_the_files_of_before_are_closed_after_the_report(
     backend, routers = create_autospec(Backend, instance=True), create_autospec(Routers, instance=True)
     backend.draining, backend.engines, backend.pause, backend.lacks_memory = "", 0, pb.PAUSE_NONE, False
     backend.run_dir, backend.stage_weights.return_value = str(tmp_path), WeightsStaged(1, 1, "", "files=1")
-    backend.engine_status.return_value = create_autospec(EngineStatus, instance=True, idle=True)
+    backend.engine_status.return_value = create_autospec(
+        EngineStatus, instance=True, told=pb.WorkerStatus(idle=True)
+    )
     backend.replace_weights.return_value = WeightsReplaced(1, "files=1", b"root")
     changes = WeightsReplacement(backend, routers, WorkerPause(backend), pb.WorkerDescription())
     reported, closed = threading.Event(), list[bool]()

@@ -272,7 +272,7 @@ class PrefixFetches:
         if isinstance(event, Injected):
             stats = event.stats
             fetched = stats.tokens
-            self._counts.prefix_fetched_tokens[fetch.place.tier] += fetched
+            self._counts.fetched_by_tier[fetch.place.tier] += fetched
             self._counts.prefix_fetched_bytes += stats.bytes
             fetch.link.measured(
                 stats.tokens,

@@ -90,12 +90,15 @@ class Roles(Handler):
 
     def status(self, question: int) -> messages.EngineStatus:
         store, parts = self._context.store, [*self.engine.parts_waiting()]
+        links = self._context.links.recent(time.monotonic())
+        told = pb.WorkerStatus(idle=self.idle and self._store_idle, prefix_links=links)
+        if store is not None:
+            store.tell(told)
         return messages.EngineStatus(
             question,
             self.engine.stats(parts),
             self._attempts.counts,
-            self.idle and self._store_idle,
-            self._context.links.recent(time.monotonic()),
+            told,
             None if store is None else store.stats,
             self.only_decodes and self._store_idle,
             waiting_of_streams=self._waiting_of_streams((request, tokens) for request, tokens, _ in parts),

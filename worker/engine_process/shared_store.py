@@ -124,12 +124,15 @@ class StoreSource:
             return LATER if exchange.has(name, chunk) else None
         return Lent(pin.table, 0, pin.end)
 
+    def tell(self, status: pb.WorkerStatus) -> None:
+        """Adds what routers should know of the store."""
+        status.store = "open" if self.store.session else "closed"
+        status.store_tokens_per_s = self._link.tokens_per_s.value if self.store.session else 0.0
+
     @property
     def stats(self) -> StoreStats:
         store = self.store
-        is_open = bool(store.session)
-        speed = self._link.tokens_per_s.value if is_open else 0.0
-        return StoreStats(is_open, speed, store.offers.written, store.offers.refused, store.missed)
+        return StoreStats(store.offers.written, store.offers.refused, store.missed)
 
     @property
     def copies(self) -> bool:

@@ -59,7 +59,7 @@ class WorkerMemory:
         backend = self._backend
         if "weights" in tags and self._weights.under_way:
             raise Refused("the weights are being replaced: finish that, or end it, and call again")
-        if backend.pause != pb.PAUSE_STEPS and not (await backend.engine_status()).idle:
+        if backend.pause != pb.PAUSE_STEPS and not (await backend.engine_status()).told.idle:
             raise Refused("requests run: call /pause?mode=abort or /pause?mode=wait first")
         await self._pause.freeze()
         done = await self._free(tags)

@@ -17,6 +17,7 @@ from baton.engine import EncoderStats, ExpertStats, MemoryStats, OffloadStats, S
 from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
 from baton.kv_transfer.memory_reader import READERS, reader_of
+from baton.rpc import worker_pb2 as pb
 from baton.system.addresses import listening_socket
 from baton.system.connections import Connections
 from baton.worker import messages
@@ -231,7 +232,7 @@ class Metrics(Collector):
         yield counter("vllm:prefix_cache_queries", text, stats.prefix_cache_queries)
         text = "Prompt tokens found in the prefix cache."
         yield counter("vllm:prefix_cache_hits", text, stats.prefix_cache_hits)
-        by_tier = dict(zip(_TIERS, counts.prefix_fetched_tokens, strict=True))
+        by_tier = dict(zip(_TIERS, counts.fetched_by_tier, strict=True))
         text = "Prompt tokens with KV from the prefix caches of other workers, by the tier that had it there."
         yield counter("baton:prefix_fetched_tokens", text, by_tier, "tier")
         text = "KV from the prefix caches of other workers."
@@ -243,15 +244,16 @@ class Metrics(Collector):
         ):
             yield counter(f"baton:prompt_parts{name}", text, value)
         if status.store is not None:
-            yield from self._of_store(status.store)
+            yield from self._of_store(status.told, status.store)
         text = "Requests that ended with their last token on this worker."
         ends = {"stop": counts.finished_stop, "length": counts.finished_length}
         yield counter("vllm:request_success", text, ends, "finished_reason")
 
-    def _of_store(self, stats: StoreStats) -> Iterator[Metric]:
-        yield self._gauge("baton:store_open", "Whether the shared store is connected.", float(stats.is_open))
+    def _of_store(self, told: pb.WorkerStatus, stats: StoreStats) -> Iterator[Metric]:
+        is_open = float(told.store == "open")
+        yield self._gauge("baton:store_open", "Whether the shared store is connected.", is_open)
         text = "Recent speed of fetches from the shared store."
-        yield self._gauge("baton:store_tokens_per_second", text, stats.tokens_per_s)
+        yield self._gauge("baton:store_tokens_per_second", text, told.store_tokens_per_s)
         text = (
             "Chunks of 64 tokens that the shared store took, did not take, or returned wrong or not at all."
         )

@@ -226,7 +226,7 @@ class Service:
 
     async def _is_idle(self) -> bool:
         try:
-            return (await self._backend.engine_status()).idle
+            return (await self._backend.engine_status()).told.idle
         except TreeError:  # the attempts wait for another engine process
             return False
 

@@ -28,25 +28,16 @@ def reported(engine: EngineStatus, transfer: TransferStats) -> pb.WorkerStatus:
     stats = engine.stats
     tiers, drafts = {tier.tier: tier for tier in stats.offload}, stats.speculation
     host, disk = tiers.get(Tier.HOST), tiers.get(Tier.DISK)
-    counts, fetched = engine.counts, engine.counts.prefix_fetched_tokens
-    return pb.WorkerStatus(
-        idle=engine.idle,
+    fetched = engine.counts.fetched_by_tier
+    status = pb.WorkerStatus(
         transfers_open=transfer.transfers_open,
         arena_slots_free=transfer.sender_slots_free + transfer.receiver_slots_free,
         arena_slots_total=2 * transfer.slots,
-        prompt_tokens=counts.prompt_tokens,
-        no_room=counts.no_room,
-        handovers=counts.handovers,
-        handovers_hidden=counts.handovers_hidden,
         long_chunk_tokens=stats.long.tokens,
         long_chunk_seconds=stats.long.seconds,
         kv_transports=transfer.transports,
         host_tokens_per_s=host.tokens_per_s if host else 0.0,
         disk_tokens_per_s=disk.tokens_per_s if disk else 0.0,
-        store_tokens_per_s=0.0 if engine.store is None else engine.store.tokens_per_s,
-        store="" if engine.store is None else "open" if engine.store.is_open else "closed",
-        prefix_links=engine.links,
-        generation_tokens=counts.generation_tokens,
         kv_transfers=sum(transfer.transfers.get(end, 0) for end in ("acked", "injected")),
         kv_sent=transfer.sent_to,
         kv_bytes=transfer.bytes_sent + transfer.bytes_received,
@@ -64,7 +55,8 @@ def reported(engine: EngineStatus, transfer: TransferStats) -> pb.WorkerStatus:
         images_encoded=stats.encoder.images if stats.encoder else 0,
         encode_token_seconds=stats.encoder.token_seconds if stats.encoder else 0.0,
         encode_queue_seconds=stats.encoder.queue_seconds if stats.encoder else 0.0,
-        adapters_on_device=engine.adapters_on_device,
-        adapter_move_seconds=engine.adapter_move_seconds,
         **same_names(pb.WorkerStatus, stats),
+        **same_names(pb.WorkerStatus, engine.counts),
     )
+    status.MergeFrom(engine.told)
+    return status

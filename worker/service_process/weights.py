@@ -225,7 +225,7 @@ class WeightsReplacement:
             # Again with each turn: an attempt that was accepted before may have waited for a full socket.
             await self._backend.send(messages.HandBack(REASON, keeps_kv))
             engine = await self._backend.engine_status()
-            if engine.idle or (keeps_kv and engine.only_decodes):
+            if engine.told.idle or (keeps_kv and engine.only_decodes):
                 break
             if time.monotonic() > end:
                 raise Refused(f"its engine is still busy after {CLOSE_WITHIN:g} s")
