@@ -96,7 +96,7 @@ def _write(access: Access, seconds: float) -> None:
             "queue_seconds": round(ended.queue_seconds, 6),
             "first_token_seconds": round(ended.first_token_seconds, 6),
             "finish_reason": ended.finish_reason,
-            "workers": ended.route,
+            "workers": tuple(ended.route),
         }
         parts += [
             f"{ended.prompt_tokens} + {ended.output_tokens} tokens",

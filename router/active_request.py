@@ -357,8 +357,7 @@ class ActiveRequest:
             first_token_seconds=first.first_token_seconds,
             finish_reason=self.choices[0].finish_reason or cut,
             error=self._failure,
-            route=tuple(first.addresses),
-            addresses=tuple(first.addresses.values()),
+            route=first.addresses,
             events=tuple(first.events),
             key=self.entry.account.key.name,
         )

@@ -45,8 +45,8 @@ class Ended(NamedTuple):
     Attributes:
         id: as its client knows it.
         finish_reason: of its first choice, or `abort` or `error`.
-        route: the workers that computed and decoded, in the order in which it came to them.
-        addresses: of these.
+        route: the workers that computed and decoded, in the order in which it came to them, with their
+            addresses.
         key: name of the API key that asked.
     """
 
@@ -60,8 +60,7 @@ class Ended(NamedTuple):
     first_token_seconds: float
     finish_reason: str
     error: str
-    route: tuple[str, ...]
-    addresses: tuple[str, ...]
+    route: Mapping[str, str]
     events: tuple[Event, ...]
     key: str
 

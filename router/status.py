@@ -133,7 +133,7 @@ async def request_timeline(
     if ended is None:
         return None
     workers = [*services.pool.encoders.ready]  # each may have had an image of it
-    workers += [worker for worker in services.pool.connections if worker.address in ended.addresses]
+    workers += [worker for worker in services.pool.connections if worker.address in ended.route.values()]
     answers = await asyncio.gather(*(worker.phases(request_id) for worker in workers))
     phases = {
         str(worker): [plain(each) for each in answer]

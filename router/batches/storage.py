@@ -21,7 +21,7 @@ from collections.abc import Callable, Container, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -122,7 +122,9 @@ class Storage:
                 log.error("%s cannot be read, and is left out: %s", path, error)
         described.sort(key=lambda each: each.created_at)
         known = self._known[owner] = {each.id: each for each in described}
-        for batch in filter(_is_ended, described):
+        for batch in described:
+            if not isinstance(batch, BatchObject) or not batch.ended:
+                continue
             for file in self._result_files(owner, batch):
                 if file.id not in known:  # the router ended before the file was described
                     known[file.id] = file
@@ -286,7 +288,7 @@ class Storage:
                     read = 0
                     yield
         if end < size:
-            disk.cut(path, end)
+            os.truncate(path, end)
             self._count(owner, end - size)
         return custom_ids
 
@@ -309,10 +311,6 @@ def _expired(described: object, readers: Container[str]) -> bool:
         return described.ended and described.created_at + MAX_SECONDS < timestamp()
     assert isinstance(described, FileObject)
     return described.expires_at < timestamp() and described.id not in readers
-
-
-def _is_ended(described: Described) -> TypeGuard[BatchObject]:
-    return isinstance(described, BatchObject) and described.ended
 
 
 def _full(error: OSError) -> BodyTooLarge:

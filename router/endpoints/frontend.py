@@ -7,14 +7,14 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from urllib.parse import quote
 
 from baton.router.active_request import ActiveRequest, Services
-from baton.router.admission.entry import Entry, entering, holding
+from baton.router.admission.entry import Entry, entering
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.parked import Deadline
@@ -154,13 +154,6 @@ class Frontend:
         self._refuse_at_the_end()
         with entering(self._services.admission, account) as entry:
             yield entry
-
-    def answering(self, account: Account, size: int) -> AbstractContextManager[None]:
-        """Counts the bytes of an answer for its key, like those of bodies, while it is sent.
-
-        Raises Overloaded and RateLimited.
-        """
-        return holding(self._services.admission, account, size)
 
     def refuse_while_draining(self) -> None:
         """For requests that come without a connection."""

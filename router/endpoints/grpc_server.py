@@ -2,7 +2,7 @@
 HTTP."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
@@ -120,39 +120,29 @@ class GrpcEndpoint:
         name = request_name(metadata.get("x-request-id"))
         context.set_trailing_metadata((("x-request-id", name),))
         with access_log.request(name, "gRPC Generate", on=self._config.access_log) as access:
-            await self._answer(requests, context, metadata, access)
-
-    async def _answer(
-        self,
-        requests: AsyncIterator[bytes],
-        context: "grpc.aio.ServicerContext[bytes, bytes]",
-        metadata: Mapping[str, str],
-        access: access_log.Access,
-    ) -> None:
-        name = access.name
-        try:
-            account = self._frontend.authorize(metadata.get("authorization", ""))
-            access.key = account.key.name
-            with self._server.call(context), self._frontend.admit(account) as entry:
-                raw = await self._message(requests, context, entry)
-                active = await self._frontend.prepare(
-                    "grpc", raw, entry, metadata, name=name, timeout=context.time_remaining()
-                )
-                if active.unenforced:
-                    unenforced = ("x-baton-unenforced", unenforced_header(active.unenforced))
-                    context.set_trailing_metadata((("x-request-id", name), unenforced))
-                del raw  # frees the body, which may be large, before the generation, which may be long
-                with active.generating():
-                    to = MessageStream(context, self._config.client_timeout)
-                    await stream(active, MessagesBuilder(active), to)
-        except ApiError as error:
-            access.status = error.status
-            await self._refuse(context, error, name)
-        except Exception:  # noqa: BLE001 - `defect` logs it
-            if context.cancelled():
-                access.status = access_log.CLOSED_BY_CLIENT
-                return  # the client disconnected
-            await self._refuse(context, defect(name), name)
+            try:
+                account = self._frontend.authorize(metadata.get("authorization", ""))
+                access.key = account.key.name
+                with self._server.call(context), self._frontend.admit(account) as entry:
+                    raw = await self._message(requests, context, entry)
+                    active = await self._frontend.prepare(
+                        "grpc", raw, entry, metadata, name=name, timeout=context.time_remaining()
+                    )
+                    if active.unenforced:
+                        unenforced = ("x-baton-unenforced", unenforced_header(active.unenforced))
+                        context.set_trailing_metadata((("x-request-id", name), unenforced))
+                    del raw  # frees the body, which may be large, before the generation, which may be long
+                    with active.generating():
+                        to = MessageStream(context, self._config.client_timeout)
+                        await stream(active, MessagesBuilder(active), to)
+            except ApiError as error:
+                access.status = error.status
+                await self._refuse(context, error, name)
+            except Exception:  # noqa: BLE001 - `defect` logs it
+                if context.cancelled():
+                    access.status = access_log.CLOSED_BY_CLIENT
+                    return  # the client disconnected
+                await self._refuse(context, defect(name), name)
 
     async def _message(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext, entry: Entry
@@ -193,12 +183,9 @@ class MessageStream:
         if events:
             try:
                 async with asyncio.timeout(self._seconds):
-                    await self._send(events)
+                    await self._context.write(events)
             except TimeoutError:
                 raise TooSlow(f"the client read nothing for {self._seconds:g} s") from None
-
-    async def _send(self, events: bytes) -> None:
-        await self._context.write(events)
 
     async def end(self, events: bytes, end: bytes) -> None:
         await self.write(events)

@@ -203,17 +203,6 @@ class OpenAIResponses:
         self, active: ActiveRequest, builder: OpenAIResponsesBuilder, events: Events | None, key: str
     ) -> None:
         """Generates in the background."""
-        route, on = "background responses", self._config.access_log
-        with access_log.request(active.name, route, key, on=on) as access:
-            await self._generate_logged(active, builder, events, access)
-
-    async def _generate_logged(
-        self,
-        active: ActiveRequest,
-        builder: OpenAIResponsesBuilder,
-        events: Events | None,
-        access: access_log.Access,
-    ) -> None:
 
         def add(index: int, delta: Delta) -> None:
             if events is None:
@@ -228,23 +217,25 @@ class OpenAIResponses:
             active.services.metrics.failed(error, active.name)
             builder.failed(error)
 
-        try:
-            with active.generating():
+        route, on = "background responses", self._config.access_log
+        with access_log.request(active.name, route, key, on=on) as access:
+            try:
+                with active.generating():
+                    if events is not None:
+                        builder.begin()
+                        active.keep(events.bytes)
+                    await collect(active, builder, add)
+                builder.end()
+            except asyncio.CancelledError:
+                access.status = access_log.CLOSED_BY_CLIENT
+                builder.cancelled()
+            except ApiError as error:
+                failed(error)
+            except Exception:  # noqa: BLE001 - `defect` logs it
+                failed(defect(active.name))
+            finally:
                 if events is not None:
-                    builder.begin()
-                    active.keep(events.bytes)
-                await collect(active, builder, add)
-            builder.end()
-        except asyncio.CancelledError:
-            access.status = access_log.CLOSED_BY_CLIENT
-            builder.cancelled()
-        except ApiError as error:
-            failed(error)
-        except Exception:  # noqa: BLE001 - `defect` logs it
-            failed(defect(active.name))
-        finally:
-            if events is not None:
-                events.end()
+                    events.end()
 
 
 def _new_id(request: web.Request) -> str:

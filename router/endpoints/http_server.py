@@ -11,6 +11,7 @@ from aiohttp import web
 from baton import version
 from baton.router import access_log, errors
 from baton.router.active_request import Services
+from baton.router.admission.entry import holding
 from baton.router.admission.keys import ANY_CLIENT, KeyRing
 from baton.router.api.anthropic.reply import error_body
 from baton.router.api.jobs import shown
@@ -202,7 +203,7 @@ class HttpEndpoints:
         with serving_key(request):
             response = await handler(request)
             if not response.prepared:
-                with self._frontend.answering(account, response.content_length or 0):
+                with holding(self._services.admission, account, response.content_length or 0):
                     await send(request, response)
             return response
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -135,8 +136,8 @@ async def test_a_disconnect_cancels_the_request_on_both_workers(cluster: Cluster
 
 async def test_a_client_that_reads_nothing_is_cut_off(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
     """No message leaves, as when the flow control of the call has no room. The generation ends."""
-    monkeypatch.setattr(MessageStream, "_send", lambda self, events: asyncio.Event().wait())
-    monkeypatch.setattr(grpc_server, "MessageStream", lambda context, _: MessageStream(context, 0.01))
+    stalled: Any = SimpleNamespace(write=lambda events: asyncio.Event().wait())
+    monkeypatch.setattr(grpc_server, "MessageStream", lambda *_: MessageStream(stalled, 0.01))
     code, details, trailing = await refusal(cluster, text="x", max_tokens=50)
     assert (code, trailing["error-code"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "request_timeout")
     assert details == "the client read nothing for 0.01 s"
