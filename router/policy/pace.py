@@ -14,8 +14,8 @@ from functools import lru_cache
 from baton.steps.step_model import StepModel, interpolated, long_seconds
 
 MOST_BUSY = 0.9
-"""The most of its time that a worker counts as computing prompts. Guards from divisions by zero: the formula
-of a queue has no answer for a worker that gets more than it can compute."""
+"""The most of its time that a worker counts as computing prompts. A bound, not a tuned value: the formula of
+a queue divides by zero for a worker that gets more than it can compute."""
 KEPT = 4_096
 """Paces to keep: of the reports of a thousand workers, with several numbers of decodes each."""
 
@@ -55,7 +55,8 @@ class Pace:
         gap_cost: of these, in all, as in `EngineRequest`.
         rate: prompt tokens that it lately computed in a second.
         position: mean position of these.
-        largest: tokens of its largest step with decodes. 0: that of the model.
+        largest: tokens of its largest step with decodes. 0: that of the model. A fact of vLLM workers, whose
+            graphs bound such steps; simulated workers have no such bound.
         token: seconds of a prompt token in a large step.
         short: seconds of a short step.
         busy: share of its recent time that its prompts would have taken without decodes.

@@ -28,11 +28,6 @@ from baton.steps.averages import Average
 
 UNKNOWN_SPEED = 1_000.0
 """Tokens/s of a worker that has no measured speed, if no other worker has one."""
-UTILISATION_SECONDS = 10.0
-"""Time constant of the average."""
-_UTILISATION_DECAY = math.exp(-1 / UTILISATION_SECONDS)  # for each second
-PROMPTS_DECAY = 0.98
-"""Factor on the weight of a prompt with each later one."""
 REPORTS_PER_SECOND = 500
 """From all workers together. A report takes a router up to 0.1 ms."""
 
@@ -106,12 +101,13 @@ class _Worker:
     """Prompt tokens since its start, as last reported. None: there was no report."""
     generated: int = 0
     """Tokens of answers since its start, as last reported."""
-    prompt_rate: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
-    output_rate: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
+    # The weight of all before falls with each second:
+    prompt_rate: Average = field(default_factory=Average)
+    output_rate: Average = field(default_factory=Average)
     # Of these tokens, on average:
-    position: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
-    context: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
-    gap_cost: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
+    position: Average = field(default_factory=Average)
+    context: Average = field(default_factory=Average)
+    gap_cost: Average = field(default_factory=Average)
     adapters: frozenset[bytes] = frozenset()
     """On its device, as last reported."""
 
@@ -149,9 +145,9 @@ class PrefillLoads:
         self.index = ChunkIndex()
         self._workers: list[_Worker | None] = []  # by row; None: free
         self._free: list[int] = []  # these rows
-        self._prompts = Average(PROMPTS_DECAY)
-        self._squares = Average(PROMPTS_DECAY)
-        self._reused = Average(PROMPTS_DECAY)
+        self._prompts = Average()
+        self._squares = Average()
+        self._reused = Average()
         self._speed = np.ones(0)
         # The wait is at least the first, and lasts until the second; infinite if the worker does not serve.
         self._least_wait, self._wait_until = np.zeros(0), np.zeros(0)

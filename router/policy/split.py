@@ -20,12 +20,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.kv_names import CHUNK_TOKENS
+from baton.router.policy.pace import MOST_BUSY
 from baton.router.policy.plan import Plan, Range
 from baton.rpc import worker_pb2 as pb
 
-LEAST_GAIN = 0.1
-"""A prompt is split if the first token should come earlier by this share: the estimates are not exact, and a
-lost worker costs all of the prompt. No simulated row of 2 workers changes by 3 % between 0 and 0.2."""
 MOST_WORKERS = 4
 """Workers of a plan. Each receives the KV of all others."""
 HOP_SECONDS = 0.004
@@ -95,7 +93,7 @@ def may_gain(tokens: int, worker: SplitWorker) -> bool:
     """Whether a prompt with so many tokens to compute may be worth a split, if all workers are like this one.
     The whole decision takes a hundred times as long, and most prompts are short."""
     alone = tokens / worker.speed
-    return alone / MOST_WORKERS + worker.floor + HOP_SECONDS < (1 - LEAST_GAIN) * alone
+    return alone / MOST_WORKERS + worker.floor + HOP_SECONDS < alone
 
 
 def split(
@@ -124,7 +122,7 @@ def split(
                 break
     first = taken[0][1]
     unsplit = first.wait + cost.work(cost.cached, cost.tokens) / first.speed
-    best, least = None, min((1 - LEAST_GAIN) * unsplit, alone)
+    best, least = None, min(unsplit, alone)
     for count in range(MOST_WORKERS, 1, -1):
         before = best
         ways = [taken[:count]] if count <= len(taken) else []
@@ -201,7 +199,7 @@ def _without_waits(cost: PromptCost, workers: Sequence[SplitWorker]) -> float:
 def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
     """How many prompts wait for a second that this worker loses: those that come until it is idle, if it has
     work for `seconds` (an M/G/1 queue). `alone`: seconds of a prompt."""
-    share = min(worker.utilisation, 1 - LEAST_GAIN)  # a measured one is not exact
+    share = min(worker.utilisation, MOST_BUSY)
     return seconds / alone * share / (1 - share)
 
 
