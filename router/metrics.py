@@ -184,7 +184,7 @@ class Metrics:
         """Adds the gauges of waiting requests and of workers, which each scrape reads anew."""
         self._gauge(
             "vllm:kv_cache_usage_perc", "Share of the KV blocks of decode workers in use, 0 to 1."
-        ).set_function(lambda: pool.decodes.usage)
+        ).set_function(lambda: pool.desk.decodes.usage)
         self._gauge("baton:body_bytes", "Bytes of requests that are read or prepared.").set_function(
             lambda: admission.body_bytes
         )

@@ -3,11 +3,11 @@
 import json
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
-from baton.grammars.compiler import compiled, error_of
+from baton.grammars.compiler import error_of
+from baton.router.schemas.probe import Probe
 from baton.router.schemas.rewriter import Rewritten, rewritten
-from baton.router.tools.regex import anywhere, literal, of_ascii
 
 _REMEDIES = {
     "min/maxProperties only": "counts",
@@ -23,7 +23,7 @@ def enforceable(
     """Returns the schema that the compiler takes, and an empty text; otherwise its error.
 
     `forms_of_the_whole`: the outermost schema may have alternatives. Raises ValueError."""
-    probe = CompilerProbe(alphabet)
+    probe = Probe(alphabet)
     without = frozenset[str]() if forms_of_the_whole else frozenset({"forms of the whole"})
     while True:
         made = rewritten(schema, probe, without)
@@ -38,44 +38,3 @@ def enforceable(
         if remedies <= without:
             return made, error
         without |= remedies
-
-
-class CompilerProbe:
-    """As `walk.Probe`."""
-
-    def __init__(self, alphabet: LLTokenizer) -> None:
-        self._alphabet = alphabet
-        self._known: dict[tuple[str, str], bool] = {}
-
-    def knows_format(self, name: str) -> bool:
-        """As `walk.Probe.knows_format`."""
-        return self._takes("format", name)
-
-    def takes_pattern(self, pattern: str) -> bool:
-        """As `walk.Probe.takes_pattern`."""
-        return self._takes("pattern", pattern)
-
-    def _takes(self, keyword: str, value: str) -> bool:
-        if (keyword, value) not in self._known:
-            schema = json.dumps({"type": "string", keyword: value})
-            self._known[keyword, value] = not error_of(self._alphabet, "json_schema", schema)
-        return self._known[keyword, value]
-
-    def matching(self, pattern: str, names: list[str]) -> list[str]:
-        """As `walk.Probe.matching`."""
-        matcher = compiled(self._alphabet, "grammar", f"start: {literal(anywhere(of_ascii(pattern)))}")
-        return [name for name in names if _accepts(matcher.deep_copy(), name.encode())]
-
-    def others(self, pattern: str, names: list[str]) -> bool:
-        """As `walk.Probe.others`."""
-        try:
-            regex = literal(anywhere(of_ascii(pattern)))
-        except ValueError:
-            return True
-        taken = " | ".join(json.dumps(name, ensure_ascii=False) for name in names)
-        error = error_of(self._alphabet, "grammar", f"start: NAME\nNAME: {regex} & ~({taken})")
-        return not error.startswith("the grammar allows no token")
-
-
-def _accepts(matcher: LLMatcher, text: bytes) -> bool:
-    return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()

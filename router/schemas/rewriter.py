@@ -15,7 +15,8 @@ from baton.router.schemas.disjoint import Proof, types_of
 from baton.router.schemas.lookahead import LOOK, without_lookahead
 from baton.router.schemas.negation import Negation
 from baton.router.schemas.places import Places, token
-from baton.router.schemas.walk import MAX_DEPTH, MAX_FORMS, MAX_TOGETHER, Node, Probe, Rule, members
+from baton.router.schemas.probe import Probe
+from baton.router.schemas.walk import MAX_DEPTH, MAX_FORMS, MAX_TOGETHER, Node, Rule, members
 
 _MAX_LOOKS = 1_000
 _KEPT = {

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from baton.router.schemas.disjoint import Proof
 from baton.router.schemas.negation import Negation
 from baton.router.schemas.places import Places
+from baton.router.schemas.probe import Probe
 
 MAX_DEPTH = 64
 MAX_FORMS = 64
@@ -18,22 +19,6 @@ MAX_NAMES = 1_000
 
 CONDITIONAL = {"$dynamicRef", "$recursiveRef", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies"}
 """Keywords by which it depends on the value what a schema evaluates."""
-
-
-class Probe(Protocol):
-    """What only the compiler knows."""
-
-    def knows_format(self, name: str) -> bool: ...
-
-    def takes_pattern(self, pattern: str) -> bool: ...
-
-    def matching(self, pattern: str, names: list[str]) -> list[str]:
-        """Returns the names in which a pattern matches."""
-        ...
-
-    def others(self, pattern: str, names: list[str]) -> bool:
-        """Whether a pattern matches in some text that is not one of the names. True if that is unknown."""
-        ...
 
 
 @dataclass

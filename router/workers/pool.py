@@ -96,10 +96,11 @@ class WorkerPool(Roster):
     @property
     def complete(self) -> bool:
         """Whether each pool of the cluster has a worker."""
-        return bool(self.decodes) and (self._config.decode_only or bool(self.prefills))
+        return bool(self.desk.decodes) and (self._config.decode_only or bool(self.desk.prefills))
 
     @property
     def blind(self) -> bool:
         """Whether this router reaches no worker, though some are listed or there was no list yet. Another
         router may reach them."""
-        return not (self.prefills or self.decodes) and (bool(self.listed) or not self._discovered)
+        reaches = self.desk.prefills or self.desk.decodes
+        return not reaches and (bool(self.listed) or not self._discovered)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from baton.kv_names import CHUNK_TOKENS
-from baton.router.policy.decode import DecodePool
 from baton.router.policy.desk import Desk
 from baton.router.workers.adapters import KnownAdapters, set_of
 from baton.router.workers.checks import (
@@ -94,16 +93,6 @@ class Roster:
         at the same time do not stall it."""
         async with self._turns:
             await asyncio.sleep(0)
-
-    @property
-    def prefills(self) -> DecodePool:
-        """The loads of the workers that get new work of the prefill pool."""
-        return self.desk.prefills
-
-    @property
-    def decodes(self) -> DecodePool:
-        """Likewise, of the decode pool."""
-        return self.desk.decodes
 
     def ready(self, pool: "pb.Pool") -> list[Worker]:
         """The workers that take the new work of a pool."""

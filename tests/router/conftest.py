@@ -232,7 +232,7 @@ class Cluster:
                 and not services.admission.parked.without_worker
                 and services.admission.waiting_tokens == services.admission.uncached_tokens == 0
                 and all(not c.attempts for c in services.pool.connections)
-                and all(load.router_requests == 0 for load in services.pool.decodes)
+                and all(load.router_requests == 0 for load in services.pool.desk.decodes)
             )
         )
 

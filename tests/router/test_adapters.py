@@ -90,7 +90,7 @@ async def adapting(
         workers = [Adapting(pool, cluster.lanes, cluster.output_ids) for pool in pools]
         await cluster.start(*workers)
         rewrite(tmp_path / "workers", list(workers))
-        await cluster.until(lambda: cluster.pool.complete and bool(cluster.pool.decodes))
+        await cluster.until(lambda: cluster.pool.complete and bool(cluster.pool.desk.decodes))
         yield cluster, workers
 
 

@@ -116,7 +116,7 @@ async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
     async with make_cluster(tokenizer, tmp_path, prefill=3, wait=False) as made:
         for worker in made.workers:
             worker.cache = set()
-        await made.until(lambda: len(made.pool.ready(pb.POOL_PREFILL)) == 3 and bool(made.pool.decodes))
+        await made.until(lambda: len(made.pool.ready(pb.POOL_PREFILL)) == 3 and bool(made.pool.desk.decodes))
         await made.until(lambda: all(worker.attached for worker in made.workers))
         yield made
 

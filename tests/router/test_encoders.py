@@ -129,8 +129,8 @@ async def test_an_image_is_encoded_once_and_its_worker_is_told() -> None:
     fleet.attempt("c", picture)  # a repeated image
     assert fleet.ready() == [(picture.name, kept_at)]
     assert fleet.sent(encoder) == []
-    assert fleet.roster.prefills  # which encoders are not part of
-    assert not fleet.roster.decodes
+    assert fleet.roster.desk.prefills  # which encoders are not part of
+    assert not fleet.roster.desk.decodes
 
 
 async def test_an_image_waits_in_the_turn_of_each_key_that_wants_it() -> None:
@@ -234,7 +234,7 @@ async def test_a_timeline_has_the_encoders_of_its_images(monkeypatch: pytest.Mon
     monkeypatch.setattr(Worker, "phases", phases)
     monkeypatch.setattr(status.history, "timeline", lambda ended, phases: phases)
     pool = stand_in(WorkerPool, connections=[*fleet.encoders, fleet.worker], encoders=fleet.roster.encoders)
-    ended: Any = SimpleNamespace(addresses={fleet.worker.address})
+    ended: Any = SimpleNamespace(route={"a worker": fleet.worker.address})
     found: Any = SimpleNamespace(history=SimpleNamespace(find=lambda name, key: ended))
     shown = await status.request_timeline(stand_in(Services, pool=pool, metrics=found), "a")
     assert shown is not None

@@ -45,7 +45,7 @@ async def filled(cluster: Cluster, worker: FakeWorker) -> list[asyncio.Task[None
 
 def reserved(cluster: Cluster) -> int:
     """Decodes that the router has submitted, whether or not they have arrived."""
-    return sum(load.router_requests for load in cluster.pool.decodes)
+    return sum(load.router_requests for load in cluster.pool.desk.decodes)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ async def test_the_decode_of_a_queued_prompt_finds_room(
 ) -> None:
     """A later request does not take it, but waits before its prefill."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
-    [load], wanted, fleet = cluster.pool.decodes, PrefillRequest(0, TOKENS), cluster.pool.desk
+    [load], wanted, fleet = cluster.pool.desk.decodes, PrefillRequest(0, TOKENS), cluster.pool.desk
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
@@ -135,7 +135,7 @@ async def test_the_decode_of_a_queued_prompt_finds_room(
 async def test_the_end_of_a_queued_prompt_ends_its_promise(
     cluster: Cluster, queue: list[asyncio.Task[None]]
 ) -> None:
-    [decode], [load] = cluster.decodes, cluster.pool.decodes
+    [decode], [load] = cluster.decodes, cluster.pool.desk.decodes
     wanted, fleet = PrefillRequest(0, TOKENS), cluster.pool.desk
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
@@ -153,7 +153,7 @@ async def test_a_started_prefill_waits_for_decode_capacity(
     [prefill], [decode] = cluster.prefills, cluster.decodes
     admission = cluster.router.services.admission
     hold(decode)
-    [load] = cluster.pool.decodes
+    [load] = cluster.pool.desk.decodes
     decode.status.blocks_free = 0
     decode.report()
     await cluster.until(lambda: load.blocks_free <= 0)

@@ -18,7 +18,7 @@ async def test_recorded_events_give_the_same_plans(tokenizer: ModelTokenizer, tm
         first = [asyncio.create_task(cluster.complete(prompt=prompt)) for prompt in prompts]
         await asyncio.gather(*first)
         await cluster.prefills[0].kill()
-        await cluster.until(lambda: len(cluster.pool.prefills) < len(cluster.prefills))
+        await cluster.until(lambda: len(cluster.pool.desk.prefills) < len(cluster.prefills))
         await asyncio.gather(*(cluster.complete(prompt=prompt) for prompt in prompts[:4]))
     [file] = tmp_path.glob("plans.*")
     plans = list(replay(file.read_bytes().splitlines(), step_model))

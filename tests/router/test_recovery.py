@@ -399,7 +399,7 @@ async def test_without_decode_workers_requests_wait_for_a_seat_of_a_prefill_work
     [prefill], [decode] = cluster.prefills, cluster.decodes
     await cluster.full(prefill)
     await decode.kill()
-    await cluster.until(lambda: not cluster.pool.decodes)
+    await cluster.until(lambda: not cluster.pool.desk.decodes)
     request = asyncio.create_task(answered_whole(cluster))
     await cluster.until(lambda: len(cluster.router.services.admission.queue) == 1)
     await cluster.rooms({prefill: 512})

@@ -95,7 +95,7 @@ def change(roster: Roster, worker: Worker, what: int, rng: random.Random) -> Non
 def check(roster: Roster, workers: list[Worker]) -> None:
     listed, now = roster.listed.values(), time.monotonic()
     serving: dict[int, list[Worker]] = {}
-    for pool, loads in zip(POOLS, (roster.prefills, roster.decodes), strict=True):
+    for pool, loads in zip(POOLS, (roster.desk.prefills, roster.desk.decodes), strict=True):
         ready = [worker for worker in listed if worker.ready_in(pool)]
         closed = [worker for worker in ready if not worker.breaker.open_for(now)]
         serving[pool] = closed or ready
@@ -187,7 +187,7 @@ def calls_of_changes(count: int) -> int:
             for _ in range(3):
                 worker.attempt_failed()
             worker.load.sent(100)
-            assert roster.decodes.choose(100, rng)
+            assert roster.desk.decodes.choose(100, rng)
             detach(roster, worker)
     finally:
         sys.setprofile(None)

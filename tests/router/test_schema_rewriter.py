@@ -18,14 +18,15 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.grammars.compiler import Alphabet, source
-from baton.router.schemas.enforce import CompilerProbe, enforceable
+from baton.router.schemas.enforce import enforceable
 from baton.router.schemas.lookahead import without_lookahead
+from baton.router.schemas.probe import Probe
 from baton.router.schemas.rewriter import rewritten
 
 from .conftest import accepts
 
 ALPHABET = Alphabet(300).tokenizer()
-PROBE = CompilerProbe(ALPHABET)
+PROBE = Probe(ALPHABET)
 NAMES = ["a", "b", "kind"]
 VALUES: list[Any] = [
     None,

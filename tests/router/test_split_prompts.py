@@ -240,7 +240,7 @@ async def test_the_decode_of_a_queued_plan_is_submitted_when_its_last_part_start
     [last] = [submit for submit in parts if submit.report_start]
     assert last.plan[-1].prefill_id == last.prefill_id
     [decode] = cluster.decodes
-    assert not any(load.router_requests for load in cluster.pool.decodes)
+    assert not any(load.router_requests for load in cluster.pool.desk.decodes)
     for _ in cluster.prefills:
         starts.release()
     await asking

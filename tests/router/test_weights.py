@@ -124,16 +124,16 @@ async def test_a_worker_that_starts_gets_the_weights_of_the_others(
             setattr(started, name, value)
         await cluster.start(first, started)
         rewrite(tmp_path / "workers", [first])
-        await cluster.until(lambda: bool(cluster.pool.prefills))
+        await cluster.until(lambda: bool(cluster.pool.desk.prefills))
         rewrite(tmp_path / "workers", [first, started])
         if not fault:
-            await cluster.until(lambda: bool(cluster.pool.decodes))
+            await cluster.until(lambda: bool(cluster.pool.desk.decodes))
             assert started.weights == NEWEST
             assert (started.peer, started.wanted) == (first.address, "model=m1; weights=w2; version=v2")
             await cluster.complete()
         else:
             await cluster.until(lambda: any(c.reason.endswith(reason) for c in cluster.pool.connections))
-            assert not cluster.pool.decodes
+            assert not cluster.pool.desk.decodes
 
 
 @pytest.mark.cases(1)
@@ -154,7 +154,7 @@ async def test_workers_with_older_weights_get_the_newest_whichever_came_first(
         workers = [older, newest] if is_first else [newest, older]
         await cluster.start(*workers)
         rewrite(tmp_path / "workers", [workers[0]])
-        await cluster.until(lambda: len(cluster.pool.prefills) == 1)
+        await cluster.until(lambda: len(cluster.pool.desk.prefills) == 1)
         rewrite(tmp_path / "workers", list(workers))
 
         def has_both() -> bool:
@@ -555,8 +555,10 @@ async def test_streams_go_on_while_workers_get_other_weights_one_after_the_other
     async with trained(tokenizer, tmp_path) as (cluster, [prefill, decode]):
         async with begun_stream(cluster, decode) as (lines, steps):
             await change(decode)
-            await cluster.until(lambda: not cluster.pool.prefills)
-            assert cluster.pool.decodes, "the worker with other weights gets nothing until it says the same"
+            await cluster.until(lambda: not cluster.pool.desk.prefills)
+            assert cluster.pool.desk.decodes, (
+                "the worker with other weights gets nothing until it says the same"
+            )
             prefill.report()
             await change(prefill)
             await cluster.until(lambda: cluster.pool.complete)
@@ -575,6 +577,6 @@ async def test_a_worker_that_keeps_older_weights_is_refused(
     monkeypatch.setattr("baton.router.workers.roster.CALL_TIMEOUT", 0.0)
     async with trained(tokenizer, tmp_path) as (cluster, [prefill, decode]):
         await change(decode)
-        await cluster.until(lambda: not cluster.pool.prefills)
+        await cluster.until(lambda: not cluster.pool.desk.prefills)
         prefill.report()
-        await cluster.until(lambda: prefill.weights == NEWEST and bool(cluster.pool.prefills))
+        await cluster.until(lambda: prefill.weights == NEWEST and bool(cluster.pool.desk.prefills))

@@ -54,7 +54,7 @@ async def test_a_retired_worker_finishes_its_requests(cluster: Cluster, tmp_path
     request = asyncio.create_task(cluster.complete())
     await decode.until(lambda w: w.submitted)
     rewrite(tmp_path / "workers", cluster.prefills)
-    await cluster.until(lambda: not cluster.pool.decodes)
+    await cluster.until(lambda: not cluster.pool.desk.decodes)
     for _ in range(100):
         decode.steps.release()
     assert (await request)["choices"][0]["finish_reason"] == "stop"
@@ -99,7 +99,7 @@ async def test_a_worker_with_another_model_is_refused(tokenizer: ModelTokenizer,
 async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(cluster: Cluster):
     """The only worker that could hold it has gone. The request parks until such a worker comes."""
     pool, [decode] = cluster.pool, cluster.decodes
-    [load] = pool.decodes
+    [load] = pool.desk.decodes
     await cluster.full(*cluster.prefills)
     load.sent(0)
     load.ended(0, full=True)  # as after a refused reservation
@@ -137,7 +137,7 @@ async def test_a_worker_with_another_tokenizer_is_refused(
         assert (refused["role"], refused["state"]) == ("decode", "refused")
         assert "its tokenizer (fake) is not the router's (fake)" in refused["reason"]
         assert "--model" in refused["remedy"]
-        assert not cluster.pool.decodes
+        assert not cluster.pool.desk.decodes
         logged = [record.message for record in caplog.records if stranger.address in record.message]
         assert [("is refused: its tokenizer" in line, "--model" in line) for line in logged] == [(True, True)]
 
