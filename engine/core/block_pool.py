@@ -93,8 +93,9 @@ class BlockPool(Cells[bytes]):
         evicted = super().next_evicted(most)
         if self.windows is None:
             return evicted
-        lost = self.windows.next_lost(self.windows.present * most // self.num_blocks)
-        cells = (cell for cell in map(self.cell, lost) if not cell.leases and cell.rank is not Rank.PART)
+        lost = self.windows.cells.next_evicted(self.windows.present * most // self.num_blocks)
+        cells = (self.cell(block) for _, block in lost)
+        cells = (cell for cell in cells if not cell.leases and cell.rank is not Rank.PART)
         return chain(evicted, ((cell.place, cell.name) for cell in cells if cell.name is not None))
 
     # Those that requests hold
@@ -124,8 +125,8 @@ class BlockPool(Cells[bytes]):
     def lease(self, place: int) -> Callable[[], None]:
         """As `Cells.lease`, with the memory of its window block."""
         ends = [super().lease(place)]
-        if self.windows is not None:
-            ends.append(self.windows.lease(place))
+        if self.windows is not None and self.windows.has(place):
+            ends.append(self.windows.cells.lease(int(self.windows.of[place])))
 
         def end() -> None:
             for each in ends:

@@ -31,13 +31,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from baton.engine.api.stats import MemoryStats
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells
 from baton.engine.core.state_copies import StateCopies
-from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks
 
 
@@ -80,7 +79,8 @@ class _Share:
 
     kind: Kind
     places: BlockPool | Cells[bytes] | WindowBlocks
-    units: Units
+    cells: Cells[Any]
+    """These, or those of the window blocks."""
     pages: int
     """Of a unit."""
 
@@ -131,7 +131,9 @@ class Budget:
         self._pool, self._windows, self._copies = pool, pool.windows, copies
         all_kinds = zip(Kind, (pool, slots, pool.windows), pages, strict=True)
         self._shares = [
-            _Share(kind, places, places.units, each) for kind, places, each in all_kinds if places is not None
+            _Share(kind, places, places.cells if isinstance(places, WindowBlocks) else places, each)
+            for kind, places, each in all_kinds
+            if places is not None
         ]
         self._least_pages = max(share.pages for share in self._shares)
         self._left: float = self._least_pages  # that may move before the next step, while requests decode
@@ -152,21 +154,21 @@ class Budget:
         for share in self._shares[1:]:
             places = share.places
             wanted = places.most if isinstance(places, WindowBlocks) else 0
-            lacking = share.units.units(max(0, wanted - places.free))
+            lacking = share.cells.units.units(max(0, wanted - places.free))
             pages += (self._beyond(share, wanted, places.free) - lacking) * share.pages
         units = self._pool.units
         return min(pages // self.pages.blocks, len(units.absent)) * units.size
 
     def place_bytes(self, kind: Kind) -> float:
         """Of a place, on this rank."""
-        [units] = [share.units for share in self._shares if share.kind is kind]
+        [units] = [share.cells.units for share in self._shares if share.kind is kind]
         return self.pages[kind] * self._page_bytes / units.size
 
     @property
     def stats(self) -> MemoryStats:
         pages = dict.fromkeys(Kind, 0)
         for share in self._shares:
-            pages[share.kind] = share.units.present * share.pages
+            pages[share.kind] = share.cells.units.present * share.pages
         if self._copies is not None:
             pages[Kind.SLOTS] += self._copies.units.present * self.pages.slots
         return MemoryStats(
@@ -191,8 +193,8 @@ class Budget:
         for share in self._shares:
             want, have = wants[share.kind], free[share.kind]
             if want > have:
-                units = share.units.units(want - have)
-                if units > len(share.units.absent):
+                units = share.cells.units.units(want - have)
+                if units > len(share.cells.units.absent):
                     return False
                 wanted += units * share.pages
             else:
@@ -232,7 +234,7 @@ class Budget:
 
     def _beyond(self, share: _Share, wanted: int, free: int, hits: Collection[int] = ()) -> int:
         """Idle units beyond so many places. The rest is as in `has_room`."""
-        size, places, idle = share.units.size, share.places, len(share.units.idle)
+        size, places, idle = share.cells.units.size, share.places, len(share.cells.units.idle)
         more = free - places.free
         kept = places.idle_units(hits) if hits and share.kind is not Kind.SLOTS else 0
         return max(0, min(idle - kept + more // size, (share.movable + more - wanted) // size))
@@ -252,13 +254,13 @@ class Budget:
         moves: list[Move] = []
         self._free_up(pages, wants, moves)
         for share in coming:
-            self._add(share.kind, share.places, moves)
+            self._add(share.kind, share.cells, moves)
         self._make(moves)
 
     def _lacking_units(self, share: _Share, wants: Amounts) -> int:
         """Units that must come until so many places are free."""
         lacking = wants[share.kind] - share.places.free
-        return share.units.units(lacking) if lacking > 0 else 0
+        return share.cells.units.units(lacking) if lacking > 0 else 0
 
     def _lacking_pages(self, wants: Amounts) -> int:
         return sum(self._lacking_units(share, wants) * share.pages for share in self._shares)
@@ -270,10 +272,10 @@ class Budget:
             empty = [unit for unit in copies.units.idle if not copies.has_cached(copies.units.places(unit))]
             self._remove(Kind.SLOTS, copies, empty, pages, moves)
         for share in (*self._shares[1:], self._shares[0]):
-            units, places = share.units, share.places
+            units, places = share.cells.units, share.places
             spare = self._beyond(share, wants[share.kind], places.free)
             if spare and self.free_pages < pages:
-                empty = [unit for unit in units.idle if not places.has_cached(units.places(unit))]
+                empty = [unit for unit in units.idle if not share.cells.has_cached(units.places(unit))]
                 which = [*dict.fromkeys((*empty, *units.idle))]  # those with nothing in them first
                 self._remove(share.kind, places, which[:spare], pages, moves)
         if copies is not None:
@@ -329,9 +331,9 @@ class Budget:
         if more and self.has_room(wants):
             self.provide(wants)
 
-    def _add(self, kind: Kind, places: Cells[bytes] | WindowBlocks, moves: list[Move]) -> None:
-        unit = places.units.add()
-        places.put_in(places.units.places(unit))
+    def _add(self, kind: Kind, cells: Cells[Any], moves: list[Move]) -> None:
+        unit = cells.units.add()
+        cells.put_in(cells.units.places(unit))
         moves.append(Move(kind, unit, present=True))
         pages = self.pages[kind]
         self.free_pages -= pages
@@ -368,6 +370,6 @@ class Budget:
     def assert_whole(self) -> None:
         """Asserts, when idle, that all pages but those of the first units could go to each pool."""
         of_copies = [] if self._copies is None else [self._copies.units]
-        for units in (*(share.units for share in self._shares), *of_copies):
+        for units in (*(share.cells.units for share in self._shares), *of_copies):
             assert units.present - len(units.idle) <= 1, "a place of an idle pool is held"
             assert units.is_whole

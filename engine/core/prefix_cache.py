@@ -83,7 +83,8 @@ class PrefixCache:
                 cells = (copies, copies.count, 0)
             tiers.append(OffloadTier(tier, places, *cells, self._cached, pool.evicted))
         self.offload: Sequence[OffloadTier] = tiers
-        self._looked_up = [x for x in (pool, pool.windows, copies, *tiers) if x is not None]
+        window_cells = None if pool.windows is None else pool.windows.cells
+        self._looked_up = [x for x in (pool, window_cells, copies, *tiers) if x is not None]
         self._block_tiers = [tier for tier in tiers if not tier.of_states]
         self._state_tiers = [tier for tier in tiers if tier.of_states]
 

@@ -197,7 +197,7 @@ class RequestMemory:
     def kept_windows(self) -> int:
         """Window blocks that an admission leaves free, as `headroom`."""
         windows = self._windows
-        return 0 if windows is None or windows.unused else max(1, windows.present // 100)
+        return 0 if windows is None or not windows.promised else max(1, windows.present // 100)
 
     def within_windows(self, live: LiveRequest, count: int) -> int:
         """`count` tokens, or fewer: those of the next chunk that find window blocks."""

@@ -17,7 +17,7 @@ The window blocks are places of `Cells`; the name of one is the number of the bl
 them may have no memory (`elastic`). These are in no state.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,8 @@ class WindowBlocks:
 
     Attributes:
         of: int32 [blocks]: the window block of each block. `NULL`: it has none.
+        cells: the window blocks, each with the number of its block as its name.
+        promised: so many of them all readers together may read at any time.
         windows: those of the layers.
         most: window blocks that a request reads between two steps, at most.
         lost: blocks that another one took the window block from. The prefix cache reads and empties it.
@@ -77,11 +79,11 @@ class WindowBlocks:
         self._shortest = max(1 if window.chunked else window.length for window in windows)
         self._block_size = block_size
         self._for_steps = -(-step_tokens // block_size)
-        self._cells: Cells[int] = Cells(units, records)
-        taken = self._cells.take(1)
+        self.cells: Cells[int] = Cells(units, records)
+        taken = self.cells.take(1)
         assert taken == [NULL], "it is the lowest"
         units.let(NULL)  # its unit stays anyway
-        self._promised = self._owed = 0
+        self.promised = self._owed = 0
         assert self.free >= self.most, f"{count} window blocks are too few for one request"
 
     @property
@@ -92,22 +94,12 @@ class WindowBlocks:
     @property
     def free(self) -> int:
         """Window blocks that may be promised."""
-        return self.present - 1 - self._for_steps - self._promised
+        return self.present - 1 - self._for_steps - self.promised
 
     @property
     def spare(self) -> int:
         """Window blocks that chunks of prompts may take now, beyond what was promised."""
-        return self._cells.free - self._owed
-
-    @property
-    def unused(self) -> bool:
-        """Whether nothing was promised."""
-        return not self._promised
-
-    @property
-    def changes(self) -> int:
-        """As of `Cells`."""
-        return self._cells.changes
+        return self.cells.free - self._owed
 
     def need(self, blocks: int) -> int:
         """Window blocks of a request with so many blocks."""
@@ -126,7 +118,7 @@ class WindowBlocks:
     def promise(self, span: WindowSpan, count: int) -> None:
         """The reader may read so many window blocks. So many more must be `free`."""
         self._owed -= span.owed
-        self._promised += count - span.promised
+        self.promised += count - span.promised
         span.promised = count
         self._owed += span.owed
 
@@ -156,8 +148,7 @@ class WindowBlocks:
         if first <= span.first:
             return
         self._owed -= span.owed
-        for index in range(span.first, min(first, span.stop)):
-            self._unread(table[index])
+        self.cells.end(*(int(self.of[block]) for block in table[span.first : min(first, span.stop)]))
         span.first, span.stop = first, max(first, span.stop)
         self._owed += span.owed
 
@@ -172,18 +163,14 @@ class WindowBlocks:
         return span.stop + span.owed + max(0, self.spare)
 
     def _read(self, block: int) -> None:
-        cells = self._cells
+        cells = self.cells
         if self.has(block):
             cells.share([int(self.of[block])])
             return
-        if not cells.unused:
-            self._lose(cells.evict(1))
+        self._lose(cells.evict(1))
         [place] = cells.take(1)
         cells.publish(place, block)
         self.of[block] = place
-
-    def _unread(self, block: int) -> None:
-        self._cells.end(int(self.of[block]))
 
     def _lose(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -194,58 +181,42 @@ class WindowBlocks:
         self.of[block] = NULL
         self.losses[block] += 1
 
-    def next_lost(self, most: int) -> Iterator[int]:
-        """The blocks that would lose their window blocks to the next `most` that need one, in order."""
-        return (block for _, block in self._cells.next_evicted(most))
-
     def freed(self, block: int) -> None:
         """The block has no content any more."""
         if self.has(block):
-            assert not self._cells.cell(int(self.of[block])).leases, "a free block has no reader"
-            self._cells.forget(block)
+            assert not self.cells.cell(int(self.of[block])).leases, "a free block has no reader"
+            self.cells.forget(block)
             self._has_none(block)
 
     def put_cached(self, blocks: Mapping[int, int]) -> None:
         """These blocks have these free window blocks, whose KV is theirs. The first ones lose them first."""
         for block, place in blocks.items():
-            self._cells.put_cached(place, block)
+            self.cells.put_cached(place, block)
             self.of[block] = place
 
     # Memory
 
-    def lease(self, block: int) -> Callable[[], None]:
-        """As `BlockPool.lease`, on the window block that the block has now."""
-        return self.units.lease(int(self.of[block])) if self.has(block) else lambda: None
-
     def idle_units(self, blocks: Collection[int]) -> int:
         """How many units would not be idle any more if these blocks were read."""
-        return self._cells.idle_units(int(self.of[block]) for block in blocks if self.has(block))
-
-    def has_cached(self, places: range) -> bool:
-        """Whether a block has one of these window blocks."""
-        return self._cells.has_cached(places)
-
-    def put_in(self, places: range) -> None:
-        """These window blocks have memory now, and are free."""
-        self._cells.put_in(places)
+        return self.cells.idle_units(int(self.of[block]) for block in blocks if self.has(block))
 
     def take_out(self, places: range) -> None:
         """These window blocks, which nothing reads, lose their memory."""
-        self._lose(self._cells.take_out(places))
+        self._lose(self.cells.take_out(places))
 
     def assert_consistent(self) -> None:
         """Asserts that each window block has one owner, and that no chunk can take what was promised."""
-        self._cells.assert_consistent()
+        self.cells.assert_consistent()
         owners = {int(block): int(self.of[block]) for block in self.of.nonzero()[0]}
-        assert {block: self._cells.lookup([block]) for block in self._cells.names} == {
+        assert {block: self.cells.lookup([block]) for block in self.cells.names} == {
             block: [place] for block, place in owners.items()
         }
-        assert self._cells.free >= self._owed, "chunks have taken what was promised"
+        assert self.cells.free >= self._owed, "chunks have taken what was promised"
         assert self.free >= 0
 
     def assert_whole(self) -> None:
         """Asserts that nothing reads a window block."""
         self.assert_consistent()
-        assert self._cells.held == 1, "blocks are still read"
-        assert not self._promised
+        assert self.cells.held == 1, "blocks are still read"
+        assert not self.promised
         assert not self._owed
