@@ -189,9 +189,13 @@ async def test_whatever_is_killed_while_kv_is_written_tokens_are_right(
             first.popen.kill()
         else:
             await assert_whole(first)
+            if victim == "store process":
+                # A write that the store refuses is tried again later. A worker that stops waits for none of
+                # these. Mooncake keeps the key of an object whose writer was killed, and says that it has it.
+                written = functools.partial(until, lambda: len(keys(store)) >= 12 * 6 - 1, "all by the next")
+                await asyncio.to_thread(written)
             assert await asyncio.to_thread(first.stop) == 0
     with ExitStack() as stack:
-        in_store = 0 if victim == "master" else len(await asyncio.to_thread(keys, store))
         if victim in ("master", "store"):
             store.kill()
             store = stack.enter_context(mooncake(tmp_path, port=store.port))
@@ -200,9 +204,6 @@ async def test_whatever_is_killed_while_kv_is_written_tokens_are_right(
                 await measured(stream)
                 found = [await generate(stream, prompt) for prompt in prompts(12)]
         assert [tokens for tokens, _ in found] == expected
-        if victim == "store process":
-            # Mooncake keeps the key of an object whose writer was killed, and says that it has the object.
-            assert in_store >= 12 * 6 - 1, "its successor has written all before the worker ended"
         if victim in ("worker", "store process"):
             assert sum(cached for _, cached in found) >= 2 * 384, "what was written is found"
 
