@@ -34,6 +34,11 @@ def make(folder: Path) -> None:
         sync(folder.parent)
 
 
+def cut(path: Path, size: int) -> None:
+    """Makes a file shorter."""
+    os.truncate(path, size)
+
+
 def sync(path: Path) -> None:
     """Returns when the content of a file, or the names in a directory, are on the disk. Raises OSError."""
     file = os.open(path, os.O_RDONLY)

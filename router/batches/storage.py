@@ -288,7 +288,7 @@ class Storage:
                     read = 0
                     yield
         if end < size:
-            os.truncate(path, end)
+            disk.cut(path, end)
             self._count(owner, end - size)
         return custom_ids
 
