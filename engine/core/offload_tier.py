@@ -91,12 +91,11 @@ class OffloadTier:
         tier: Tier,
         num_places: int,
         pool: Cells[bytes],
-        num_cells: int,
         cell_tokens: int,
         cached: Mapping[bytes, HasTenant],
         evicted: list[bytes],
     ) -> None:
-        """`num_cells`: of the pool. `cell_tokens`: positions with KV in a cell. 0: it has states. `cached`:
+        """`cell_tokens`: positions with KV in a cell. 0: it has states. `cached`:
         what the cache has, by name. `evicted` gets the names of cells that are not kept here any more."""
         self.tier = tier
         self.of_states = not cell_tokens
@@ -107,6 +106,7 @@ class OffloadTier:
         self._evicted = evicted
         self.changes = 0
         # At most half of the places: otherwise all cells of this tier would also be in the pool.
+        num_cells = len(pool.units.all_places)
         self._clean = min(max(1, num_cells // CLEAN_SHARE), num_places // 2)
         self._free = list(range(num_places - 1, -1, -1))
         self._entries: dict[bytes, _Entry] = {}

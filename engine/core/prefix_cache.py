@@ -77,10 +77,10 @@ class PrefixCache:
         self._cached: OrderedDict[bytes, _Cached] = OrderedDict()
         tiers: list[OffloadTier] = []
         for (tier, of_states), places in sorted(offload_places.items()):
-            cells = (pool, pool.num_blocks, pool.block_size)
+            cells = (pool, pool.block_size)
             if of_states:
                 assert copies is not None, "the model has states"
-                cells = (copies, copies.count, 0)
+                cells = (copies, 0)
             tiers.append(OffloadTier(tier, places, *cells, self._cached, pool.evicted))
         self.offload: Sequence[OffloadTier] = tiers
         window_cells = None if pool.windows is None else pool.windows.cells

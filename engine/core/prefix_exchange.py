@@ -186,19 +186,23 @@ class PrefixExchange:
     ) -> tuple[list[int], int | None, WindowSpan] | None:
         """A block table with so many new blocks behind `before` entries that mean nothing, a slot for
         `states`, and what the blocks read in layers with windows. It holds `hits`, too. None: no slot."""
-        span, slot = WindowSpan(), None
+        span, slot, read, windows = WindowSpan(), None, 0, self._windows
         self._pool.share(hits)
-        read = self._promise(span, count)
+        if windows is not None:  # for all of the new blocks, or for the last ones alone if there is no room
+            read = count if self._may_take(count, count, ()) else windows.need(count)
+            self._memory.provide(count, windows=read)
+            windows.promise(span, read)
         table = [*[0] * before, *self._pool.allocate(count)]
         # After the blocks: copies may take the memory of those that nothing holds.
         if states and (of_requests := self._memory.states) is not None:
             slot = of_requests.allocate_copy()
             if slot is None:
-                if self._windows is not None:
-                    self._windows.promise(span, 0)
+                if windows is not None:
+                    windows.promise(span, 0)
                 self._pool.release([*hits, *table[before:]])
                 return None
-        self._read_windows(span, table, read)
+        if windows is not None:
+            windows.begin(span, table, len(table) - read, len(table))
         return table, slot, span
 
     def _with_states(self, chunks: Sequence[bytes], first_chunk: int) -> Sequence[bytes]:
@@ -265,21 +269,6 @@ class PrefixExchange:
         windows = 0 if self._windows is None else self._windows.need(count)
         return self._may_take(count + self._pool.unreferenced(hits), windows, hits)
 
-    def _promise(self, span: WindowSpan, count: int) -> int:
-        """Promises window blocks for so many new blocks, or for the last ones alone if there is no room for
-        all. Returns for how many."""
-        if (windows := self._windows) is None:
-            return 0
-        read = count if self._may_take(count, count, ()) else windows.need(count)
-        self._memory.provide(count, windows=read)
-        windows.promise(span, read)
-        return read
-
-    def _read_windows(self, span: WindowSpan, table: Sequence[int], count: int) -> None:
-        """Gives the last blocks the window blocks that were promised."""
-        if self._windows is not None:
-            self._windows.begin(span, table, len(table) - count, len(table))
-
     def pin_prefix(self, chunks: Sequence[bytes], first_chunk: int) -> Pin | None:
         """As `pin`, for another worker. No window reaches from the end to a thin block. If the model has
         states, the device has those after the last chunk, and they are pinned, too."""
@@ -311,7 +300,8 @@ class PrefixExchange:
             self._windows.promise(span, 1)
         block = self._pool.adopt(chunk)
         pin = Pin(1, [*self._before(position), block], [block], self, chunk, windows=span)
-        self._read_windows(span, pin.table, 1)
+        if self._windows is not None:
+            self._windows.begin(span, pin.table, len(pin.table) - 1, len(pin.table))
         self._open.add(pin)
         return pin
 

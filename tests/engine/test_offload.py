@@ -295,7 +295,7 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, pool = 0.0, BlockPool(1, BLOCK)
-    tier = OffloadTier(Tier.HOST, 8, pool, 8, BLOCK, {b"a": SimpleNamespace(tenant=b"")}, [])
+    tier = OffloadTier(Tier.HOST, 8, pool, BLOCK, {b"a": SimpleNamespace(tenant=b"")}, [])
     monkeypatch.setattr(offload_tier, "time", SimpleNamespace(monotonic=lambda: now))
     assert tier.pays(1, 0.1), "nothing is known"
     blocks = pool.allocate(1)
