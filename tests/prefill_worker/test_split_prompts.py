@@ -229,6 +229,8 @@ def test_a_decode_here_may_take_the_final_part_alone(pair: Pair) -> None:
     decode = decode_here(C)
     assert first.take(A, decode) is None, "it has no token"
     commit_last(pair)
+    assert not list(first.roles.spare()), "another worker reads it"
+    assert [attempt.id for attempt in last.roles.spare()] == [B]
     assert last.take(B, decode) is False
     while not last.take(B, decode):  # a move may come before the sender's thread has told
         last.move()

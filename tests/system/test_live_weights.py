@@ -14,18 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grpc.aio import AioRpcError
 from typer.testing import CliRunner, Result
 
 from baton.bench.lab.harness.cluster import LocalCluster
 from baton.bench.lab.harness.streams import Stream, expected, new_session, read
 from baton.cluster.cli import app
 from baton.cluster.model import EMBEDDED_NAME
-from baton.rpc import worker_pb2 as pb
-from baton.rpc.channel import connect
-from baton.rpc.stubs import WorkerStub
 from tests.shallow import shallow
-from tests.within import WITHIN, within
+from tests.within import WITHIN
 
 from .machine import until
 from .recovery import FLAGS, PATIENT, SHORT, each_has, leaks_when_idle
@@ -87,63 +83,6 @@ async def test_streams_go_on_and_answers_are_of_the_new_weights(trained: Trained
     new = await expected(url, CASES, at_once=12)
     assert all(new[case] != old[case] for case in CASES)
     assert await asyncio.to_thread(leaks_when_idle, url, WITHIN) == {}
-
-
-@pytest.mark.long
-async def test_a_call_that_ends_before_apply_leaves_the_worker_as_it_was(trained: Trained) -> None:
-    """Whatever the coordinator has asked before. Meanwhile no other one may ask."""
-    url, cluster = trained.cluster.url, trained.cluster
-    old = await expected(url, CASES, at_once=12)
-    stage = pb.WeightsCommand(stage=pb.StageWeights(path=str(trained.after), version="never"))
-    close, apply = pb.WeightsCommand(close=True), pb.WeightsCommand(apply=True)
-    wrong = pb.WeightsCommand(stage=pb.StageWeights(path=str(trained.after), version="a;b"))
-    address = cluster.workers[1].lives[-1]["address"]
-    busy = "another replacement of the weights is under way"
-
-    async def ask(stub: WorkerStub, *commands: pb.WeightsCommand) -> tuple[Any, str]:
-        """The call, and why it was refused. Empty: it was not."""
-        call: Any = stub.ReplaceWeights(None)
-        try:
-            for command in commands:
-                await call.write(command)
-                assert isinstance(await within(call.read()), pb.WeightsReport)
-        except AioRpcError as error:
-            return call, error.details() or ""
-        return call, ""
-
-    async with connect(address, cluster.secret.encode()) as channel:
-        stub = WorkerStub(channel)
-        for commands in ([stage], [stage, close]):
-            call, refusal = await ask(stub, *commands)
-            while refusal == busy:  # the worker has not seen the end of the call before
-                call, refusal = await ask(stub, *commands)
-            assert refusal == ""
-            assert (await ask(stub, stage))[1] == busy
-            call.cancel()
-        assert await expected(url, CASES, at_once=12) == old
-        for commands, reason in (
-            ([close], "expected stage, not close"),
-            ([stage, apply], "expected close, not apply"),
-            ([wrong], 'version must be 1 to 128 printable characters without ";"'),
-        ):
-            assert (await ask(stub, *commands))[1] == reason
-    assert await expected(url, CASES, at_once=12) == old
-
-
-@pytest.mark.long
-async def test_a_trainer_calls_the_router_and_answers_name_its_version(trained: Trained) -> None:
-    url, headers = trained.cluster.url, {"Authorization": "Bearer trainer"}
-    update = {"model_path": str(trained.after), "weight_version": "7"}
-    async with new_session() as http:
-        async with http.get(url + "/get_world_size", headers=headers) as response:
-            assert await response.json() == {"world_size": 2}
-        async with http.post(url + "/update_weights_from_disk", json=update, headers=headers) as response:
-            answer = await response.json()
-            assert response.status == 200, answer
-        version = answer["weight_version"]
-        assert version.startswith("7-")
-        async with http.post(url + "/v1/completions", json={"prompt": "Hello", "max_tokens": 4}) as response:
-            assert (await response.json())["usage"]["weights_version"] == {"first": version, "last": version}
 
 
 @pytest.mark.long

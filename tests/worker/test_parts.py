@@ -19,10 +19,7 @@ from baton.prefill_worker.attempt import PrefillAttempt
 from baton.prefill_worker.parts import LayerWaits, PartAttempt
 from baton.prefill_worker.role import SenderSink
 from baton.rpc import worker_pb2 as pb
-from baton.worker.engine_process.attempt import AttemptTable
-from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
-from baton.worker.engine_process.roles import Roles
-from baton.worker.engine_process.states import State
+from baton.worker.engine_process.engine_attempt import Resources
 from baton.worker.messages import Origin
 from tests.bad_network import BadNetwork
 from tests.cluster_helpers import (
@@ -440,21 +437,3 @@ def test_a_part_sends_nothing_that_rests_on_kv_which_did_not_come() -> None:
     for layer in range(4):
         sink.layer_done(layer, {prefill: range(16, 24)})
     assert sent == [(b"out", 0, 16, 24), (b"out", 1, 16, 24)]
-
-
-def test_a_part_that_other_workers_read_is_not_spare() -> None:
-    """Once they have read it, it is forgotten."""
-    parts = {
-        b"whole": {},
-        b"last": {"is_final": True},
-        b"first": {"is_final": False},
-    }
-    attempts = AttemptTable[EngineAttempt](lambda _: None)
-    sender = stand_in(Sender, has_fetch=lambda _: False)
-    for name, part in parts.items():
-        prefill = prefill_of(sender, name, **part)
-        assert attempts.open(prefill)
-        prefill.to(State.COMPUTING)
-        prefill.to(State.HELD)
-    spare = Roles.spare(stand_in(Roles, _attempts=attempts))
-    assert [prefill.id for prefill in spare] == [b"whole", b"last"]
