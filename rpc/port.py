@@ -101,9 +101,6 @@ class Server:
         self._inodes: dict[int, Address | None] = {}  # of all sockets; None: no connection of this port
         self._following: asyncio.Task[None] | None = None
 
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        self.grpc.add_generic_rpc_handlers(handlers)
-
     def add_port(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
         """Listens at `address`, once. Returns the port. Raises RuntimeError if it cannot be had."""
         if credentials is None:

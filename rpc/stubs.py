@@ -98,4 +98,4 @@ def add_service(
             make = getattr(grpc, f"{kind}_rpc_method_handler")
             coders = () if name in as_bytes else (request.FromString, response.SerializeToString)
             handlers[name] = make(serve, *coders)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+    server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))

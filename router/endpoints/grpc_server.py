@@ -61,7 +61,7 @@ class GrpcEndpoint:
         # gRPC calls only stream handlers before it reads the message. So the API key is checked first.
         generate = grpc.stream_stream_rpc_method_handler(self._generate)
         handler = grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})
-        self._server.add_generic_rpc_handlers((handler,))
+        self._server.grpc.add_generic_rpc_handlers((handler,))
         self._following: asyncio.Task[None] | None = None
         self._retiring: asyncio.Task[None] | None = None
 
