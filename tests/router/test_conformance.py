@@ -12,7 +12,10 @@ from tests.within import WITHIN
 
 from .conftest import Cluster
 
-MANY = pytest.mark.parametrize("count", [60, pytest.param(1_000, marks=pytest.mark.long)])  # of each kind
+MANY = pytest.mark.parametrize(  # of each kind
+    "count",
+    [6, pytest.param(60, marks=pytest.mark.all), pytest.param(1_000, marks=pytest.mark.long)],
+)
 CHAT = [{"role": "user", "content": "Hi"}]
 STOPS = [None, None, "Paris", [" is", "🙂"], "ß", "zzz", ["and that", " know"], "🚀 and"]
 
@@ -46,7 +49,6 @@ def drawn(rng: random.Random, *, chat: bool) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-@pytest.mark.all
 @MANY
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_the_sum_of_a_stream_is_the_whole_response(cluster: Cluster, path: str, count: int):
@@ -105,7 +107,6 @@ def _joined(logprobs: list) -> dict | None:
     return {key: list(chain.from_iterable(entry[key] for entry in logprobs)) for key in logprobs[0]}
 
 
-@pytest.mark.all
 @MANY
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_grpc_gives_the_response_of_http(cluster: Cluster, path: str, count: int):

@@ -157,14 +157,16 @@ class Scripted(RetryBudget):
 async def test_parked_generations_retry_in_order_of_arrival() -> None:
     budget, served = Scripted(), list[Waiting]()
     parked = Parked(budget)
-    early, gone, late = (Waiting(parked, served=served) for _ in range(3))
+    early, gone, late, newest = (Waiting(parked, served=served) for _ in range(4))
     for generation in (late, early, gone, late):
         assert not parked.take_retry(generation.waits)
     gone.waits.end()
     assert len(parked.without_budget) == 2
     budget.left = 2
+    assert not parked.take_retry(newest.waits), "others wait"
     await within(late.done.wait())
     assert served == [early, late]
+    newest.waits.end()
     assert len(parked.without_budget) == 0
 
 

@@ -254,3 +254,13 @@ def test_workers_that_wait_for_their_turn_serve_while_another_one_gets_weights_a
     assert first.ready
     assert not again.ready
     assert not roster.rolls
+
+
+def test_a_request_begins_with_weights_that_both_pools_have() -> None:
+    roster, workers = made(3)
+    for worker, pool in zip(workers, (pb.POOL_PREFILL, pb.POOL_DECODE, pb.POOL_DECODE), strict=True):
+        attach(roster, worker, pool)
+        roster.reported(worker, pb.WorkerStatus(health="HEALTH_SERVING", pool=pool, staged_version="v2"))
+    redescribe(roster, workers[2], weights=pb.StageWeights(version="v2", named_at=2, rolls=True))
+    assert all(worker.ready for worker in workers)
+    assert {roster.version_for(held) for held in (None, "", "v2") for _ in range(50)} == {""}

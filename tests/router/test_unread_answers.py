@@ -131,6 +131,21 @@ async def test_a_client_is_cut_off_whatever_it_does_not_read(
         assert "Traceback" not in caplog.text
 
 
+async def test_a_client_that_reads_slowly_is_not_cut_off(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+):
+    """It has the timeout again after each piece."""
+    monkeypatch.setattr(http_connections, "SEND_BUFFER_BYTES", 4096)
+    async with (
+        make_cluster(tokenizer, tmp_path, **PATIENT, keep_alive=1e6) as cluster,
+        connected(cluster) as (reader, writer),
+    ):
+        writer.write(31 * FILE)
+        for _ in range(4):
+            await within(reader.readexactly(1 << 18))  # more than what waits for it
+            await clock.forward(0.75 * PATIENT["client_timeout"])
+
+
 async def test_a_client_is_cut_off_over_tls(
     tokenizer: ModelTokenizer,
     tmp_path: Path,
