@@ -99,15 +99,15 @@ def test_large_changes_and_snapshots_travel_in_bounded_parts():
 def test_a_router_that_reads_too_slowly_gets_only_tokens():
     stream = RouterStream(1)
     stream.want_cache_events(lambda: iter([b"snapshot"]))
-    assert stream.next_message() == b"snapshot"
+    assert next_message(stream) == b"snapshot"
     unread = b"x" * (MAX_UNREAD_CACHE_BYTES + 1)
     stream.put(unread)
     stream.put_cache_events(b"events")
     stream.put(b"tokens")
-    assert [stream.next_message() for _ in range(2)] == [unread, b"tokens"]
+    assert [next_message(stream) for _ in range(2)] == [unread, b"tokens"]
     stream.unread_bytes = 0  # they are written
     stream.put_cache_events(b"events after those that it lacks")
-    assert [stream.next_message() for _ in range(2)] == [b"snapshot", None]
+    assert [next_message(stream) for _ in range(2)] == [b"snapshot", None]
 
 
 def prefix_source(fleet: Fleet, row: int, chunks: Sequence[int], tokens: int) -> PrefixSource | None:
