@@ -17,6 +17,7 @@ from baton.kv_transfer import TransferStats
 from baton.router.admission.queue import Admission
 from baton.router.metrics import Metrics as RouterMetrics
 from baton.router.policy.decode import DecodePool
+from baton.router.policy.desk import Desk
 from baton.router.policy.placement import PrefillWindow
 from baton.router.workers.encoders import Encoders
 from baton.router.workers.pool import WorkerPool
@@ -43,7 +44,7 @@ def documented(letter: str) -> set[str]:
 def test_router() -> None:
     metrics = RouterMetrics("model")
     pools = {pb.POOL_DECODE: "decode"}
-    parts = {"encoders": Encoders(1.0), "decodes": DecodePool()}
+    parts = {"encoders": Encoders(1.0), "desk": stand_in(Desk, decodes=DecodePool())}
     pool = stand_in(WorkerPool, listed={}, pools=pools, pause=pb.PAUSE_NONE, **parts)
     metrics.follow(pool, Admission(1, lambda: PrefillWindow(0.0)))
     metrics.certificate_ends(0.0)
