@@ -14,7 +14,7 @@ from baton.engine.api.config import EngineConfig, TierCells, versioned
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool
-from baton.engine.core.cells import Cells as Places
+from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Amounts, Budget
 from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
 from baton.engine.core.leases import Owner
@@ -112,12 +112,12 @@ def _large(steps: StepModel | None) -> tuple[int, float]:
 
 def _pools(
     size: PoolSize, block_size: int, windows: WindowBlocks | None, kept: KeptBlocks | None
-) -> tuple[BlockPool, Places[bytes] | None]:
+) -> tuple[BlockPool, Cells[bytes] | None]:
     """The states are None if no layer has states."""
     block_units = slot_units = None
     if (planned := size.elastic) is not None:
         block_units, slot_units = _units(planned.blocks), _units(planned.slots)
-    states = Places[bytes](slot_units or Units.fixed(size.num_slots)) if size.num_slots else None
+    states = Cells[bytes](slot_units or Units.fixed(size.num_slots)) if size.num_slots else None
     records = None if kept is None else kept.blocks
     return BlockPool(size.num_blocks, block_size, windows, block_units, records), states
 
@@ -129,7 +129,7 @@ def _units(planned: PoolPlan, first: int = 0) -> Units:
 def _budget(
     started: Started,
     pool: BlockPool,
-    states: Places[bytes] | None,
+    states: Cells[bytes] | None,
     copies: StateCopies | None,
     max_num_seqs: int,
 ) -> Budget | None:
@@ -244,7 +244,7 @@ class Engine:
 
     def _memory_of_requests(
         self, config: EngineConfig, started: Started, hooks: Hooks
-    ) -> tuple[BlockPool, Places[bytes] | None, PrefixCache | None]:
+    ) -> tuple[BlockPool, Cells[bytes] | None, PrefixCache | None]:
         """The blocks, the slots of states and the prefix cache."""
         kept = None if self._kept is None else KeptBlocks(self._kept.parts, self.block_size)
         windows = self._windows(config, started, kept)

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from baton.processes.children import Forked, adopt_orphans, become, die_with_parent
+from baton.processes.children import Forked, adopt_orphans, become
 from baton.processes.liveness import HANG_SECONDS
 
 _ADOPTED_WITHIN = 10.0
@@ -100,7 +100,6 @@ def serve(messages: socket.socket, parent_pid: int, title: str, run: Run) -> NoR
     """Forks until its parent has gone."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # for the parent
         signal.signal(number, signal.SIG_IGN)
-    die_with_parent(parent_pid)
     setproctitle(title)
     while True:
         given, fds = _received(messages)

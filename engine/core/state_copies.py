@@ -97,7 +97,6 @@ class StateCopies(Cells[bytes]):
         self._interval = -(-interval // block_size) * block_size
         self._answer_interval = -(-ANSWER_TOKENS // block_size) * block_size
         self._block_size = block_size
-        self.count = count
         self._writing = 0
 
     @property

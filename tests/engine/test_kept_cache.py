@@ -458,7 +458,7 @@ def test_a_cache_that_forgets_leaves_what_it_has(
     assert reserved is not None
     assert not any(block in kept.blocks for block in reserved.blocks)
     if before.copies is not None and kept.states is not None:
-        slots = [before.copies.allocate() for _ in range(before.copies.count)]
+        slots = [before.copies.allocate() for _ in before.copies.units.all_places]
         assert not any(slot in kept.states for slot in slots if slot is not None)
     if first.window_blocks is not None and kept.windows is not None:
         places = {int(first.window_blocks[block]) for block in reserved.blocks} - {0}
@@ -504,7 +504,7 @@ def test_what_came_back_from_a_tier_is_kept(
 
     tokens: list[list[int]] = []
     before = cache_of(first)
-    count = max(num_blocks // 17, before.copies.count if before.copies else 0) + 3
+    count = max(num_blocks // 17, len(before.copies.units.all_places) if before.copies else 0) + 3
     prompts = [[3 + (7 * n + i) % 150 for i in range(60)] for n in range(count)]
     right = [computed(prompt) for prompt in prompts]
     turn = [*prompts[0], *right[0][:5]]
