@@ -74,6 +74,8 @@ async def tokens_despite(
         if failure.state == "queued":
             ahead = request(prompt_of(3800), sampling(max_tokens=1))
             await pair.prefill.submit_prefill(ahead, handover=False)
+        if failure.state == "committed":  # decode must not have the KV before its rank is held
+            await pair.prefill.stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_STEPS, seconds=600))
         prefill_id = await pair.prefill.submit_prefill(asked, handover=True, report_start=True)
         decode_id = await pair.decode.reserve(asked, pair.source(prefill_id))
         emitted = await _strike(failure, pair, rank, held, (prefill_id, decode_id))
@@ -129,6 +131,7 @@ async def _strike(
                 await pair.prefill.stub.GetStatus(pb.StatusRequest())
         case "committed":
             held.suspend()
+            await pair.prefill.stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_NONE))
             await pair.prefill.token(prefill_id)
         case "decoding":
             emitted = [(await pair.decode.token(decode_id))[0].token_id for _ in range(3)]
