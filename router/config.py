@@ -10,12 +10,13 @@ from yarl import URL
 
 from baton.router.admission.keys import ApiKey
 from baton.router.discovery import Discovery, FileDiscovery, is_address
+from baton.router.policy.settings import PlanSettings
 from baton.rpc.tls import TlsFiles
 from baton.system import logs
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(PlanSettings):
     """The configuration of one router. Raises ValueError naming the flag and the remedy.
 
     `baton router --help` describes the fields that are its options. Times are seconds. Port 0: the system
@@ -68,17 +69,6 @@ class RouterConfig:
     keep_alive: float = 75.0
     worker_wait: float = 60.0
     drain_timeout: float = 60.0
-    ttft_target: float | None = None
-    """Seconds that users are ready to wait for a first token. None: as for `placement.TTFT_GAPS` gaps."""
-    overflow: bool = True
-    """One worker prefills and decodes a request when that costs less than a handover."""
-    prefix_fetches: bool = True
-    """A worker fetches what another worker has cached of a prompt, where that is faster than computing it."""
-    split_prompts: bool = True
-    """Several workers compute a prompt at the same time, if its first token is expected earlier that way."""
-    decode_only: bool = False
-    routing_policy: str = "sticky"
-    """One of `router.policy.prefill.PREFILL_POLICIES`."""
     max_body_bytes: int = 16 << 20
     """Of the body of a request and, apart from it, of all files that it names by URL."""
     allowed_media_domains: tuple[str, ...] = ()

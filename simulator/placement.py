@@ -18,16 +18,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from baton.engine.core.meters import LONG
 from baton.router.policy.desk import Listener
 from baton.router.policy.prefill import PrefillPolicy, sticky
+from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
-from baton.simulator.router import Kind, Pool, Router
+from baton.simulator.router import Pool, Router
 from baton.simulator.step_worker import Worker
 from baton.simulator.steps import H200_8B, Machine
 from baton.simulator.trace import Load, Session, arrivals
@@ -37,6 +38,7 @@ AUTOSCALER_INTERVAL = 1.0
 """Seconds between two looks of the autoscaler."""
 WARM_UP = 0.1
 """Share of the requests that are not measured. Costs are unknown when the first ones arrive."""
+Kind = Literal["policy", "split", "colocated"]
 POOLS: tuple[Pool, Pool] = ("prefill", "decode")
 FlipPolicy = Callable[[float, Mapping[Pool, Sequence[pb.WorkerStatus]]], Mapping[Pool, int]]
 """Takes the time and the reports of each pool. Returns the sizes that the pools should have."""
@@ -237,13 +239,19 @@ def simulate(
     ]
     for row, times in slowness.items():
         engines[row].slowness = times
+    plans = kind == "policy"
+    settings = PlanSettings(
+        ttft_target=ttft_target,
+        overflow=plans,
+        split_prompts=plans and splits,
+        prefix_fetches=plans and prefix_fetches,
+    )
     seen_by = [
-        Router(engines, seats, kind, splits, clock, seed + number, outcome, ttft_target)
+        Router(engines, seats, clock, seed + number, outcome, settings)
         for number in range(routers)  # with equal draws all would choose the same workers
     ]
     for router in seen_by:
         router.desk.policy = policy
-        router.desk.prefix_fetches &= prefix_fetches
         router.desk.listener = listener
     cluster = _Cluster(sessions, kind, engines, seen_by, clock, rng, outcome, warm_up, max_answer)
     cluster.run(prefills, at_a_time, flips, changes)

@@ -16,6 +16,7 @@ from baton.router.policy.fleet import SeenWorker
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import NOTHING, Lack
 from baton.router.policy.prefill import PrefillRequest
+from baton.router.policy.settings import DEFAULT_SETTINGS, PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.cache import KvMemory
 from baton.simulator.clock import Clock
@@ -28,7 +29,6 @@ HANDOVER_SECONDS = (1.2e-3, 2.5e-3)
 FETCH_SECONDS, FETCH_TOKEN_SECONDS = 6e-3, 0.5e-6
 """To fetch a prefix from another worker, and for each token of it: from GPU to GPU."""
 
-Kind = Literal["policy", "split", "colocated"]
 Pool = Literal["prefill", "decode"]
 
 
@@ -59,33 +59,21 @@ class Router:
     Attributes:
         workers: each is in no pool at first (`move`).
         seats: requests that a worker decodes at once.
-        splits: whether several workers may compute a prompt.
-        ttft_target: seconds. None: as of a router without this option.
     """
 
     workers: list[Worker]
     seats: int
-    kind: Kind
-    splits: bool
     clock: Clock
     seed: InitVar[int]
     outcome: PlacementOutcome
-    ttft_target: float | None = None
+    settings: PlanSettings = DEFAULT_SETTINGS
 
     def __post_init__(self, seed: int) -> None:
         def now() -> float:
             return self.clock.now
 
-        policy = self.kind == "policy"
         self.rng = random.Random(seed)
-        self.desk = Desk(
-            now,
-            seed=seed,
-            ttft_target=self.ttft_target,
-            overflow=policy,
-            splits=policy and self.splits,
-            prefix_fetches=policy,
-        )
+        self.desk = Desk(now, self.settings, seed=seed)
         self.admission = Admission(sys.maxsize, self.desk.window, self.desk.free_capacity, clock=now)
         self._account = Account(ANY_CLIENT, clock=now)
         self._views = [_seen(row, worker, self.seats) for row, worker in enumerate(self.workers)]

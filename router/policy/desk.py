@@ -26,6 +26,7 @@ from baton.router.policy.plan import Plan
 from baton.router.policy.planner import Held, Lack, plan
 from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
+from baton.router.policy.settings import DEFAULT_SETTINGS, PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import LARGE
 
@@ -44,24 +45,16 @@ class Desk(Fleet):
     Attributes:
         answers: how long answers will be.
         listener: is told each event and each plan. None: nothing listens.
-        settings: as given.
+        seed: as given.
     """
 
     def __init__(
-        self,
-        clock: Callable[[], float],
-        *,
-        seed: int,
-        routing_policy: str = "sticky",
-        ttft_target: float | None = None,
-        overflow: bool = True,
-        splits: bool = True,
-        prefix_fetches: bool = True,
-        decode_only: bool = False,
+        self, clock: Callable[[], float], settings: PlanSettings = DEFAULT_SETTINGS, *, seed: int
     ) -> None:
-        """`clock`: seconds that never go back. `seed`: of all that is drawn. The others: as of a router."""
+        """`clock`: seconds that never go back. `seed`: of all that is drawn."""
         loads = PrefillLoads()
         super().__init__(
+            settings=settings,
             now=clock(),
             rng=random.Random(seed),
             named={},
@@ -71,25 +64,12 @@ class Desk(Fleet):
             decodes=DecodePool(),
             loads=loads,
             caches=DecodeCaches(loads.index),
-            policy=PREFILL_POLICIES[routing_policy],
-            ttft_target=ttft_target,
-            overflow=overflow,
-            splits=splits,
-            prefix_fetches=prefix_fetches,
+            policy=PREFILL_POLICIES[settings.routing_policy],
         )
-        self.settings = {
-            "seed": seed,
-            "routing_policy": routing_policy,
-            "ttft_target": ttft_target,
-            "overflow": overflow,
-            "splits": splits,
-            "prefix_fetches": prefix_fetches,
-            "decode_only": decode_only,
-        }
+        self.seed = seed
         self.answers = AnswerLengths()
         self.listener: Listener | None = None
         self._clock = clock
-        self._decode_only = decode_only
         self._open: dict[bytes, tuple[int, PrefillWork]] = {}  # prompts without a first token, by attempt
         self._window = PrefillWindow()
         self._window_until = -math.inf
@@ -224,7 +204,7 @@ class Desk(Fleet):
 
         Infinite if no worker can prefill or none can decode, as for `free_capacity`.
         """
-        if not self.decoders or not (self.prefills or self.overflow):
+        if not self.decoders or not (self.prefills or self.settings.overflow):
             return PrefillWindow(math.inf)
         pools = len(self.prefills), len(self.decodes)
         changes = zip(self._window_pools, pools, strict=True)
@@ -245,13 +225,13 @@ class Desk(Fleet):
             placement.prefill_window(
                 [worker.description.max_num_batched_tokens for worker in prefills],
                 self.loads.tokens_per_s(),
-                [worker.status for worker in decodes] if self.overflow else [],
+                [worker.status for worker in decodes] if self.settings.overflow else [],
             ),
             tokens_per_s=self._prompt_speed(prefills, decodes),
             others=self.loads.tokens_of_others(),
         )
         demand = self.loads.demand()
-        self.apart = self.overflow and regime.apart(prefills, decodes, demand, stands=self.apart)
+        self.apart = self.settings.overflow and regime.apart(prefills, decodes, demand, stands=self.apart)
         self._window_until = self.now + WINDOW_SECONDS
         self._window_pools = len(self.prefills), len(self.decodes)
 
@@ -259,11 +239,11 @@ class Desk(Fleet):
         """Prompt tokens that all workers compute in a second. Workers without a large step count as the mean
         of the others. 0: no worker of the first pool had one."""
         total, pools = 0.0, [(decodes, pb.POOL_DECODE)]
-        for workers, pool in pools if self._decode_only else [(prefills, pb.POOL_PREFILL), *pools]:
+        for workers, pool in pools if self.settings.decode_only else [(prefills, pb.POOL_PREFILL), *pools]:
             speeds = [speed for worker in workers if (speed := _shown_speed(worker, pool))]
             if workers and not speeds and not total:
                 return 0.0
-            if speeds and (pool == pb.POOL_PREFILL or self.overflow):
+            if speeds and (pool == pb.POOL_PREFILL or self.settings.overflow):
                 total += sum(speeds) / len(speeds) * len(workers)
         return total
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from baton.router.policy.decode import CACHED_PRESSURE, DecodeCaches, DecodeLoad, DecodePool, two_choices
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads
+from baton.router.policy.settings import DEFAULT_SETTINGS, PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel
 
@@ -78,10 +79,6 @@ class Fleet:
         caches: the prefix caches and loads of all.
         promised_slots, promised_positions: room at decode workers that prompts need when they start.
         policy: chooses prefill workers.
-        ttft_target: seconds that users are ready to wait for a first token. None: `TTFT_GAPS` decides.
-        overflow: one worker may compute a prompt and decode.
-        splits: several workers may compute a prompt.
-        prefix_fetches: a worker may fetch what another one has cached.
         apart: prefill workers leave all decodes to decode workers with room, as in `regime`.
         had_decode: the decode pool had a worker once.
     """
@@ -98,17 +95,14 @@ class Fleet:
     policy: PrefillPolicy
     promised_slots: int = 0
     promised_positions: int = 0
-    ttft_target: float | None = None
-    overflow: bool = True
-    splits: bool = True
-    prefix_fetches: bool = True
+    settings: PlanSettings = DEFAULT_SETTINGS
     apart: bool = False
     had_decode: bool = False
 
     @property
     def lost_decode(self) -> bool:
         """The decode pool has lost its last worker. A pool that never had one is only starting."""
-        return self.overflow and self.had_decode and not self.decodes
+        return self.settings.overflow and self.had_decode and not self.decodes
 
     @property
     def decoders(self) -> DecodePool:

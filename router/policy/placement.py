@@ -192,7 +192,8 @@ class Offer:
 
 def _target(fleet: Fleet, gap: float) -> float:
     """Seconds that users are ready to wait for a first token, where `gap` is the target of a gap."""
-    return TTFT_GAPS * gap if fleet.ttft_target is None else fleet.ttft_target
+    target = fleet.settings.ttft_target
+    return TTFT_GAPS * gap if target is None else target
 
 
 def gap_cost(fleet: Fleet, gap: float, answer: int) -> float:

@@ -124,7 +124,7 @@ def _first(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | 
         return _without_room(request, fleet, prefixes) or _no_decode(request.tokens + 1, fleet)
     decode, _ = rows[0]
     offer = _offer(request, fleet, prefixes, fleet.workers[decode].status.gap_target_seconds)
-    if fleet.overflow:
+    if fleet.settings.overflow:
         offers = [placement.offer(fleet, request, row, cached, prefixes.source(row)) for row, cached in rows]
         draft = placement.place(offer, offers, apart=fleet.apart)
     elif offer is not None:
@@ -142,7 +142,7 @@ def _prefill_for(request: PrefillRequest, decode: int, fleet: Fleet, prefixes: P
     """Another worker computes the KV for this decode worker."""
     offer = _offer(_without(request, fleet, decode), fleet, prefixes)
     if offer is None:
-        return Lack.TURN if fleet.overflow else Lack.PREFILL
+        return Lack.TURN if fleet.settings.overflow else Lack.PREFILL
     if offer.row == decode:  # a worker does not fetch from itself, and there is no other
         return Lack.TURN if fleet.decodes else _inline(request.tokens, decode, "no_decode")
     shared = _split(request, offer, decode, math.inf, fleet)
@@ -203,7 +203,7 @@ def _prefill_offer(
 def _without_room(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | None:
     """A prefill worker computes the request and decodes it, while no decode worker has room for the request,
     or while there is no decode worker. None: the request has to wait."""
-    if not fleet.overflow or not fleet.decoders:
+    if not fleet.settings.overflow or not fleet.decoders:
         return None
     snapshot = fleet.prefill_snapshot(request)
     if snapshot is None:
@@ -225,7 +225,7 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fle
 
     A worker that decodes takes no part: its requests would wait for other workers."""
     first = fleet.workers[offer.row]
-    if not (fleet.splits and request.may_split and _takes_part(first)):
+    if not (fleet.settings.split_prompts and request.may_split and _takes_part(first)):
         return None
     loads, now = fleet.loads, fleet.now
     of_first = _split_worker(first, first, loads.tokens_waiting(first.row, now), fleet)
@@ -245,7 +245,10 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fle
     # Until a prompt that queues begins, the worker would decode others.
     last, ends = fleet.workers[decode], None
     may_decode = (
-        fleet.overflow and last is not first and not offer.queues and last.address not in request.avoid
+        fleet.settings.overflow
+        and last is not first
+        and not offer.queues
+        and last.address not in request.avoid
     )
     if may_decode and _takes_part(last):
         ends = decode, _split_worker(last, first, loads.tokens_waiting(decode, now), fleet)

@@ -43,7 +43,7 @@ class Prefixes:
         self._fleet, self._chunks = fleet, request.chunks
         self._cached: Overlap | None = None
         self._sources: dict[int, PrefixSource | None] = {}  # by row
-        if fleet.prefix_fetches:
+        if fleet.settings.prefix_fetches:
             index, rows = fleet.loads.index, fleet.attached_rows
             self._cached = index.overlap(request.chunks, request.tokens, CHUNK_TOKENS, rows)
 

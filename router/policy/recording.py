@@ -6,6 +6,7 @@ argument of a plan is what came of it. Messages stand as bytes.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import IO, Any, NamedTuple
 
 import msgspec
@@ -18,6 +19,7 @@ from baton.router.policy.plan import Plan
 from baton.router.policy.planner import Held, Lack
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefill_loads import PrefillWork
+from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel
 
@@ -57,7 +59,8 @@ def record(desk: Desk, file: IO[bytes]) -> None:
             arguments = request, held, outcome(planned)
         write(now, name, arguments)
 
-    write(desk.now, desk.settings)
+    settings = {field.name: getattr(desk.settings, field.name) for field in fields(PlanSettings)}
+    write(desk.now, {"seed": desk.seed, **settings})  # a router's settings are more, and have secrets
     desk.listener = event
 
 
@@ -83,7 +86,8 @@ def replay(
     """Yields of each plan what came of it, and what comes of it now. `step_model`: reads a reported model."""
     told = events(lines)
     now, _, [settings] = next(told)
-    desk = Desk(lambda: now, **settings)
+    seed = settings.pop("seed")
+    desk = Desk(lambda: now, PlanSettings(**settings), seed=seed)
     workers = dict[int, SeenWorker]()
     for at, name, arguments in told:
         now = at

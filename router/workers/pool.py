@@ -25,16 +25,7 @@ class WorkerPool(Roster):
     """
 
     def __init__(self, config: RouterConfig, model: RouterModel) -> None:
-        desk = Desk(
-            time.monotonic,
-            seed=random.getrandbits(64),
-            routing_policy=config.routing_policy,
-            ttft_target=config.ttft_target,
-            overflow=config.overflow,
-            splits=config.split_prompts,
-            prefix_fetches=config.prefix_fetches,
-            decode_only=config.decode_only,
-        )
+        desk = Desk(time.monotonic, config, seed=random.getrandbits(64))
         super().__init__(model, desk, config.worker_wait)
         self.prompts = 0
         self._config = config

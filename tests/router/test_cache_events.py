@@ -16,6 +16,7 @@ from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefixes import Prefixes, PrefixSource
+from baton.router.policy.settings import PlanSettings
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import cache_feed
@@ -220,7 +221,7 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     assert await source() == decode.incarnation
     pool = caching.pool
     connection = caching.connection(decode)
-    monkeypatch.setattr(pool.desk, "prefix_fetches", False)
+    monkeypatch.setattr(pool.desk, "settings", PlanSettings(prefix_fetches=False))
     assert await source() is None
     monkeypatch.undo()
     other = next(w for w in caching.prefills if w is not home)

@@ -10,6 +10,7 @@ import pytest
 from baton.kv_names import prompt_hints
 from baton.router.policy import regime
 from baton.router.policy.prefill_loads import PrefillLoads
+from baton.router.policy.settings import PlanSettings
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 
@@ -170,7 +171,7 @@ async def test_without_prefill_workers_decode_workers_set_the_window(cluster: Cl
     await cluster.until(lambda: not cluster.pool.complete)
     cluster.pool.desk.renew_window()
     assert cluster.pool.desk.window().tokens == 2 * 64
-    cluster.pool.desk.overflow = False
+    cluster.pool.desk.settings = PlanSettings(overflow=False)
     assert cluster.pool.desk.window().tokens == math.inf, "without overflow requests park instead"
 
 

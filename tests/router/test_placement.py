@@ -20,6 +20,7 @@ from baton.router.policy.placement import offer as placed
 from baton.router.policy.prefill import COMPARED, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.policy.prefixes import PrefixSource
+from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel
 
@@ -331,7 +332,7 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, sent: i
     worker.description.image_fingerprint = "images=1"
     assert placed(fleet_of(loads, [worker]), request, worker.row, 500).embeddings == [(400, 0.2)]
     worker.step_model = H200
-    fleet = fleet_of(loads, [worker], ttft_target=0.5)
+    fleet = fleet_of(loads, [worker], settings=PlanSettings(ttft_target=0.5))
     known = placed(fleet, request, worker.row, 500)
     assert (known.pace.model, known.target) == (H200, 0.5)
 
