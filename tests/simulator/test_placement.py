@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import cache, partial
-from typing import Any
 
 import pytest
 
 from baton.cluster.options.optimize import PROFILES
 from baton.router.policy.desk import Desk
+from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.placement_outcome import PlacementOutcome, Quantiles
@@ -193,9 +193,9 @@ def test_routers_draw_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     """With equal draws they would choose the same decode workers: 1,000 workers had a p99 of 1.3 times."""
     init, seeds = Desk.__init__, list[int]()
 
-    def made(desk: Desk, clock: Callable[[], float], *, seed: int, **settings: Any) -> None:
+    def made(desk: Desk, clock: Callable[[], float], settings: PlanSettings, *, seed: int) -> None:
         seeds.append(seed)
-        init(desk, clock, seed=seed, **settings)
+        init(desk, clock, settings, seed=seed)
 
     monkeypatch.setattr(Desk, "__init__", made)
     simulate(Load(500, 2, 1.0), "policy", requests=1, routers=3)
