@@ -110,10 +110,12 @@ def _serve(options: StoreRole) -> int:
         ports.append(client_port)
     if not commands:
         raise ValueError("--size 0: nothing is left to run; leave out --kv-store, or give memory")
-    return asyncio.run(_run(commands, ports, store, options.process.ready_fd))
+    return asyncio.run(run_processes(commands, ports, store, options.process.ready_fd))
 
 
-async def _run(commands: list[list[str]], ports: list[int], store: StoreOptions, ready_fd: int | None) -> int:
+async def run_processes(
+    commands: list[list[str]], ports: list[int], store: StoreOptions, ready_fd: int | None
+) -> int:
     """Runs the commands, each after the one before listens on its port, until one ends or a signal comes."""
     signals = StopSignals()
     signals.install()

@@ -110,7 +110,7 @@ def _large(steps: StepModel | None) -> tuple[int, float]:
     return tokens, steps.prompt(tokens)
 
 
-def _pools(
+def pools_of(
     size: PoolSize, block_size: int, windows: WindowBlocks | None, kept: KeptBlocks | None
 ) -> tuple[BlockPool, Cells[bytes] | None]:
     """The states are None if no layer has states."""
@@ -248,7 +248,7 @@ class Engine:
         """The blocks, the slots of states and the prefix cache."""
         kept = None if self._kept is None else KeptBlocks(self._kept.parts, self.block_size)
         windows = self._windows(config, started, kept)
-        pool, states = _pools(started.pool, self.block_size, windows, kept)
+        pool, states = pools_of(started.pool, self.block_size, windows, kept)
         return pool, states, self._prefix_cache(config, started, hooks, pool, kept)
 
     def _prefix_cache(

@@ -84,7 +84,7 @@ class VLLM:
                 pass
 
         method = os.environ.get(_METHOD, "fork")
-        vllm_config = _engine_args(config, connector).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        vllm_config = engine_args_of(config, connector).create_engine_config(UsageContext.ENGINE_CONTEXT)
         check_config(vllm_config)
         replicas = vllm_config.parallel_config.data_parallel_size
         if replicas > 1 and not vllm_config.model_config.is_moe:
@@ -277,7 +277,7 @@ class _Parser(FlexibleArgumentParser):
         raise ValueError(f"--vllm-args: {message}")
 
 
-def _engine_args(config: EngineProcessConfig, connector: str) -> AsyncEngineArgs:
+def engine_args_of(config: EngineProcessConfig, connector: str) -> AsyncEngineArgs:
     """Raises ValueError for options that vLLM does not know."""
     # The first letters of a name could stand for an option of Baton.
     parser = AsyncEngineArgs.add_cli_args(_Parser(prog="vllm", allow_abbrev=False))

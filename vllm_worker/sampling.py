@@ -54,11 +54,11 @@ def sampling(request: EngineRequest, *, only_first: bool, scores_prompt: bool) -
     if scores_prompt:
         fields["prompt_logprobs"] = params.prompt_logprobs
     if (structure := params.structured_output) is not None:
-        fields["structured_outputs"] = _structure(structure)
+        fields["structured_outputs"] = structure_fields(structure)
     return fields
 
 
-def _structure(structure: StructuredOutput) -> dict[str, str]:
+def structure_fields(structure: StructuredOutput) -> dict[str, str]:
     """Returns the fields of vLLM's StructuredOutputsParams. Its backend `guidance` reads all kinds as Baton's
     engine does."""
     if structure.kind == "json_schema":

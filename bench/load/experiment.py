@@ -111,7 +111,7 @@ async def prepare(options: Options) -> Setup:
         turns = options.trace is None and options.turns != "1"
         target, tokenization, more = await endpoint.find_form(http, target, tokenization, form, turns=turns)
         notes += more
-    workload = await _workload(options, tokenization)
+    workload = await workload_of(options, tokenization)
     _check_lengths(options, workload, model.max_model_len)
     return Setup(options, client_of(options, target, workload, tokenization), tuple(notes))
 
@@ -218,7 +218,7 @@ def _notes(setup: Setup, summary: Summary) -> Iterator[str]:
         )
 
 
-async def _workload(options: Options, tokenization: Tokenization) -> Workload:
+async def workload_of(options: Options, tokenization: Tokenization) -> Workload:
     min_tokens = tokenization.overhead + 1
     if options.dataset is not None:
         length = None

@@ -45,7 +45,7 @@ def run(role: str, flags: WorkerRole, secret: bytes, program: Sequence[str]) -> 
             f"--kv-events-endpoint: with --data-parallel-size {size} several workers would have it; leave it "
             "out"
         )
-    commands = [_command(role, flags, rank, program) for rank in range(size)]
+    commands = [command_of(role, flags, rank, program) for rank in range(size)]
     environments = [variables | {SECRET_VARIABLE: secret.decode()} for variables in _gpus(flags)]
     setproctitle.setproctitle(f"{flags.process.title}: {role} group {flags.process.index}")
     logging.basicConfig(format="%(message)s", level=logging.INFO)
@@ -58,7 +58,7 @@ def run(role: str, flags: WorkerRole, secret: bytes, program: Sequence[str]) -> 
     return asyncio.run(run_group())
 
 
-def _command(role: str, flags: WorkerRole, rank: int, program: Sequence[str]) -> list[str]:
+def command_of(role: str, flags: WorkerRole, rank: int, program: Sequence[str]) -> list[str]:
     """Of the worker with this rank, without its group. Its ports are those given, plus its rank."""
     network = flags.network
     ports = {

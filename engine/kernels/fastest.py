@@ -94,10 +94,10 @@ def _choices() -> Choices | None:
         return None
     versions = f"{torch.cuda.get_device_name()} torch {torch.__version__} triton {triton.__version__}"
     name = "".join(letter if letter.isalnum() or letter in ".+-" else "-" for letter in versions)
-    return Choices(Path.home() / ".cache" / "baton" / f"fastest-{name}.json", _seconds)
+    return Choices(Path.home() / ".cache" / "baton" / f"fastest-{name}.json", seconds_of)
 
 
-def _seconds(kernel: Kernel, x: Any) -> float:
+def seconds_of(kernel: Kernel, x: Any) -> float:
     """The least of several runs on the device. In a graph no kernel waits for the host, which takes longer to
     launch a kernel than the device to run it. So a run counts only if the host had launched all of it before
     the device began it, after flushes that keep the device busy."""

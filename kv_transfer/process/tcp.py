@@ -60,7 +60,7 @@ class TcpConnector:
         try:
             sources = itertools.cycle(self.config.bind or (None,))
             for source in itertools.islice(sources, lanes):
-                sockets.append(_connecting(address, source))
+                sockets.append(connecting(address, source))
         except OSError:
             for sock in sockets:
                 sock.close()
@@ -187,7 +187,7 @@ def _network_of(host: str) -> str:
     return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
 
 
-def _connecting(address: tuple[str, int], source: str | None) -> socket.socket:
+def connecting(address: tuple[str, int], source: str | None) -> socket.socket:
     """A socket that connects or is connected. OSError: the connect cannot start.
 
     `source`: the interface that the lane uses, or an address of this machine. Addresses are numeric: a name

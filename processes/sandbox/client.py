@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
@@ -73,14 +74,17 @@ class ForkServer:
 
     def start(self) -> None:
         if self._server_end is not None and self._running is None:
-            self._running = asyncio.create_task(self._run(self._server_end))
+            self._running = asyncio.create_task(self._run())
 
-    async def _run(self, server_end: socket.socket) -> None:
-        number = server_end.fileno()
+    def spawn(self) -> subprocess.Popen[bytes]:
+        """Starts the process, which `start` also keeps alive."""
+        assert self._server_end is not None, "it is another process's"
+        number = self._server_end.fileno()
+        return spawn(*self._arguments, str(number), given=self._given, pass_fds=[number])
 
+    async def _run(self) -> None:
         async def live() -> tuple[float, str]:
-            popen = spawn(*self._arguments, str(number), given=self._given, pass_fds=[number])
-            helper = children.Child("helper", popen)
+            helper = children.Child("helper", self.spawn())
             try:
                 return 0.0, "has ended" if await self._ended(helper) else "hangs"
             finally:

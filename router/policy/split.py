@@ -129,7 +129,7 @@ def split(
         if last is not None and count - 1 <= len(taken) and not _shares(taken[: count - 1], last[1]):
             ways.append([*taken[: count - 1], last])
         for way in ways:
-            plan = _best_of(cost, way, last if way[-1] is last else None, unsplit, least)
+            plan = best_of(cost, way, last if way[-1] is last else None, unsplit, least)
             if plan is not None and plan.costs["split"] + plan.costs["harm"] < least:
                 best, least = plan, plan.costs["split"] + plan.costs["harm"]
         if best is before is not None:
@@ -142,7 +142,7 @@ def _shares(taken: Iterable[tuple[int, SplitWorker]], worker: SplitWorker) -> bo
     return any(not worker.computes_on.isdisjoint(each.computes_on) for _, each in taken)
 
 
-def _best_of(
+def best_of(
     cost: PromptCost,
     chosen: list[tuple[int, SplitWorker]],
     last: tuple[int, SplitWorker] | None,
@@ -163,7 +163,7 @@ def _best_of(
     for _ in range(_MOST_FILLS):
         if until >= least:
             return None
-        filled = _fill(cost, workers, None if last is None else len(chosen) - 1, until)
+        filled = fill(cost, workers, None if last is None else len(chosen) - 1, until)
         if not isinstance(filled, int):
             break
         until += max(_OF_REST * cost.work(filled, cost.tokens), least_more) / speed
@@ -203,7 +203,7 @@ def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
     return seconds / alone * share / (1 - share)
 
 
-def _fill(
+def fill(
     cost: PromptCost, workers: Sequence[SplitWorker], last: int | None, until: float
 ) -> tuple[list[tuple[int, int, int]], float, list[float]] | int:
     """Gives the next range to the worker that is free first, while it can compute a part of it before

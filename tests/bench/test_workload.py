@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.bench.load.experiment import _workload, client_of
+from baton.bench.load.experiment import client_of, workload_of
 from baton.bench.load.options import Options
 from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.target.tokenization import Composer, Segment, Tokenization
@@ -96,7 +96,7 @@ def test_runs_without_a_seed_have_the_same_lengths_and_times_and_other_texts() -
 
     def run(seed: int | None) -> tuple[list[tuple[int, int]], list[float], list[str]]:
         options = Options(rate=4.0, seed=seed, input_len="uniform:9,99", output_len="uniform:1,9")
-        client = client_of(options, target, asyncio.run(_workload(options, exact)), exact)
+        client = client_of(options, target, asyncio.run(workload_of(options, exact)), exact)
         composer, sessions = Composer(exact, client.texts), [client.workload.session(i) for i in range(20)]
         turns = [session.turns[0] for session in sessions]
         assert client.arrivals is not None
@@ -129,7 +129,7 @@ def test_only_later_turns_have_think_time() -> None:
 
 def test_agents_share_a_prefix_and_have_long_first_prompts() -> None:
     options = Options(prefix_len=40, prefix_groups=1, context_len=60, input_len="uniform:3,9", turns="4")
-    workload = asyncio.run(_workload(options, EXACT))
+    workload = asyncio.run(workload_of(options, EXACT))
     sessions = [workload.session(i) for i in range(30)]
     prefix, own = sessions[0].turns[0].segments
     assert prefix.length == 40
@@ -203,7 +203,7 @@ def test_the_first_seconds_of_a_trace_are_those_of_its_time_stamps() -> None:
     lines = _trace((1000, 9, 1, []), (1000, 9, 1, []), (2999, 9, 1, []), (3000, 9, 1, []))
     assert len(until(lines, 2.0)) == 3
     options = Options(trace=SAMPLE_TRACE, first=1.0, length_scale=0.1)
-    assert asyncio.run(_workload(options, EXACT)).count == 4
+    assert asyncio.run(workload_of(options, EXACT)).count == 4
 
 
 def test_tokens_without_a_hash_id_are_unique() -> None:

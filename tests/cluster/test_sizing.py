@@ -15,7 +15,7 @@ from baton.bench.lab.shapes import BAMBA, SHAPES, SPARSE, write_shape
 from baton.cluster.cli import app
 from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, MODELS, STEP_MODEL
-from baton.cluster.tools.sizing.answer import Answer, Pools, Targets, _Search, answer, predicted
+from baton.cluster.tools.sizing.answer import Answer, Pools, Search, Targets, answer, predicted
 from baton.cluster.tools.sizing.command import HUB_NAMES
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, SHAPE, Speeds, measured, shape
 from baton.engine.loader.hf_config import model_config_from_hf
@@ -225,7 +225,7 @@ def test_pools_that_cannot_keep_up_are_said_to() -> None:
 def test_a_search_ends_if_more_workers_bring_nothing() -> None:
     served = predicted(SPEEDS, SPEEDS, replace(LOAD, output_len=2), Pools(1, 1)).served
     targets = Targets(served.ttft.p99 / 2, 1.0)
-    search = _Search(lambda _: served, targets, in_memory=9, seats=9, rows=9, work=0.0)
+    search = Search(lambda _: served, targets, in_memory=9, seats=9, rows=9, work=0.0)
     with pytest.raises(ValueError, match=r"workers would miss a target of --slo by 100%; allow more"):
         search.smallest(Pools(1, 1))
 

@@ -137,7 +137,7 @@ def test_a_master_that_does_not_lead_is_ready(monkeypatch: pytest.MonkeyPatch) -
         started.append((commands, ports))
         return 0
 
-    monkeypatch.setattr(baton.cluster.store, "_run", run)
+    monkeypatch.setattr(baton.cluster.store, "run_processes", run)
     port, metrics = free_port(), free_port()
     arguments = ["store", "serve", f"--port={port}", f"--metrics-port={metrics}"]
     for flags in (["--advanced.etcd=10.0.0.1:2379"], []):
@@ -155,7 +155,7 @@ async def test_the_processes_of_a_store_have_no_secret(
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     seen = tmp_path / "environment"
     command = ["sh", "-c", f"env > {seen}; exit 127"]
-    assert await baton.cluster.store._run([command], [1], StoreOptions(), None) == 1
+    assert await baton.cluster.store.run_processes([command], [1], StoreOptions(), None) == 1
     assert "sh exited with 127 (Debian: apt install libibverbs1)" in capfd.readouterr().err
     assert "PATH=" in seen.read_text()
     assert "BATON_" not in seen.read_text()

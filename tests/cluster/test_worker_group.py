@@ -16,7 +16,7 @@ import pytest
 import baton.cluster.supervision.worker_group
 from baton.cluster.options.engine import EngineOptions, ModelOptions
 from baton.cluster.options.roles import RoleOptions, WorkerOptions, WorkerRole
-from baton.cluster.supervision.worker_group import WorkerGroup, _command, run
+from baton.cluster.supervision.worker_group import WorkerGroup, command_of, run
 from baton.processes.tree import StopSignals
 from tests.within import within
 
@@ -36,7 +36,7 @@ class Group:
         self._told, told = os.pipe()
         os.set_blocking(self._told, False)
         options = replace(given(), process=RoleOptions(ready_fd=told))
-        commands = [_command("prefill", options, rank, FAKE) for rank in range(2)]
+        commands = [command_of("prefill", options, rank, FAKE) for rank in range(2)]
         group = WorkerGroup("prefill", options, SECRET, self.signals)
         paths = {"PYTHONPATH": environment["PYTHONPATH"]}
         self.running = asyncio.create_task(group.run(commands, [paths, paths | of_rank_1]))
@@ -90,7 +90,7 @@ def test_each_worker_has_a_number_and_ports_of_its_own() -> None:
     options = replace(
         given(), process=RoleOptions(index=3, ready_fd=7), network=WorkerOptions(port=7000, kv_port=7100)
     )
-    lines = [" ".join(_command("decode", options, rank, ("baton",))) for rank in range(2)]
+    lines = [" ".join(command_of("decode", options, rank, ("baton",))) for rank in range(2)]
     for rank, line in enumerate(lines):
         assert line.startswith("baton decode ")
         assert f"--index {6 + rank}" in line

@@ -23,8 +23,8 @@ from baton.engine.kernels.attention import latent as latents
 from baton.engine.kernels.attention.paged import (
     AttentionMetadata,
     TorchTiling,
-    _prefill_group,
     decode_group,
+    group_of_rows,
     prefill_group,
     tile_attention,
 )
@@ -214,7 +214,7 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(tile[2] <= most for tile in metadata.tiles.tolist()), "a program has no more rows"
         tiles = (tile[:4] for tile in metadata.tiles.tolist() if tile[2])
         chunks = [
-            _prefill_group(
+            group_of_rows(
                 metadata.block_tables[request],
                 range(position, position + tokens),
                 metadata.block_size,

@@ -20,7 +20,7 @@ from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.units import Units
-from baton.engine.engine import _pools
+from baton.engine.engine import pools_of
 from baton.engine.execution import elastic_cache, memory_sizing
 from baton.engine.execution.memory_sizing import MemoryUse, PoolSize
 from baton.engine.loader.families import cache_spec
@@ -525,7 +525,7 @@ def test_the_shape_of_bamba_holds_short_requests_and_then_long_ones(
     )
     assert planned is not None
     assert planned.num_pages == pages
-    pool, states = _pools(
+    pool, states = pools_of(
         PoolSize(planned.blocks.places, 131072, planned.slots.places, 2, None, planned), 128, None, None
     )
     assert states is not None

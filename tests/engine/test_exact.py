@@ -277,7 +277,7 @@ def test_pieces_of_latents_are_the_segments_of_a_context(triton_kernels: Kernels
     pieces = latent_tiling.partition(on_device, 1, 16 * len(on_device), segments=True)
     first, work = pieces.first.tolist(), pieces.work.tolist()
     for row, context in enumerate(contexts):
-        chunk = latent_tiling._pieces(context - 1, context, 32, 1, torch.device(DEVICE), exact=True)
+        chunk = latent_tiling.pieces_between(context - 1, context, 32, 1, torch.device(DEVICE), exact=True)
         assert [piece[1:] for piece in work[first[row] : first[row + 1]]] == chunk.work[:, 1:].tolist()
         assert chunk.first.tolist() == [0, first[row + 1] - first[row]]
     assert work[first[-2]][1:] == [0, 0], "padding has one piece, which writes zeros"

@@ -100,4 +100,4 @@ def test_the_time_of_a_launch_by_the_host_is_not_that_of_the_kernel(
     monkeypatch.setattr(
         fastest, "torch", SimpleNamespace(empty=lambda *_, **__: flushed, cuda=cuda, uint8=None)
     )
-    assert fastest._seconds(lambda x: device.launch(launch, 11.0), None) == 11.0  # type: ignore[arg-type]
+    assert fastest.seconds_of(lambda x: device.launch(launch, 11.0), None) == 11.0  # type: ignore[arg-type]

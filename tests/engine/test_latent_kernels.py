@@ -135,9 +135,9 @@ def test_padding_rows_write_and_read_nothing(triton_kernels: Kernels) -> None:
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 40), (700, 705), (1000, 1200)])
 @pytest.mark.parametrize("programs", [1, 64])
 def test_the_pieces_of_a_chunk_cover_each_context_once(start: int, stop: int, programs: int) -> None:
-    from baton.engine.kernels.attention.latent_tiling import _pieces
+    from baton.engine.kernels.attention.latent_tiling import pieces_between
 
-    pieces = _pieces(start, stop, 64, programs, torch.device("cpu"))
+    pieces = pieces_between(start, stop, 64, programs, torch.device("cpu"))
     work, first = pieces.work.tolist(), pieces.first.tolist()
     assert len(work) == first[-1] <= stop - start + max(programs, stop - start)
     for row in range(stop - start):

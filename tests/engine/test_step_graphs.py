@@ -83,7 +83,7 @@ def test_slow_graphs_are_not_replayed_and_stay(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(found, "_forward", made, raising=False)
     del made
     found._drop_slow()
-    assert found._sizes == [Size(32, True, True), Size(64, True, True)]
+    assert found.rows_with_chunks(decodes=True) == [32, 64]
     assert len(kept) == len(milliseconds)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.kv_transfer.process.__main__ import _listen
-from baton.kv_transfer.process.tcp import _connecting, use_cubic
+from baton.kv_transfer.process.tcp import connecting, use_cubic
 from baton.kv_transfer.wait import wait
 
 
@@ -33,7 +33,7 @@ def machines_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_ends_of_a_lane() -> None:
     with socket.socket() as plain, _listen("127.0.0.1", 0) as listener:
         assert congestion_control(plain) == b"reno"
-        with _connecting(listener.getsockname(), None) as near:
+        with connecting(listener.getsockname(), None) as near:
             wait([listener.fileno()], None)
             with listener.accept()[0] as far:
                 assert [congestion_control(near), congestion_control(far)] == [b"cubic", b"cubic"]

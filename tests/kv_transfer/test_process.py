@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import baton.kv_transfer as kv
-from baton.kv_transfer.process.tcp import _connecting
+from baton.kv_transfer.process.tcp import connecting
 from baton.kv_transfer.spawn import WaitingTransfer
 from baton.kv_transfer.wait import wait
 from baton.system.addresses import url_host
@@ -145,8 +145,8 @@ def test_a_lane_is_bound_to_its_interface() -> None:
     """Of the loopback one no other sign is seen: its lanes would go that way by themselves."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        _connecting(listener.getsockname(), "lo") as bound,
-        _connecting(listener.getsockname(), None) as free,
+        connecting(listener.getsockname(), "lo") as bound,
+        connecting(listener.getsockname(), None) as free,
     ):
         names = [s.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for s in (bound, free)]
     assert names == [b"lo\0", b""]

@@ -16,7 +16,6 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from baton.processes.spawn import spawn
 from baton.router.api.jobs import SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.preparation.child import fork_server
@@ -73,9 +72,7 @@ def shared_forks(tokenizer: ModelTokenizer) -> Iterator[None]:
     """Gives all routers of `make_cluster` with this tokenizer one process that forks their children, as the
     router processes of a host have it. To start it takes half a second of CPU time."""
     server = fork_server("baton tests", tokenizer)
-    assert server._server_end is not None
-    number = server._server_end.fileno()
-    process = spawn(*server._arguments, str(number), given=server._given, pass_fds=[number])
+    process = server.spawn()
     try:
         _forks[id(tokenizer)] = server.fd
         yield

@@ -60,7 +60,23 @@ def test_tokens_are_those_of_the_tokenizer(any_tokenizer: Tokenizer, most_bytes:
         texts.append(before[: rng.randint(0, 60)] + "".join(rng.choices(PIECES, k=rng.randint(0, 12))))
         expected = any_tokenizer.encode(texts[-1], add_special_tokens=False).ids
         assert encoder.encode(texts[-1], None) == expected, repr(texts[-1])
-        assert encoder._bytes <= most_bytes
+
+
+def test_the_tokens_of_the_texts_used_last_are_kept(tokenizer: ModelTokenizer):
+    """In so many bytes. A token takes four of them."""
+    spy = Spy(tokenizer._tokenizer)
+    encoder = ChatEncoder(spy, most_bytes=40_000)  # pyrefly: ignore[bad-argument-type]
+    texts = [f"<|im_start|>{number}{' a b' * 500}" for number in range(20)]
+    for text in texts:
+        encoder.encode(text, None)
+    tokens = 4 * len(tokenizer.encode(texts[0], add_special_tokens=False))
+    spy.texts.clear()
+    for text in reversed(texts[-3:]):
+        encoder.encode(text, None)
+    assert not any(spy.texts)
+    for text in texts[: -(40_000 // tokens)]:
+        encoder.encode(text, None)
+        assert text in spy.texts
 
 
 def test_a_turn_tokenizes_only_what_is_new_to_its_scope(tokenizer: ModelTokenizer):

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.plan import Plan
-from baton.router.policy.split import HOP_SECONDS, PromptCost, SplitWorker, may_gain
-from baton.router.policy.split import _best_of as best_of
-from baton.router.policy.split import _fill as fill
+from baton.router.policy.split import HOP_SECONDS, PromptCost, SplitWorker, best_of, fill, may_gain
 from baton.router.policy.split import split as split_by_row
 
 # Llama-3.1-8B in bfloat16 on one H200: 8,000 tokens take 206 ms.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -164,14 +165,21 @@ def test_a_decode_with_its_drafts_is_no_prompt() -> None:
     steps.expect("handed over", 0, 0.0, COSTLY)
     steps.joined()
     assert steps.bound(0.0) == 4
-    steps.scheduled("handed over", 100, 4)
-    steps.begins(0.0)
-    assert (steps._under_way[-1].decodes, steps._under_way[-1].prompt_tokens) == (1, 0)
-    steps.expect("prompt", 6, 0.0, None)
-    for computed in (0, 4):
-        steps.scheduled("prompt", computed, 4 if computed == 0 else 2)
-        steps.begins(0.0)
-    assert [step.prompt_tokens for step in steps._under_way] == [0, 4, 2]
+
+    clock = itertools.count()
+
+    def fastest(*scheduled: tuple[str, int, int]) -> float:
+        """Of the steps that only decoded, after many such steps."""
+        for _ in range(ALIKE):
+            steps.expect("prompt", 6, 0.0, None)
+            for each in scheduled:
+                steps.scheduled(*each)
+                now = next(clock) * STEP
+                steps.over(steps.begins(now), now + STEP)
+        return steps.news()[0].fastest_step_seconds
+
+    assert fastest(("prompt", 0, 4), ("prompt", 4, 2)) == 0.0
+    assert fastest(("handed over", 100, 4)) == pytest.approx(STEP)
 
 
 def test_costs_are_said_once() -> None:

@@ -213,11 +213,11 @@ def test_each_engine_of_a_server_has_a_port_of_its_own() -> None:
 DTYPES = """
 import sys, types, torch
 from baton.engine import EngineConfig
-from baton.vllm_worker.llm import _engine_args
+from baton.vllm_worker.llm import engine_args_of
 for amx, dtype in ((True, "auto"), (True, "bfloat16"), (False, "auto")):
     torch.cpu.get_capabilities = lambda: {"amx_tile": amx}
     engine = EngineConfig(sys.argv[1], dtype=dtype, device="cpu")
-    print(_engine_args(types.SimpleNamespace(engine=engine, engine_args=()), "socket").dtype)
+    print(engine_args_of(types.SimpleNamespace(engine=engine, engine_args=()), "socket").dtype)
 """
 
 

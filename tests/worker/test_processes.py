@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from baton.engine import EngineConfig
+from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.shared_store import StoreStart
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE
 from baton.processes.children import Child
@@ -184,12 +185,22 @@ async def test_lanes_and_the_store_are_encrypted_if_the_worker_is_told_to(
         role="prefill", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16,
         kv_store="mooncake://127.0.0.1:1", kv_encrypt=encrypt,
     )  # fmt: skip
-    worker = tree.WorkerTree(config, 1)
-    assert worker._store is not None
-    with pytest.raises(TreeError):
-        await worker._store.keep()
+    with contextlib.closing(store.Store(config, 1)) as of_worker, pytest.raises(TreeError):
+        await of_worker.keep()
     assert msgspec.json.decode(told[0].splitlines()[0], type=StoreStart).encrypt is encrypt
+    worker = tree.WorkerTree(config, 1)
     layout = kv_layout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
     ready = EngineReady(pb.WorkerDescription(model_fingerprint="model"), layout)
-    assert worker._transfer_config(ready).encrypt is encrypt
+    starting: list[TransferConfig] = []
+
+    async def start(config: TransferConfig, secret: bytes) -> int:
+        starting.append(config)
+        await asyncio.sleep(0)  # its watch begins
+        raise TreeError
+
+    monkeypatch.setattr(worker.transfer, "process", object())
+    monkeypatch.setattr(worker.transfer, "start", start)
+    with pytest.raises(TreeError):
+        await worker.start_transfer(ready)
+    assert starting[0].encrypt is encrypt
     await worker.close()

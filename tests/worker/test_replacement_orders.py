@@ -47,19 +47,19 @@ class Tree:
         self.is_standby, self.standby_bytes = False, 0
         self.stands_by, self.may_count = asyncio.Event(), asyncio.Event()
         self.may_count.set()
-        self._may_start, self._started = asyncio.Event(), asyncio.Event()
-        self._sent: list[ToEngine] = []
-        self._asked = asyncio.Event()
-        self._answers = True
+        self.may_start, self.started = asyncio.Event(), asyncio.Event()
+        self.sent: list[ToEngine] = []
+        self.asked = asyncio.Event()
+        self.answers = True
         self.ready = READY
         self._tasks: list[asyncio.Task[None]] = []
         self._deliver: Callable[[FromEngine], None] = lambda _: None
 
     async def _send(self, message: ToEngine) -> None:
-        self._sent.append(message)
+        self.sent.append(message)
         if isinstance(message, messages.AskStatus | messages.Pause):
-            self._asked.set()
-        if self._answers:
+            self.asked.set()
+        if self.answers:
             self._answer(message)
 
     def _answer(self, asked: ToEngine) -> None:
@@ -80,13 +80,13 @@ class Tree:
         return TRANSFERS
 
     async def start_engine(self, progress: Callable[[str, float], None]) -> EngineReady:
-        self._started.set()
-        await self._may_start.wait()
+        self.started.set()
+        await self.may_start.wait()
         return self.ready
 
     def start_standby(self) -> None:
         self.is_standby = True
-        self._started.set()
+        self.started.set()
 
     async def start_transfer(self, engine: EngineReady) -> str:
         return "127.0.0.1:1"
@@ -110,7 +110,7 @@ class Tree:
 
 def decodes(tree: "Tree") -> list[pb.SubmitDecode]:
     """That were sent to its engine."""
-    said = [pb.RouterMessage.FromString(x.data) for x in tree._sent if isinstance(x, FromRouter)]
+    said = [pb.RouterMessage.FromString(x.data) for x in tree.sent if isinstance(x, FromRouter)]
     return [each.decode for each in said if each.HasField("decode")]
 
 
@@ -141,7 +141,7 @@ class Worker:
         while len(TREES) <= number:
             assert not self.serving.done(), self.serving.exception()
             await asyncio.sleep(0)
-        await within(TREES[number]._started.wait())
+        await within(TREES[number].started.wait())
         return TREES[number]
 
     def decodes_of(self, number: int) -> list[bytes]:
@@ -178,12 +178,12 @@ async def test_an_attempt_that_comes_in_a_pause_is_sent_once(worker: Worker) -> 
     await worker.backend.forward(*decode(A))
     worker.backend.tell_pause(pb.PAUSE_STEPS)
     second = await worker.dies(0)
-    second._answers = False
-    second._may_start.set()
-    await within(second._asked.wait())
+    second.answers = False
+    second.may_start.set()
+    await within(second.asked.wait())
     await worker.backend.forward(*decode(B))
-    [asked] = [each for each in second._sent if isinstance(each, messages.Pause)]
-    second._answers = True
+    [asked] = [each for each in second.sent if isinstance(each, messages.Pause)]
+    second.answers = True
     second._answer(asked)
     await within(worker.backend._settled.wait())
     assert sorted(worker.decodes_of(1)) == [A, B]
@@ -194,13 +194,13 @@ async def test_an_engine_that_dies_as_soon_as_it_serves(worker: Worker, computes
     """It has not told its status yet. If it has computed a token, another one goes on."""
     await worker.backend.forward(*decode(A))
     second = await worker.dies(0)
-    second._answers = False
-    second._may_start.set()
-    await within(second._asked.wait())
+    second.answers = False
+    second.may_start.set()
+    await within(second.asked.wait())
     if computes:
         second._deliver(tokens(A, 5))
         third = await worker.dies(1)
-        third._may_start.set()
+        third.may_start.set()
         await within(worker.backend._settled.wait())
         [again] = decodes(third)
         assert again.request.output_ids == [5]
@@ -214,7 +214,7 @@ async def test_late_tokens_of_the_dead_engine_do_not_count_for_the_next_one(work
     await worker.backend.forward(*decode(A))
     second = await worker.dies(0)
     worker.first._deliver(tokens(A, 5))  # it was in the socket
-    second._may_start.set()
+    second.may_start.set()
     await within(worker.backend._settled.wait())
     [again] = decodes(second)
     assert again.request.output_ids == [5]
@@ -230,7 +230,7 @@ async def test_an_idle_engine_that_lived_for_long_is_replaced_again(
     monkeypatch.setattr(backend, "LONG_LIFE", 0.0)
     for number in range(3):
         following = await worker.dies(number)
-        following._may_start.set()
+        following.may_start.set()
         await within(worker.backend._settled.wait())
 
 
@@ -254,7 +254,7 @@ async def test_a_next_engine_that_differs_is_the_end_of_the_worker(worker: Worke
     second = await worker.dies(0)
     described = pb.WorkerDescription(num_blocks=9, block_size=4)
     second.ready = EngineReady(described, kv_layout(2, 1, 8, "float32"))
-    second._may_start.set()
+    second.may_start.set()
     with pytest.raises(TreeError, match="the next engine process differs in layout, ") as raised:
         await within(worker.serving)
     differing = str(raised.value).split("layout, ")[1].split(", ")
@@ -271,10 +271,10 @@ async def test_a_next_engine_has_the_weights_that_replaced_those_of_the_start(
     second.ready = EngineReady(
         pb.WorkerDescription(model_fingerprint="files", content_root=b"root"), READY.layout
     )
-    second._may_start.set()
+    second.may_start.set()
     await within(worker.backend._settled.wait())
     third = await worker.dies(1)
-    third._may_start.set()
+    third.may_start.set()
     with pytest.raises(TreeError, match=r"differs in .*model_fingerprint"):
         await within(worker.serving)
 
@@ -285,7 +285,7 @@ async def test_a_move_and_a_restart_meanwhile(worker: Worker) -> None:
     restart = asyncio.create_task(worker.backend.restart_engine())
     assert (await within(worker.backend.set_pool(pb.POOL_PREFILL))).pool == pb.POOL_PREFILL
     assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_DRAINING
-    second._may_start.set()
+    second.may_start.set()
     await within(restart)
     status = await worker.backend.status()
     assert (status.pool, status.health) == (pb.POOL_PREFILL, pb.WorkerStatus.HEALTH_SERVING)
@@ -299,19 +299,19 @@ async def test_a_restart_before_the_one_before_is_over_is_the_same(worker: Worke
         worker.backend.tell_pause(pb.PAUSE_STEPS)
     restarts = [asyncio.create_task(worker.backend.restart_engine())]
     second = await worker.next_tree(1)
-    second._answers = False
-    second._may_start.set()
-    await within(second._asked.wait())
-    assert isinstance(second._sent[-1], messages.Pause) == (waits_for == "the pause")
+    second.answers = False
+    second.may_start.set()
+    await within(second.asked.wait())
+    assert isinstance(second.sent[-1], messages.Pause) == (waits_for == "the pause")
     restarts.append(asyncio.create_task(worker.backend.restart_engine()))
     await asyncio.sleep(0)
     assert not any(restart.done() for restart in restarts), "it does not serve yet"
-    second._answers = True
-    second._answer(second._sent[-1])
+    second.answers = True
+    second._answer(second.sent[-1])
     await within(asyncio.gather(*restarts))
     assert [tree.failure.done() for tree in TREES] == [True, False]
     restarts = [asyncio.create_task(worker.backend.restart_engine())]
-    (await worker.next_tree(2))._may_start.set()
+    (await worker.next_tree(2)).may_start.set()
     await within(restarts[0])
 
 
@@ -321,14 +321,14 @@ async def test_an_engine_that_does_not_pause_is_replaced_too(
 ) -> None:
     """Also if the call ends meanwhile: the engine would stay frozen."""
     await worker.backend.forward(*decode(A))
-    worker.first._answers = False
+    worker.first.answers = False
     if not cancelled:
         monkeypatch.setattr(worker.backend, "_engine_timeout", 0.0)
     restart = asyncio.create_task(worker.backend.restart_engine())
     if cancelled:
-        await within(worker.first._asked.wait())
+        await within(worker.first.asked.wait())
         restart.cancel()
-    (await worker.next_tree(1))._may_start.set()
+    (await worker.next_tree(1)).may_start.set()
     await within(worker.backend._settled.wait())
     assert worker.decodes_of(1) == [A]
     await asyncio.wait([restart])
@@ -358,7 +358,7 @@ async def test_a_restart_does_not_end_an_engine_that_none_can_follow(
     for number in range(2, 3 if isinstance(error, StartError) else 2 + MOST_ENDS):
         (await worker.next_tree(number)).failure.set_exception(error)
     if isinstance(error, StandbyError):
-        (await worker.next_tree(3))._may_start.set()
+        (await worker.next_tree(3)).may_start.set()
         await within(restart)
         return
     with pytest.raises(Refused, match=f"this one goes on: {error}"):
@@ -372,7 +372,7 @@ async def test_a_drain_meanwhile_waits_for_the_attempts(worker: Worker) -> None:
     second = await worker.dies(0)
     draining = asyncio.create_task(worker.service._drain())
     await asyncio.sleep(0)
-    second._may_start.set()
+    second.may_start.set()
     await within(worker.backend._settled.wait())
     assert worker.decodes_of(1) == [A]
     await within(draining)
@@ -384,11 +384,11 @@ async def test_a_status_of_an_engine_that_has_ended_meanwhile_does_not_say_that_
 ) -> None:
     worker.first.may_count.clear()
     asked = asyncio.create_task(worker.backend.status())
-    await within(worker.first._asked.wait())
+    await within(worker.first.asked.wait())
     second = await worker.dies(0)
     worker.first.may_count.set()
     assert (await within(asked)).health == pb.WorkerStatus.HEALTH_DRAINING
-    second._may_start.set()
+    second.may_start.set()
     await within(worker.backend._settled.wait())
     assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_SERVING
 

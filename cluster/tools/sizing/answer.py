@@ -220,16 +220,16 @@ def _check_size(workers: int, load: SizingOptions) -> None:
 
 def _search(
     of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets, in_memory: int
-) -> "tuple[_Search, Pools]":
+) -> "tuple[Search, Pools]":
     """The search, and the pools with which it begins."""
     work, first = _work(of_prefill, of_decode, load, targets.itl, in_memory)
     _check_size(sum(first), load)
     simulate = _simulation(of_prefill, of_decode, load, targets, begins=False)
     rows = of_decode.steps.fitting_rows(positions_of(load), targets.itl)
-    return _Search(simulate, targets, in_memory, load.max_num_seqs, rows, work), first
+    return Search(simulate, targets, in_memory, load.max_num_seqs, rows, work), first
 
 
-class _Search:
+class Search:
     """The smallest pools that meet the targets. Each simulation runs once."""
 
     def __init__(

@@ -164,7 +164,7 @@ def tile_latent(
                         begin, end, table, columns_of(stop, longest), most, multiprocessors, exact=exact
                     )
                     table, entries = choice.slots, most
-                pieces = _pieces(begin, end, form.block_n, programs, device, entries, exact=exact)
+                pieces = pieces_between(begin, end, form.block_n, programs, device, entries, exact=exact)
                 tiling.append(Absorbed(rows, form, pieces, table, exact, choice))
         else:
             if scratch.heads(sum(map(_padded, (*(end for *_, end in expanded), stop)))) < num_heads:
@@ -221,7 +221,7 @@ def _expanded_chunks(
     return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, len(slots), wgmma=wgmma))
 
 
-def _pieces(
+def pieces_between(
     start: int,
     stop: int,
     block_n: int,

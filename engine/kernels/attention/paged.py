@@ -231,7 +231,7 @@ def tile_attention(
         for run in runs_of(bounds, metadata.images.get(chunk, ())):
             for begin in range(run.start, run.stop, most):
                 queries = range(begin, min(begin + most, run.stop))
-                group = _prefill_group(table, queries, block_size, row, span, dtype, seen=run.seen)
+                group = group_of_rows(table, queries, block_size, row, span, dtype, seen=run.seen)
                 prefills.append(group)
                 row += len(queries)
     return TorchTiling(decodes, prefills)
@@ -253,7 +253,7 @@ def _exact_groups(
             for first in range(start // EXACT_QUERIES * EXACT_QUERIES, stop, EXACT_QUERIES):
                 queries = range(first, first + EXACT_QUERIES)
                 table = metadata.block_tables[request]
-                group = _prefill_group(
+                group = group_of_rows(
                     table, queries, metadata.block_size, 0, span, dtype, masked=True, seen=seen
                 )
                 begin, end = max(start, first), min(stop, queries.stop)
@@ -264,7 +264,7 @@ def _exact_groups(
     return groups
 
 
-def _prefill_group(
+def group_of_rows(
     table: Tensor,
     queries: range,
     block_size: int,
