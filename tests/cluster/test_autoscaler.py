@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -210,10 +211,12 @@ async def test_the_last_ready_worker_of_a_pool_does_not_move(
         return {"prefill": 2, "decode": 1} if flips[-1] == 2 else asked(*given)
 
     monkeypatch.setattr(pools.autoscaler._balancer, "decide", decide)
-    pools.load("decode", blocks_free=10)
-    await eventually(lambda: flips.count(2) > 2)
-    assert pools.handles["decode 0"].worker.status.pool == pb.POOL_DECODE
-    starts.set()
+    alone = pools.handles["decode 0"].worker.status
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(starts.set)  # the supervisor ends when all have started
+        pools.load("decode", blocks_free=10)
+        await eventually(lambda: flips.count(2) > 2 or alone.pool != pb.POOL_DECODE)
+        assert alone.pool == pb.POOL_DECODE
     await eventually(lambda: len(pools.supervisor.pool("prefill")) == 2)
 
 
