@@ -13,13 +13,14 @@ pool never waits for such a copy: if it gives out the cell meanwhile, the copy i
 that is copied in belongs to a request, so it is not free. It enters the prefix cache only after its checksum
 was right. No copy waits for anything but the device and the disk, so nothing here waits in a circle.
 
-Tiers know nothing of each other. Each saves what the pool evicts next.
+The tiers of a pool read one list of what it evicts next (`CellTiers`), and save what each of them lacks. They
+know nothing of each other. A load takes each cell from the fastest one that has it.
 """
 
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from baton.engine.api.stats import OffloadStats
@@ -31,7 +32,7 @@ CLEAN_SHARE = 4
 """Prompts may need many cells at once. So one in `CLEAN_SHARE` cells of the pool should be free, or should
 have a copy here and be evicted next."""
 LOOKS = 8
-"""The pool is searched again for cells to copy when one in `LOOKS` of these cells has changed."""
+"""The list is made again when one in `LOOKS` of these cells has changed."""
 PAUSE = 10.0
 """Seconds without copies to a tier after one has failed: the disk is full, or does not work."""
 
@@ -43,14 +44,16 @@ class _Entry:
     readers: int = 0  # copies from here that wait or are under way
 
 
-@dataclass(slots=True)
-class _Load:
-    """Cells that one request waits for."""
+@dataclass(slots=True, eq=False)
+class Load:
+    """Cells that one request waits for, whichever tiers have them. `then` gets True if all bytes are as they
+    were saved."""
 
-    left: int
     then: Callable[[bool], None]
-    size: int  # as in `OffloadTier._size`
-    began: float  # time.monotonic()
+    cells: "Counter[OffloadTier]" = field(default_factory=Counter)
+    left: "Counter[OffloadTier]" = field(default_factory=Counter)
+    """Of these, those that have not come."""
+    began: float = field(default_factory=lambda: time.monotonic())
     intact: bool = True
 
 
@@ -61,7 +64,7 @@ class CellCopy:
     name: bytes
     cell: int
     entry: _Entry
-    load: _Load | None = None  # None: from the cell to the place
+    load: Load | None = None  # None: from the cell to the place
     let: Callable[[], None] = lambda: None  # of a copy out: ends the lease on the memory of the cell
     epoch: int = 0  # of the cell of a copy out, when it began
 
@@ -75,6 +78,53 @@ class HasTenant(Protocol):
     def tenant(self) -> bytes: ...
 
 
+class CellTiers:
+    """The tiers of one pool, and what they share.
+
+    Attributes:
+        pool: its cells are blocks, or copies of states.
+        cell_tokens: positions with KV in a cell. 0: it has states.
+        cached: what the cache has, by name.
+        lost: gets the names of cells that a tier does not keep any more. The cache reads and empties it.
+        tiers: the fastest first.
+        clean: so many cells should be free, or should have a copy here and be evicted next.
+    """
+
+    def __init__(
+        self,
+        pool: Cells[bytes],
+        cell_tokens: int,
+        places: Mapping[Tier, int],
+        cached: Mapping[bytes, HasTenant],
+        lost: list[bytes],
+    ) -> None:
+        self.pool = pool
+        self.cell_tokens = cell_tokens
+        self.cached = cached
+        self.lost = lost
+        self.tiers = [OffloadTier(tier, num_places, self) for tier, num_places in sorted(places.items())]
+        num_cells = len(pool.units.all_places)
+        self.clean = max(1, num_cells // CLEAN_SHARE)
+        self._leaving: Sequence[tuple[int, bytes]] = ()
+        self._looked = -num_cells  # `moves` of the pool then
+
+    def find(self, name: bytes) -> "OffloadTier | None":
+        """The fastest tier that has this cell."""
+        return next((tier for tier in self.tiers if name in tier), None)
+
+    def leaving(self) -> Sequence[tuple[int, bytes]]:
+        """The cells that the pool evicts next, in order, with names. Another list when they have changed."""
+        if self.pool.moves - self._looked > self.clean // LOOKS:
+            self._looked = self.pool.moves
+            self._leaving = [*self.pool.next_evicted(self.clean)]
+        return self._leaving
+
+    def drop(self, name: bytes) -> None:
+        """Forgets what tiers have under this name."""
+        for tier in self.tiers:
+            tier.drop(name)
+
+
 class OffloadTier:
     """Owns the places of one tier, for the cells of one pool.
 
@@ -84,39 +134,26 @@ class OffloadTier:
         num_places: places that it may have.
         ready: of these, the first ones, which have memory. All, unless the caller says otherwise.
         changes: as of `Cells`.
+        under_way: copies that the caller makes, in order.
+        shared: what the tiers of the pool have together.
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        num_places: int,
-        pool: Cells[bytes],
-        cell_tokens: int,
-        cached: Mapping[bytes, HasTenant],
-        evicted: list[bytes],
-    ) -> None:
-        """`cell_tokens`: positions with KV in a cell. 0: it has states. `cached`:
-        what the cache has, by name. `evicted` gets the names of cells that are not kept here any more."""
+    def __init__(self, tier: Tier, num_places: int, shared: CellTiers) -> None:
         self.tier = tier
-        self.of_states = not cell_tokens
+        self.of_states = not shared.cell_tokens
         self.num_places = self.ready = num_places
-        self._pool = pool
-        self._cell_tokens = cell_tokens
-        self._cached = cached
-        self._evicted = evicted
+        self.shared = shared
+        self._pool = shared.pool
         self.changes = 0
-        # At most half of the places: otherwise all cells of this tier would also be in the pool.
-        num_cells = len(pool.units.all_places)
-        self._clean = min(max(1, num_cells // CLEAN_SHARE), num_places // 2)
         self._free = list(range(num_places - 1, -1, -1))
         self._entries: dict[bytes, _Entry] = {}
         self._by_tenant: dict[bytes, OrderedDict[bytes, _Entry]] = {}  # least recently used first
-        self._to_save: deque[tuple[int, bytes]] = deque()  # cell and name; in the order of their eviction
-        self._looked = -num_cells  # `moves` of the pool when it was looked at
+        self._leaving: Sequence[tuple[int, bytes]] = ()
+        self._next = 0  # of these, the first that was not looked at
         self._saving: dict[bytes, CellCopy] = {}
-        self._copies = 0  # handed to the caller and not ended
+        self.under_way: deque[CellCopy] = deque()
         self._waiting: deque[CellCopy] = deque()  # copies in
-        self._loads = 0  # not ended
+        self._wanted = 0  # copies in that have not ended
         self._link = Link()
         self._saved = self._loaded = self._dropped = self._failed = self._damaged = 0
         self._paused_until = 0.0  # time.monotonic()
@@ -167,26 +204,20 @@ class OffloadTier:
         """Up to `most` cells to copy to their places now. The caller calls `ended` for each."""
         if self._paused_until and time.monotonic() < self._paused_until:
             return []
-        if not self._to_save and self._pool.moves - self._looked > self._clean // LOOKS:
-            self._looked = self._pool.moves
-            self._to_save.extend(
-                (cell, name) for cell, name in self._pool.next_evicted(self._clean) if self._lacks(name)
-            )
+        if (leaving := self.shared.leaving()) is not self._leaving:
+            self._leaving, self._next = leaving, 0
         copies: list[CellCopy] = []
-        while self._to_save and len(copies) < most:
-            cell, name = self._to_save.popleft()
-            cached = self._cached.get(name)
-            if cached is None or not (self._pool.is_evictable(cell, name) and self._lacks(name)):
-                continue
-            place = self._take_place()
-            if place is None:
-                break
-            let = self._pool.lease(cell)
-            copy = self._saving[name] = CellCopy(
-                name, cell, _Entry(place, cached.tenant), let=let, epoch=self._pool.epoch(cell)
-            )
-            copies.append(copy)
-        self._copies += len(copies)
+        # At most half of the places: otherwise all cells of this tier would also be in the pool.
+        for cell, name in leaving[self._next : self.num_places // 2]:
+            cached = self.shared.cached.get(name)
+            if cached is not None and self._lacks(name) and self._pool.is_evictable(cell, name):
+                if len(copies) == most or (place := self._take_place()) is None:
+                    break
+                entry, let = _Entry(place, cached.tenant), self._pool.lease(cell)
+                copy = self._saving[name] = CellCopy(name, cell, entry, let=let, epoch=self._pool.epoch(cell))
+                copies.append(copy)
+            self._next += 1
+        self.under_way += copies
         return copies
 
     def _lacks(self, name: bytes) -> bool:
@@ -220,7 +251,7 @@ class OffloadTier:
             del self._by_tenant[entry.tenant]
         if not entry.readers:
             self._free.append(entry.place)
-        self._evicted.append(name)
+        self.shared.lost.append(name)
 
     # Copies in
 
@@ -230,31 +261,31 @@ class OffloadTier:
 
     def _size(self, cells: int) -> int:
         """Of a load, in the measured times: in tokens. States have none, so their copies count."""
-        return cells * (self._cell_tokens or 1)
+        return cells * (self.shared.cell_tokens or 1)
 
-    def load(self, wanted: Sequence[tuple[bytes, int]], then: Callable[[bool], None]) -> None:
-        """Copies what is there under these names into these cells, which nothing else uses meanwhile. Then
-        calls `then`, with True if all bytes are as they were saved. The caller publishes the cells."""
-        load = _Load(len(wanted), then, self._size(len(wanted)), time.monotonic())
-        self._loads += 1
-        for name, cell in wanted:
-            entry = self._entries[name]
-            entry.readers += 1
-            self._by_tenant[entry.tenant].move_to_end(name)
-            self._waiting.append(CellCopy(name, cell, entry, load))
+    def load(self, name: bytes, cell: int, load: Load) -> None:
+        """Copies what is there under this name into this cell, which nothing else uses meanwhile. The caller
+        publishes it when the load has ended."""
+        entry = self._entries[name]
+        entry.readers += 1
+        self._by_tenant[entry.tenant].move_to_end(name)
+        load.cells[self] += 1
+        load.left[self] += 1
+        self._wanted += 1
+        self._waiting.append(CellCopy(name, cell, entry, load))
 
     def next_loads(self, most: int) -> list[CellCopy]:
         """Up to `most` places to copy into their cells now. The caller calls `ended` for each."""
         copies = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
-        self._copies += len(copies)
+        self.under_way += copies
         return copies
 
     # Both
 
-    def ended(self, copy: CellCopy, intact: bool) -> None:
-        """A copy is over. `intact`: of a copy in, whether its checksum was that of the copy out. Of a copy
-        out, whether the place has all bytes."""
-        self._copies -= 1
+    def ended(self, intact: bool) -> None:
+        """The first copy that is under way is over. `intact`: of a copy in, whether its checksum was that of
+        the copy out. Of a copy out, whether the place has all bytes."""
+        copy = self.under_way.popleft()
         if copy.load is not None:
             self._in(copy, copy.load, intact)
             return
@@ -276,9 +307,10 @@ class OffloadTier:
             self._by_tenant.setdefault(copy.entry.tenant, OrderedDict())[copy.name] = copy.entry
             self._saved += 1
 
-    def _in(self, copy: CellCopy, load: _Load, intact: bool) -> None:
+    def _in(self, copy: CellCopy, load: Load, intact: bool) -> None:
         entry = copy.entry
         entry.readers -= 1
+        self._wanted -= 1
         if self._entries.get(copy.name) is not entry:  # another load found it damaged
             if not entry.readers:
                 self._free.append(entry.place)
@@ -286,24 +318,25 @@ class OffloadTier:
             self._damaged += 1
             self._forget(copy.name, entry)
         load.intact &= intact
-        load.left -= 1
-        if load.left:
+        load.left[self] -= 1
+        if not load.left[self]:
+            now = time.monotonic()
+            self._link.measured(self._size(load.cells[self]), 0.0, now - load.began, now)
+        if load.left.total():
             return
-        self._loads -= 1
-        self._loaded += load.size * load.intact
-        now = time.monotonic()
-        self._link.measured(load.size, 0.0, now - load.began, now)
+        for tier, cells in load.cells.items():
+            tier._loaded += tier._size(cells) * load.intact
         load.then(load.intact)
 
     @property
     def copies(self) -> bool:
         """Whether a copy waits, or is under way."""
-        return self._copies > 0 or self.loading
+        return bool(self.under_way) or self.loading
 
     @property
     def loading(self) -> bool:
         """Whether a cell waits for its bytes, or gets them."""
-        return self._loads > 0
+        return self._wanted > 0
 
     def assert_consistent(self) -> None:
         """Asserts that each place has one owner, and that all maps agree."""
@@ -317,7 +350,7 @@ class OffloadTier:
     def assert_whole(self) -> None:
         """Asserts that no copy waits or is under way."""
         self.assert_consistent()
-        assert not self._copies, "a copy is under way"
+        assert not self.under_way, "a copy is under way"
         assert not self._waiting, "a copy was left behind"
         assert not any(entry.readers for entry in self._entries.values())
         assert len(self._free) + len(self._entries) == self.ready, "a place was lost"

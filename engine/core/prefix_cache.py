@@ -17,7 +17,7 @@ from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks
 from baton.engine.core.live_request import LiveRequest
-from baton.engine.core.offload_tier import OffloadTier
+from baton.engine.core.offload_tier import CellTiers, Load, OffloadTier
 from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.state_copies import StateCopies
 from baton.kv_names import CHUNK_TOKENS, Tier
@@ -75,18 +75,20 @@ class PrefixCache:
         self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
         # By name, the blocks that are in any tier. The last used one is last.
         self._cached: OrderedDict[bytes, _Cached] = OrderedDict()
-        tiers: list[OffloadTier] = []
-        for (tier, of_states), places in sorted(offload_places.items()):
-            cells = (pool, pool.block_size)
-            if of_states:
-                assert copies is not None, "the model has states"
-                cells = (copies, 0)
-            tiers.append(OffloadTier(tier, places, *cells, self._cached, pool.evicted))
+        self._blocks_below, self._states_below = (
+            CellTiers(
+                cells,
+                cell_tokens,
+                {tier: count for (tier, states), count in offload_places.items() if states is of_states},
+                self._cached,
+                pool.evicted,
+            )
+            for of_states, cells, cell_tokens in ((False, pool, pool.block_size), (True, copies or pool, 0))
+        )
+        tiers = [*self._blocks_below.tiers, *self._states_below.tiers]
         self.offload: Sequence[OffloadTier] = tiers
         window_cells = None if pool.windows is None else pool.windows.cells
         self._looked_up = [x for x in (pool, window_cells, copies, *tiers) if x is not None]
-        self._block_tiers = [tier for tier in tiers if not tier.of_states]
-        self._state_tiers = [tier for tier in tiers if tier.of_states]
 
     @property
     def changes(self) -> int:
@@ -225,11 +227,10 @@ class PrefixCache:
 
     def _forget_thin(self, name: bytes) -> None:
         """A block with this name has all positions. No tier keeps a thin one, except while it is read."""
-        if any(tier.reads(name) for tier in self._block_tiers):
+        if any(tier.reads(name) for tier in self._blocks_below.tiers):
             return
         self._pool.forget(name)
-        for tier in self._block_tiers:
-            tier.drop(name)
+        self._blocks_below.drop(name)
         self._gone(name)
 
     def _forget_half(self, name: bytes) -> None:
@@ -290,7 +291,7 @@ class PrefixCache:
             ends = self._readable(thin, self._block_size)
         if (copies := self.copies) is None:
             return ends[-1] if ends else 0
-        kept = [copies] if on_device else [copies, *self._state_tiers]
+        kept = [copies] if on_device else [copies, *self._states_below.tiers]
         return next((end for end in reversed(ends) if any(names[end - 1] in each for each in kept)), 0)
 
     def _readable(self, thin: Sequence[bool], size: int, first: int = 0) -> Sequence[int]:
@@ -362,14 +363,14 @@ class PrefixCache:
 
     def tier_of(self, name: bytes) -> OffloadTier | None:
         """The fastest tier below the device that has this block."""
-        return next((tier for tier in self._block_tiers if name in tier), None)
+        return self._blocks_below.find(name)
 
     def states_tier_of(self, name: bytes) -> OffloadTier | None:
         """The fastest tier that has the states after this block. None: the device has them, or the model has
         none."""
         if self.copies is None or name in self.copies:
             return None
-        return next(tier for tier in self._state_tiers if name in tier)
+        return self._states_below.find(name)
 
     def load(
         self,
@@ -380,33 +381,26 @@ class PrefixCache:
         """Copies these blocks, which the tiers have, from there to blocks of the pool that nothing else uses
         meanwhile. `states`: also a copy of states, to a slot of `StateCopies.allocate`. If all bytes are as
         they were saved, the cache has these blocks and states then. At last calls `then`, with True if so."""
-        parts: dict[OffloadTier, list[tuple[bytes, int]]] = {}
-        for name, block in wanted:
-            tier = self.tier_of(name)
-            assert tier is not None
-            parts.setdefault(tier, []).append((name, block))
-        if states is not None:
-            tier = self.states_tier_of(states[0])
-            assert tier is not None
-            parts[tier] = [states]
-        assert parts, "what the device has is not loaded"
-        intact_parts: list[bool] = []
 
         def ended(intact: bool) -> None:
-            intact_parts.append(intact)
-            if len(intact_parts) < len(parts):
-                return
-            if is_right := all(intact_parts):
+            if intact:
                 for name, block in wanted:
                     self._restore(name, block)
-            if states is not None and is_right:
+            if states is not None and intact:
                 self._name_states(*states)
             elif states is not None and self.copies is not None:
                 self.copies.release(states[1])
-            then(is_right)
+            then(intact)
 
-        for tier, part in parts.items():
-            tier.load(part, ended)
+        load = Load(ended)
+        for name, block in wanted:
+            tier = self.tier_of(name)
+            assert tier is not None, "what the device has is not loaded"
+            tier.load(name, block, load)
+        if states is not None:
+            tier = self.states_tier_of(states[0])
+            assert tier is not None
+            tier.load(*states, load)
 
     def _restore(self, name: bytes, block: int) -> None:
         """Offers a block with KV from a tier below, which is verified. The tier had it when the copy
@@ -485,8 +479,7 @@ class PrefixCache:
     def _gone(self, name: bytes) -> None:
         if self.copies is not None:
             self.copies.forget(name)
-            for tier in self._state_tiers:
-                tier.drop(name)
+            self._states_below.drop(name)
         self._thin.discard(name)
         for chunk in self._cached.pop(name).block.chunks:
             if (blocks := self._blocks_of.get(chunk)) is not None and blocks[1][-1] == name:

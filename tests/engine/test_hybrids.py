@@ -4,7 +4,7 @@ Their tokens are compared with transformers in `test_models`.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from baton.engine import Engine, EngineConfig, EngineRequest, step_loop
 from baton.engine.core import state_copies
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.offload_tier import OffloadTier
+from baton.engine.core.offload_tier import Load, OffloadTier
 from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.request_loads import RequestLoads
 from baton.engine.core.state_copies import StateCopies, Wanted
@@ -250,19 +250,19 @@ def test_states_live_on_below_the_device(
     """Requests begin with states that the device has evicted, and give the tokens that they give alone. What
     one tier has of one kind is damaged, and so is what the other tier has of the other kinds."""
     breaks = (tier == "host") == (request.node.callspec.params["path"] == KINDS[0])
-    loads = list[tuple[bool, int]]()
-    load = OffloadTier.load
+    loaded_states, load = list[bytes](), OffloadTier.load
 
-    def noted(self: OffloadTier, wanted: Sequence[tuple[bytes, int]], then: Callable[[bool], None]) -> None:
-        loads.append((self.of_states, len(wanted)))
-        load(self, wanted, then)
+    def noted(self: OffloadTier, name: bytes, cell: int, of: Load) -> None:
+        if self.of_states:
+            loaded_states.append(name)
+        load(self, name, cell, of)
 
     monkeypatch.setattr(OffloadTier, "pays", lambda *_: True)
     monkeypatch.setattr(OffloadTier, "load", noted)
     sizes = {"num_blocks": 40, "max_num_seqs": 3, f"{tier}_cache_size": 1 << 25}
     engine = tiny_engine(model=str(path), **caching(4, **sizes), disk_cache_dir=str(tmp_path))
     assert answers(engine, TURNS[:12], tmp_path, corrupt if breaks else lambda _: None) == answered
-    assert (True, 1) in loads
+    assert loaded_states
     blocks, states = engine.offload
     assert blocks.stats.saved
     assert states.stats.saved

@@ -2,7 +2,6 @@
 itself."""
 
 import random
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Rank
 from baton.engine.core.link import RETRY
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.offload_tier import CellCopy, OffloadTier
+from baton.engine.core.offload_tier import CellCopy, CellTiers, Load
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import Pin
 from baton.kv_names import Tier
@@ -61,7 +60,7 @@ class Worker:
         self.rows: dict[int, object] = {}
         self.places: dict[int, list[object]] = {}
         self.saved: dict[int, list[object]] = {}  # what `places` had at the end of the copy, as a checksum
-        self.under_way: deque[CellCopy] = deque()
+        self.under_way = self.tier.under_way
         self.requests = 0
 
     def add(
@@ -92,24 +91,29 @@ class Worker:
                 elif len(live.token_ids) == live.asked.longest:
                     self.scheduler.lives.drop(live)
 
+    def is_eager(self) -> None:
+        """The tier saves all that the pool may evict from now on."""
+        pool = self.scheduler.lives.pool
+        self.tier.shared.clean = pool.num_blocks
+        pool.release(pool.allocate(pool.unused))  # so the list is made again
+
     def start_copies(self, most: int = 99) -> int:
         copies = self.tier.next_loads(most) or self.tier.next_saves(most)
         for copy in copies:
             if copy.load is None:
                 self.places[copy.place] = self._block(copy)[: BLOCK // 2]
-        self.under_way += copies
         return len(copies)
 
     def end_copy(self) -> None:
-        copy = self.under_way.popleft()
+        copy = self.under_way[0]
         if copy.load is None:  # the second half is read late: the block may have another owner by now
             self.places[copy.place] += self._block(copy)[BLOCK // 2 :]
             self.saved[copy.place] = list(self.places[copy.place])
-            self.tier.ended(copy, True)
+            self.tier.ended(True)
             return
         for offset, content in enumerate(self.places[copy.place]):
             self.rows[copy.cell * BLOCK + offset] = content
-        self.tier.ended(copy, self.places[copy.place] == self.saved[copy.place])
+        self.tier.ended(self.places[copy.place] == self.saved[copy.place])
 
     def _block(self, copy: CellCopy) -> list[object]:
         return [self.rows.get(copy.cell * BLOCK + offset) for offset in range(BLOCK)]
@@ -240,8 +244,7 @@ def test_the_pool_gives_out_a_block_without_waiting_for_its_copy() -> None:
     worker = Worker(num_blocks=16, num_places=64)
     worker.run(text(100, 1))
     assert not worker.tier.stats.saved
-    worker.tier._clean = 16
-    worker.tier._looked = -1
+    worker.is_eager()
     assert worker.start_copies()
     taken = worker.scheduler.lives.pool.allocate(16)
     while worker.under_way:
@@ -295,18 +298,18 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, pool = 0.0, BlockPool(1, BLOCK)
-    tier = OffloadTier(Tier.HOST, 8, pool, BLOCK, {b"a": SimpleNamespace(tenant=b"")}, [])
+    [tier] = CellTiers(pool, BLOCK, {Tier.HOST: 8}, {b"a": SimpleNamespace(tenant=b"")}, []).tiers
     monkeypatch.setattr(offload_tier, "time", SimpleNamespace(monotonic=lambda: now))
     assert tier.pays(1, 0.1), "nothing is known"
     blocks = pool.allocate(1)
     pool.publish(blocks[0], b"a")
     pool.release(blocks)
-    [copy] = tier.next_saves(1)
-    tier.ended(copy, True)
-    tier.load([(b"a", 0)], lambda is_right: None)
-    [copy] = tier.next_loads(1)
+    assert tier.next_saves(1)
+    tier.ended(True)
+    tier.load(b"a", 0, Load(lambda is_right: None))
+    assert tier.next_loads(1)
     now = 1.0
-    tier.ended(copy, True)
+    tier.ended(True)
     assert tier.stats.tokens_per_s == BLOCK
     assert tier.pays(1, 1.1)
     assert not tier.pays(1, 0.9)
@@ -327,7 +330,7 @@ def test_a_pool_block_behind_a_gap_is_shared_and_not_loaded() -> None:
     blocks = pool.lookup(names[:6])
     for block in blocks[:2]:
         pool._idle[Rank.ONLY].move_to_end(block, last=False)
-    worker.tier._clean, worker.tier._looked = 24, -1
+    worker.is_eager()
     while worker.start_copies():
         while worker.under_way:
             worker.end_copy()
@@ -427,12 +430,12 @@ def test_no_copy_is_made_for_a_while_after_one_failed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(offload_tier, "time", SimpleNamespace(monotonic=lambda: now))
     worker = Worker(num_blocks=16, num_places=64)
     worker.run(text(100, 1))
-    worker.tier._clean, worker.tier._looked = 16, -16
-    [copy, *others] = worker.tier.next_saves(3)
-    for other in (copy, *others):
-        worker.tier.ended(other, False)
+    worker.is_eager()
+    assert len(worker.tier.next_saves(3)) == 3
+    for _ in range(3):
+        worker.tier.ended(False)
     assert worker.tier.stats.failed == 3
-    worker.tier._looked = -16
+    worker.is_eager()
     assert not worker.tier.next_saves(3)
     now += offload_tier.PAUSE
     assert len(worker.tier.next_saves(3)) == 3
@@ -453,10 +456,10 @@ def test_a_block_is_loaded_from_the_fastest_tier_and_reported_there() -> None:
     blocks = pool.allocate(4)
     cache.publish(names, blocks, 0, 4)
     pool.release(blocks)
+    host.shared.clean = 8
     for tier, count in ((host, 1), (disk, 2)):
-        tier._clean, tier._looked = 8, -8
-        for copy in tier.next_saves(count):
-            tier.ended(copy, True)
+        for _ in tier.next_saves(count):
+            tier.ended(True)
     pool.release(pool.allocate(8))
     cache.settle()
     last, second_last = names.blocks[3], names.blocks[2]  # the end is evicted first
@@ -466,8 +469,8 @@ def test_a_block_is_loaded_from_the_fastest_tier_and_reported_there() -> None:
     assert seen[last] is Tier.DISK
     block, ended = pool.allocate(1), list[bool]()
     cache.load([(last, block[0])], ended.append)
-    for copy in disk.next_loads(9):
-        disk.ended(copy, True)
+    for _ in disk.next_loads(9):
+        disk.ended(True)
     assert ended == [True]
     assert seen[last] is Tier.DEVICE
     pool.release(block)

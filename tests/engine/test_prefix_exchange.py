@@ -56,8 +56,8 @@ class Worker:
         pool, [tier] = self.scheduler.lives.pool, self.scheduler.lives.offload
         taken = pool.allocate(pool.free - pool.cached)  # so that the pool would evict next
         while saves := tier.next_saves(99):
-            for copy in saves:
-                tier.ended(copy, True)
+            for _ in saves:
+                tier.ended(True)
         pool.release([*taken, *pool.allocate(pool.free)])
         self.kv.clear()
 

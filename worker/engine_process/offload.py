@@ -3,7 +3,6 @@ says, between two steps."""
 
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -40,7 +39,6 @@ class OffloadPump:
         self._window_blocks = window_blocks
         self._tier = tier
         self._store = store
-        self._under_way: deque[CellCopy] = deque()  # in the order of the store
         self._busy = False  # the last call started copies, so more may wait
         self._pumped = time.monotonic()
         self._have()
@@ -56,7 +54,7 @@ class OffloadPump:
             self._start(loads, is_load=True)
         # A GPU or a disk makes one batch at a time, since a request that must be loaded waits for it. A CPU
         # makes a batch at once.
-        while not self._under_way and (saves := self._tier.next_saves(self._store.batch)):
+        while not self._tier.under_way and (saves := self._tier.next_saves(self._store.batch)):
             self._start(saves, is_load=False)
             if time.monotonic() > until:
                 break
@@ -64,7 +62,6 @@ class OffloadPump:
 
     def _start(self, copies: Sequence[CellCopy], *, is_load: bool) -> None:
         self._busy = True
-        self._under_way += copies
         cells = [copy.cell for copy in copies]
         windowed = cells if self._window_blocks is None else self._window_blocks[cells].tolist()
         pairs = [(copy.cell, copy.place) for copy in copies]
@@ -73,7 +70,7 @@ class OffloadPump:
 
     def _end(self) -> None:
         for intact in self._store.ended():
-            self._tier.ended(self._under_way.popleft(), intact)
+            self._tier.ended(intact)
 
     def _have(self) -> None:
         """The tier uses the places that have memory, and more get some before they are needed."""
@@ -85,7 +82,7 @@ class OffloadPump:
     @property
     def copies(self) -> bool:
         """Whether copies are under way or wait, so that `pump` must be called soon."""
-        return self._busy or bool(self._under_way) or self._tier.loading
+        return self._busy or self._tier.copies
 
     def close(self) -> None:
         self._store.close()
