@@ -26,6 +26,7 @@ from typing import Protocol
 from baton.engine.api.stats import OffloadStats
 from baton.engine.core.cells import Cells
 from baton.engine.core.link import Link
+from baton.engine.core.units import Units
 from baton.kv_names import Tier
 
 CLEAN_SHARE = 4
@@ -35,13 +36,6 @@ LOOKS = 8
 """The list is made again when one in `LOOKS` of these cells has changed."""
 PAUSE = 10.0
 """Seconds without copies to a tier after one has failed: the disk is full, or does not work."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    place: int
-    tenant: bytes
-    readers: int = 0  # copies from here that wait or are under way
 
 
 @dataclass(slots=True, eq=False)
@@ -63,14 +57,10 @@ class CellCopy:
 
     name: bytes
     cell: int
-    entry: _Entry
+    place: int
     load: Load | None = None  # None: from the cell to the place
     let: Callable[[], None] = lambda: None  # of a copy out: ends the lease on the memory of the cell
     epoch: int = 0  # of the cell of a copy out, when it began
-
-    @property
-    def place(self) -> int:
-        return self.entry.place
 
 
 class HasTenant(Protocol):
@@ -126,14 +116,13 @@ class CellTiers:
 
 
 class OffloadTier:
-    """Owns the places of one tier, for the cells of one pool.
+    """Owns the places of one tier, for the cells of one pool. They are `Cells`, too: a copy is a lease.
 
     Attributes:
         tier: which one it is.
         of_states: the cells are copies of states, and no blocks.
         num_places: places that it may have.
         ready: of these, the first ones, which have memory. All, unless the caller says otherwise.
-        changes: as of `Cells`.
         under_way: copies that the caller makes, in order.
         shared: what the tiers of the pool have together.
     """
@@ -144,10 +133,8 @@ class OffloadTier:
         self.num_places = self.ready = num_places
         self.shared = shared
         self._pool = shared.pool
-        self.changes = 0
-        self._free = list(range(num_places - 1, -1, -1))
-        self._entries: dict[bytes, _Entry] = {}
-        self._by_tenant: dict[bytes, OrderedDict[bytes, _Entry]] = {}  # least recently used first
+        self._places: Cells[bytes] = Cells(Units.fixed(num_places))
+        self._by_tenant: dict[bytes, OrderedDict[bytes, None]] = {}  # least recently used first
         self._leaving: Sequence[tuple[int, bytes]] = ()
         self._next = 0  # of these, the first that was not looked at
         self._saving: dict[bytes, CellCopy] = {}
@@ -159,14 +146,19 @@ class OffloadTier:
         self._paused_until = 0.0  # time.monotonic()
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._entries
+        return name in self._places
+
+    @property
+    def changes(self) -> int:
+        """As of `Cells`."""
+        return self._places.changes
 
     @property
     def stats(self) -> OffloadStats:
         return OffloadStats(
             self.tier,
             blocks_total=self.num_places,
-            blocks_used=len(self._entries),
+            blocks_used=self._places.cached,
             tokens_per_s=self._link.tokens_per_s.value,
             saved=self._saved,
             loaded_tokens=self._loaded,
@@ -177,28 +169,25 @@ class OffloadTier:
 
     @property
     def places_used(self) -> int:
-        return self.ready - len(self._free)
+        return len(self._places.units.all_places) - self._places.unused
 
     def have(self, ready: int, num_places: int) -> None:
         """So many places have memory. This grows, except before the first copy. `num_places` may fall, if no
         more memory can be had."""
-        if ready < self.ready:
-            assert not self.places_used, "copies have begun"
-            self._free, self.ready = [], 0
-        self._free = [*range(ready - 1, self.ready - 1, -1), *self._free]
+        assert self.places_used <= ready, "copies have begun"
         self.ready, self.num_places = ready, num_places
 
     def reads(self, name: bytes) -> bool:
         """Whether copies from here, of what has this name, wait or are under way."""
-        return name in self._entries and self._entries[name].readers > 0
+        return (place := self._places.find(name)) is not None and not self._places.unreferenced([place])
 
     # Copies out
 
     def drop(self, name: bytes) -> None:
         """Forgets what it has under this name, if it has something."""
         self._saving.pop(name, None)
-        if (entry := self._entries.get(name)) is not None:
-            self._forget(name, entry)
+        if name in self._places:
+            self._forget(name)
 
     def next_saves(self, most: int) -> list[CellCopy]:
         """Up to `most` cells to copy to their places now. The caller calls `ended` for each."""
@@ -213,8 +202,8 @@ class OffloadTier:
             if cached is not None and self._lacks(name) and self._pool.is_evictable(cell, name):
                 if len(copies) == most or (place := self._take_place()) is None:
                     break
-                entry, let = _Entry(place, cached.tenant), self._pool.lease(cell)
-                copy = self._saving[name] = CellCopy(name, cell, entry, let=let, epoch=self._pool.epoch(cell))
+                let, epoch = self._pool.lease(cell), self._pool.epoch(cell)
+                copy = self._saving[name] = CellCopy(name, cell, place, let=let, epoch=epoch)
                 copies.append(copy)
             self._next += 1
         self.under_way += copies
@@ -222,7 +211,7 @@ class OffloadTier:
 
     def _lacks(self, name: bytes) -> bool:
         copy = self._saving.get(name)
-        return name not in self._entries and (copy is None or not self._is_intact(copy))
+        return name not in self._places and (copy is None or not self._is_intact(copy))
 
     def _is_intact(self, copy: CellCopy) -> bool:
         """Whether its cell has what it had when the copy out began."""
@@ -231,26 +220,23 @@ class OffloadTier:
     def _take_place(self) -> int | None:
         """A place for one more cell. If all are taken, the tenant with most cells gives up the one that is
         least recently used. None: copies read all cells of that tenant, or places get their memory."""
-        if self._free:
-            return self._free.pop()
-        if self.ready < self.num_places:
-            return None
-        largest = max(self._by_tenant.values(), key=len, default=OrderedDict())
-        for name, entry in largest.items():
-            if not entry.readers:
-                self._forget(name, entry)
-                return self._free.pop()
-        return None
+        if self.places_used == self.ready:
+            if self.ready < self.num_places:
+                return None
+            largest = max(self._by_tenant.values(), key=len, default=())
+            unread = next((name for name in largest if not self.reads(name)), None)
+            if unread is None:
+                return None
+            self._forget(unread)
+        [place] = self._places.take(1)  # the lowest, which has memory
+        return place
 
-    def _forget(self, name: bytes, entry: _Entry) -> None:
-        del self._entries[name]
-        self.changes += 1
-        names = self._by_tenant[entry.tenant]
+    def _forget(self, name: bytes) -> None:
+        self._places.forget(name)
+        names = self._by_tenant[tenant := self.shared.cached[name].tenant]
         del names[name]
         if not names:
-            del self._by_tenant[entry.tenant]
-        if not entry.readers:
-            self._free.append(entry.place)
+            del self._by_tenant[tenant]
         self.shared.lost.append(name)
 
     # Copies in
@@ -266,13 +252,14 @@ class OffloadTier:
     def load(self, name: bytes, cell: int, load: Load) -> None:
         """Copies what is there under this name into this cell, which nothing else uses meanwhile. The caller
         publishes it when the load has ended."""
-        entry = self._entries[name]
-        entry.readers += 1
-        self._by_tenant[entry.tenant].move_to_end(name)
+        place = self._places.find(name)
+        assert place is not None, "it is there"
+        self._places.share([place])
+        self._by_tenant[self.shared.cached[name].tenant].move_to_end(name)
         load.cells[self] += 1
         load.left[self] += 1
         self._wanted += 1
-        self._waiting.append(CellCopy(name, cell, entry, load))
+        self._waiting.append(CellCopy(name, cell, place, load))
 
     def next_loads(self, most: int) -> list[CellCopy]:
         """Up to `most` places to copy into their cells now. The caller calls `ended` for each."""
@@ -295,28 +282,23 @@ class OffloadTier:
             del self._saving[copy.name]
         if not is_last or not self._is_intact(copy):
             # The cell was given out meanwhile, so the bytes may be of another prompt.
-            self._free.append(copy.place)
             self._dropped += 1
         elif not intact:
-            self._free.append(copy.place)
             self._failed += 1
             self._paused_until = time.monotonic() + PAUSE
         else:
-            self._entries[copy.name] = copy.entry
-            self.changes += 1
-            self._by_tenant.setdefault(copy.entry.tenant, OrderedDict())[copy.name] = copy.entry
+            self._places.publish(copy.place, copy.name)
+            tenant = self.shared.cached[copy.name].tenant
+            self._by_tenant.setdefault(tenant, OrderedDict())[copy.name] = None
             self._saved += 1
+        self._places.end(copy.place)
 
     def _in(self, copy: CellCopy, load: Load, intact: bool) -> None:
-        entry = copy.entry
-        entry.readers -= 1
         self._wanted -= 1
-        if self._entries.get(copy.name) is not entry:  # another load found it damaged
-            if not entry.readers:
-                self._free.append(entry.place)
-        elif not intact:
+        if not intact and self._places.find(copy.name) == copy.place:  # else another load found it damaged
             self._damaged += 1
-            self._forget(copy.name, entry)
+            self._forget(copy.name)
+        self._places.end(copy.place)
         load.intact &= intact
         load.left[self] -= 1
         if not load.left[self]:
@@ -340,20 +322,17 @@ class OffloadTier:
 
     def assert_consistent(self) -> None:
         """Asserts that each place has one owner, and that all maps agree."""
-        named = [entry.place for entry in self._entries.values()]
-        saving = [copy.place for copy in self._saving.values()]
-        assert len(self._free) + len(named) + len(saving) <= self.ready, "a place has two owners"
-        assert len({*self._free, *named, *saving}) == len(self._free) + len(named) + len(saving)
-        by_tenant = {name: entry for names in self._by_tenant.values() for name, entry in names.items()}
-        assert by_tenant == self._entries
+        self._places.assert_consistent()
+        assert self.places_used <= self.ready
+        assert sorted(name for names in self._by_tenant.values() for name in names) == sorted(
+            self._places.names
+        )
 
     def assert_whole(self) -> None:
         """Asserts that no copy waits or is under way."""
         self.assert_consistent()
-        assert not self.under_way, "a copy is under way"
-        assert not self._waiting, "a copy was left behind"
-        assert not any(entry.readers for entry in self._entries.values())
-        assert len(self._free) + len(self._entries) == self.ready, "a place was lost"
+        assert not self.copies, "a copy waits or is under way"
+        self._places.assert_whole()
 
 
 def stats_of(tiers: Iterable[OffloadTier]) -> list[OffloadStats]:

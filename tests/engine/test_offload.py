@@ -464,7 +464,7 @@ def test_a_block_is_loaded_from_the_fastest_tier_and_reported_there() -> None:
     cache.settle()
     last, second_last = names.blocks[3], names.blocks[2]  # the end is evicted first
     assert (seen[last], seen[second_last], seen[names.blocks[0]]) == (Tier.HOST, Tier.DISK, None)
-    host._forget(last, host._entries[last])
+    host.drop(last)
     cache.settle()
     assert seen[last] is Tier.DISK
     block, ended = pool.allocate(1), list[bool]()
