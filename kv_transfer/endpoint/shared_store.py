@@ -152,16 +152,13 @@ class SharedStore:
             fetch.stop, fetch.ended = 0, True
             self._given_up += not fetch.found_at
 
-    def began(self, fetch_id: bytes) -> bool:
-        """Whether the store has answered."""
+    def ends(self, fetch_id: bytes) -> float | None:
+        """The time.monotonic() at which all will have come, as fast as some have. 0: not known. None: the
+        store has not answered. When the first answer comes, the other readers are about to have theirs."""
         fetch = self._fetches.get(fetch_id)
-        return fetch is not None and bool(fetch.found_at)
-
-    def ends(self, fetch_id: bytes) -> float:
-        """The time.monotonic() at which all will have come, as fast as some have. 0: not known. When the
-        first answer comes, the other readers are about to have theirs."""
-        fetch = self._fetches.get(fetch_id)
-        if fetch is None or not fetch.answered or fetch.stop is None:
+        if fetch is None or not fetch.found_at:
+            return None
+        if not fetch.answered or fetch.stop is None:
             return 0.0
         come = fetch.answered + (READERS - 1) * self._batch
         return fetch.found_at + (fetch.answered_at - fetch.found_at) * max(1.0, fetch.stop / come)

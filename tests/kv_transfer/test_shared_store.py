@@ -378,7 +378,7 @@ def test_a_wrong_object_that_is_found_after_the_prompt_was_computed_is_written_a
     get, may_read = store.get, threading.Event()
     monkeypatch.setattr(store, "get", lambda keys, places: may_read.wait() and get(keys, places))
     reader.fetch(NAMES[:1])
-    reader.until(lambda: reader.store.began(b"f"), "what the store has")
+    reader.until(lambda: reader.store.ends(b"f") is not None, "what the store has")
     reader.store.cancel(b"f")
     reader.offer(NAMES[:1])
     assert store.objects[key] == bytes(len(good)), "it seems to be there"
@@ -540,7 +540,7 @@ def test_how_far_a_fetch_is_says_when_it_will_end(
     get, permits = store.get, threading.Semaphore(1)
     monkeypatch.setattr(store, "get", lambda keys, places: permits.acquire() and get(keys, places))
     reader.fetch(NAMES)
-    assert reader.store.ends(b"f") == 0, "nothing has come"
+    assert not reader.store.ends(b"f"), "nothing has come"
     reader.until(lambda: reader.store.ends(b"f"), "some objects")
     fetch = reader.store._fetches[b"f"]
     fetch.found_at, fetch.answered_at, fetch.answered, asked = 1.0, 1.5, 4, fetch.answered
@@ -549,7 +549,7 @@ def test_how_far_a_fetch_is_says_when_it_will_end(
     fetch.answered = asked
     permits.release(len(NAMES))
     assert isinstance(reader.event(), kv.Injected)
-    assert reader.store.ends(b"f") == 0
+    assert reader.store.ends(b"f") is None
 
 
 def test_a_probe_measures_all_readers_and_leaves_nothing(two: tuple[DictStore, Worker, Worker]) -> None:

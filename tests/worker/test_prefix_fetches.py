@@ -16,7 +16,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process import prefix_fetches
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, PrefixLinks, Workers
-from baton.worker.engine_process.shared_store import PLACE, SLACK, StoreSource
+from baton.worker.engine_process.shared_store import SLACK, StoreSource
 from baton.worker.messages import Origin
 from baton.worker.stats import RequestCounts
 from tests.router_messages import content_at
@@ -62,21 +62,19 @@ class World:
         self.began: set[bytes] = set()
         self.ends = 0.0  # of a fetch from a store
         self.fetches = PrefixFetches(self.engine, self.counts, TraceWriter(None, ""))
-        self.fetches.sources.append(Workers(self.source(Receiver), 7, PrefixLinks()))
+        self.fetches.sources.append(
+            Workers(self.source(Receiver, began=lambda fetch_id: fetch_id in self.began), 7, PrefixLinks())
+        )
 
     def source(self, kind: type[S], **more: object) -> S:
         """What is fetched from."""
-        return stand_in(
-            kind,
-            fetch_content=self.ask,
-            cancel=self.cancelled.append,
-            began=lambda fetch_id: fetch_id in self.began,
-            **more,
-        )
+        return stand_in(kind, fetch_content=self.ask, cancel=self.cancelled.append, **more)
 
     def put_behind(self) -> StoreSource:
         """A store behind the other workers."""
-        return self.put_store(self.source(SharedStore, ends=lambda fetch_id: self.ends))
+        return self.put_store(
+            self.source(SharedStore, ends=lambda fetch_id: self.ends if fetch_id in self.began else None)
+        )
 
     def put_store(self, store: SharedStore) -> StoreSource:
         assert self.engine.prefix_exchange is not None
@@ -413,7 +411,7 @@ def test_a_prompt_that_ends_waits_for_the_store_no_more(world: World) -> None:
 
 def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: World) -> None:
     store = world.put_behind()
-    limit, link = store.limit, store.link(PLACE)
+    limit, link = store.limit, store.place.link
     assert limit(0.0, 0.0) == limit(0.0, 1.0) == SLACK, "nothing is known"
     assert limit(0.1, 1.0) == 0.2
     assert limit(0.9, 1.0) == 1.0, "no later than it would be computed"
@@ -433,7 +431,7 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
 
 def test_a_fetch_that_will_be_late_is_given_up_at_once(world: World) -> None:
     store = world.put_behind()
-    store.link(PLACE).probed(0.0, 1 / 2000.0)
+    store.place.link.probed(0.0, 1 / 2000.0)
     world.prompt_tokens_per_s = 1000.0  # 0.256 s for all
     assert world.get(b"a", None)
     world.began.add(world.asked[0])
@@ -451,7 +449,7 @@ def test_a_fetch_that_will_be_late_is_given_up_at_once(world: World) -> None:
 def test_no_prompt_waits_for_a_store_that_a_probe_found_slow(world: World) -> None:
     store = world.put_behind()
     world.prompt_tokens_per_s = 1000.0
-    link = store.link(PLACE)
+    link = store.place.link
     link.probed(0.0, 1 / 900.0)
     assert link.expected(1 << 10) == pytest.approx((1 << 10) / 900.0)
     assert not world.get(b"a", None)
@@ -484,7 +482,6 @@ class SlowStore:
             unanswered=property(lambda _: self.unanswered),
             probe=self.probe,
             fetch_content=self.fetch_content,
-            began=lambda fetch_id: world.now >= self._began + self.ANSWER,
             ends=self.ends,
             cancel=world.cancelled.append,
         )
@@ -500,7 +497,9 @@ class SlowStore:
         self._world.ask(fetch_id, owner=owner)
         self._began = self._world.now
 
-    def ends(self, fetch_id: bytes) -> float:
+    def ends(self, fetch_id: bytes) -> float | None:
+        if self._world.now < self._began + self.ANSWER:
+            return None
         first = self.ANSWER + self._seconds(self.AHEAD * CHUNK_TOKENS, self.gb_per_s)
         is_known = self._world.now >= self._began + first
         return self._began + self.ANSWER + self._seconds(self.TOKENS, self.gb_per_s) if is_known else 0.0
@@ -510,7 +509,7 @@ class SlowStore:
 
     @property
     def link(self) -> Link:
-        return self._source.link(PLACE)
+        return self._source.place.link
 
     def waits(self, prompts: int) -> list[float]:
         """For how long each of these prompts waits, one after the other, until it is computed or has come."""

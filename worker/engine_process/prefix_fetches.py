@@ -18,14 +18,13 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.engine import Engine, EngineRequest
 from baton.engine.core.link import Link
 from baton.engine.core.prefix_exchange import Import
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter, TransferDeadlines
-from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import Attempt, Lease
@@ -47,13 +46,21 @@ RECENT = 60.0
 try it again."""
 
 
+class Place(NamedTuple):
+    """What holds KV: a tier of another worker, or a store."""
+
+    source: pb.ContentSource
+    link: Link
+    """What fetches from there took."""
+
+
 @dataclass(slots=True, eq=False)
 class Waiting(Lease[Attempt]):
     """A prompt waits for a fetch. `place`: where it may fetch from after that. None: the fetch is its own."""
 
     fetch: "PrefixFetch"
     request: EngineRequest
-    place: pb.ContentSource | None
+    place: Place | None
     then: Callable[[int], None]
 
     def revoke(self, reason: Reason) -> None:
@@ -71,11 +78,10 @@ class PrefixFetch:
     fetches: "PrefixFetches"
     id: bytes
     source: "PrefixSource"
-    place: pb.ContentSource
+    place: Place
     into: Import
     key: bytes  # the name of the first missing chunk
     tokens: int  # that are asked for
-    link: Link
     started: float  # time.monotonic(), and the next
     until: float
     waiting: dict[Waiting, None] = field(default_factory=dict)  # in order of arrival
@@ -83,7 +89,7 @@ class PrefixFetch:
     def give_up(self) -> None:
         """No prompt waits any more. The blocks come back when the source has reported Closed."""
         self.fetches.close(self)
-        self.source.transfers.cancel(self.id)
+        self.source.cancel(self.id)
 
     def handle(self, event: Injected | FetchFailed | Closed) -> None:
         """Handles the end of the fetch."""
@@ -104,26 +110,21 @@ class PrefixSource(Protocol):
     """Whether it brings all positions of arrays with windows, and full chunks of a block that is not full. If
     not, of such arrays it brings those that the token behind the prefix reads."""
 
-    @property
-    def transfers(self) -> Receiver | SharedStore:
-        """What moves its KV."""
-        ...
-
-    def find(self, hint: pb.ContentSource | None) -> pb.ContentSource | None:
-        """The place to fetch from. `hint`: the worker that the router named. None: there is none."""
-
-    def link(self, place: pb.ContentSource) -> Link:
-        """What fetches from there took."""
+    def find(self, hint: pb.ContentSource | None) -> Place | None:
+        """Where to fetch from. `hint`: the worker that the router named. None: there is none."""
 
     def limit(self, expected: float, computing: float) -> float:
         """Seconds in which a fetch must end, from the seconds that it should take and those to compute its
         tokens. 0: not known."""
 
-    def ends(self, fetch_id: bytes) -> float:
-        """When a fetch will have ended, at the speed that it has. 0: not known."""
-
     def ask(self, fetch: PrefixFetch) -> None:
         """Starts a fetch, which is the owner of its events."""
+
+    def ends(self, fetch_id: bytes) -> float | None:
+        """When a fetch will have ended, at the speed that it has. 0: not known. None: nothing has come."""
+
+    def cancel(self, fetch_id: bytes, /) -> None:
+        """Nothing waits for a fetch any more. The source reports Closed, unless it has ended."""
 
 
 class PrefixLinks:
@@ -159,30 +160,30 @@ class Workers:
 
     def __init__(self, receiver: Receiver, incarnation: int, links: PrefixLinks) -> None:
         """`incarnation`: of this worker."""
-        self.transfers = receiver
+        self.cancel = receiver.cancel
+        self._receiver = receiver
         self._incarnation = incarnation
         self._links = links
 
-    def find(self, hint: pb.ContentSource | None) -> pb.ContentSource | None:
-        return None if hint is None or hint.incarnation == self._incarnation else hint
-
-    def link(self, place: pb.ContentSource) -> Link:
-        return self._links.to(place)
+    def find(self, hint: pb.ContentSource | None) -> Place | None:
+        if hint is None or hint.incarnation == self._incarnation:
+            return None
+        return Place(hint, self._links.to(hint))
 
     def limit(self, expected: float, computing: float) -> float:
         return SLACK + 2 * computing if computing else LONGEST
 
-    def ends(self, fetch_id: bytes) -> float:
-        return 0.0
+    def ends(self, fetch_id: bytes) -> float | None:
+        return 0.0 if self._receiver.began(fetch_id) else None
 
     def ask(self, fetch: PrefixFetch) -> None:
-        missing = fetch.into.missing
-        self.transfers.fetch_content(
+        missing, source = fetch.into.missing, fetch.place.source
+        self._receiver.fetch_content(
             fetch.id,
             chunks=missing.chunks,
             first_chunk=missing.first_chunk,
-            kv_address=fetch.place.kv_address,
-            incarnation=fetch.place.incarnation,
+            kv_address=source.kv_address,
+            incarnation=source.incarnation,
             block_ids=fetch.into.table,
             state_slot=fetch.into.state_slot or 0,
             owner=fetch,
@@ -234,7 +235,7 @@ class PrefixFetches:
         attempt: Attempt,
         request: EngineRequest,
         source: PrefixSource,
-        place: pb.ContentSource,
+        place: Place,
         then: Callable[[int], None],
         fetched: bytes = b"",
     ) -> bool:
@@ -250,7 +251,7 @@ class PrefixFetches:
         behind = len(request.prompt_ids) + len(request.output_ids) - stop
         seconds = self._engine.prompt_seconds(stop - missing.computed_from, behind, missing.computed_from)
         same, now = self._open.get((source, key)), time.monotonic()
-        link = same.link if same is not None else source.link(place)
+        link = same.place.link if same is not None else place.link
         if not link.pays(same.tokens if same is not None else tokens, seconds, now):
             return False
         if same is not None:
@@ -260,7 +261,7 @@ class PrefixFetches:
         if into is None:
             return False
         until = now + source.limit(link.expected(tokens), seconds)
-        fetch = PrefixFetch(self, os.urandom(16), source, place, into, key, tokens, link, now, until)
+        fetch = PrefixFetch(self, os.urandom(16), source, place, into, key, tokens, now, until)
         fetch.waiting[Waiting(attempt, fetch, request, None, then)] = None
         self._open[source, key] = fetch
         source.ask(fetch)
@@ -272,9 +273,9 @@ class PrefixFetches:
         if isinstance(event, Injected):
             stats = event.stats
             fetched = stats.tokens
-            self._counts.fetched_by_tier[fetch.place.tier] += fetched
+            self._counts.fetched_by_tier[fetch.place.source.tier] += fetched
             self._counts.prefix_fetched_bytes += stats.bytes
-            fetch.link.measured(
+            fetch.place.link.measured(
                 stats.tokens,
                 stats.first_frame_at - stats.asked_at,
                 stats.injected_at - stats.first_frame_at,
@@ -290,7 +291,7 @@ class PrefixFetches:
                     last_frame=stats.last_frame_at * 1e6,
                 )
         elif isinstance(event, FetchFailed) and event.reason not in ("gone", "busy"):
-            fetch.link.paused_until = time.monotonic() + PAUSE
+            fetch.place.link.paused_until = time.monotonic() + PAUSE
         stop = fetched and fetch.into.missing.first_chunk * CHUNK_TOKENS + fetched
         fetch.into.end(stop, all_positions=fetch.source.brings_all)
         for each in fetch.take_waiting():
@@ -305,12 +306,12 @@ class PrefixFetches:
         """Computes the prompts that wait for a fetch which takes too long."""
         now = time.monotonic()
         for fetch in list(self._open.values()):
-            ends = max(now, fetch.source.ends(fetch.id))
-            if ends >= fetch.until:
-                if fetch.source.transfers.began(fetch.id):
-                    fetch.link.measured(fetch.tokens, 0.0, ends - fetch.started, now)
+            ends = fetch.source.ends(fetch.id)
+            if (over := max(now, ends or 0.0)) >= fetch.until:
+                if ends is None:
+                    fetch.place.link.paused_until = now + PAUSE
                 else:
-                    fetch.link.paused_until = now + PAUSE
+                    fetch.place.link.measured(fetch.tokens, 0.0, over - fetch.started, now)
                 fetch.give_up()
                 for each in fetch.take_waiting():
                     each.then(0)

@@ -15,12 +15,12 @@ from baton.kv_transfer.endpoint.store_offers import LATER, PAUSE, Lent
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
-from baton.worker.engine_process.prefix_fetches import LONGEST, RECENT, PrefixFetch
+from baton.worker.engine_process.prefix_fetches import LONGEST, RECENT, Place, PrefixFetch
 from baton.worker.stats import StoreStats
 
 SLACK = 0.05
 """Seconds that a prompt may wait for the store if computing takes longer: this process may be busy."""
-PLACE = pb.ContentSource(tier=pb.TIER_STORE)
+STORE = pb.ContentSource(tier=pb.TIER_STORE)
 
 
 class StoreSource:
@@ -28,7 +28,8 @@ class StoreSource:
     thin block is not stored.
 
     Attributes:
-        store, transfers: the engine's end of it.
+        store: the engine's end of it.
+        place: where it is, with what fetches took.
     """
 
     brings_all = True
@@ -38,12 +39,13 @@ class StoreSource:
     ) -> None:
         """`open_store` gets the source, for what the store calls."""
         self._engine, self._exchange = engine, exchange
-        self._link = Link()
+        self.place = Place(STORE, Link())
         self._session = 0  # that the link is of
         self._probe_at = 0.0  # time.monotonic()
         # What the cache had when this session began.
         self._again: Iterator[tuple[bytes, list[bytes]]] | None = None
-        self.store = self.transfers = open_store(self)
+        self.store = open_store(self)
+        self.ends, self.cancel = self.store.ends, self.store.cancel
 
     @classmethod
     def open(
@@ -62,26 +64,20 @@ class StoreSource:
                 kv.layout.fingerprint,
                 lend=source.lend,
                 known=cached_chunks.stored,
-                answered=lambda seconds: source._link.waited.add(seconds),  # a probe makes a new average
-                probed=lambda waited, seconds: source._link.probed(waited, seconds / CHUNK_TOKENS),
+                answered=lambda seconds: source.place.link.waited.add(seconds),  # a probe makes a new average
+                probed=lambda waited, seconds: source.place.link.probed(waited, seconds / CHUNK_TOKENS),
             )
 
         return cls(engine, engine.prefix_exchange, open_store)
 
     # As a source
 
-    def find(self, hint: pb.ContentSource | None) -> pb.ContentSource | None:
-        return PLACE
-
-    def link(self, place: pb.ContentSource) -> Link:
-        return self._link
+    def find(self, hint: pb.ContentSource | None) -> Place | None:
+        return self.place
 
     def limit(self, expected: float, computing: float) -> float:
         """A fetch may take twice what it should, but no longer than computing."""
         return min(computing or LONGEST, max(SLACK, 2 * expected))
-
-    def ends(self, fetch_id: bytes) -> float:
-        return self.store.ends(fetch_id)
 
     def ask(self, fetch: PrefixFetch) -> None:
         missing = fetch.into.missing
@@ -102,7 +98,7 @@ class StoreSource:
         learnt beside prompts, and not by any that waits: a try would cost it what it lacks of a gain.
 
         Returns whether the session is another one than at the last call. Then it may be another store."""
-        store, link = self.store, self._link
+        store, link = self.store, self.place.link
         if is_new := store.session != self._session:
             self._session, self._probe_at, link.token_seconds = store.session, now, 0.0
             link.transfers.clear()
@@ -127,7 +123,7 @@ class StoreSource:
     def tell(self, status: pb.WorkerStatus) -> None:
         """Adds what routers should know of the store."""
         status.store = "open" if self.store.session else "closed"
-        status.store_tokens_per_s = self._link.tokens_per_s.value if self.store.session else 0.0
+        status.store_tokens_per_s = self.place.link.tokens_per_s.value if self.store.session else 0.0
 
     @property
     def stats(self) -> StoreStats:
