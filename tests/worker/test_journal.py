@@ -46,7 +46,7 @@ class Worker:
         asked.name, asked.traceparent = "mine", f"00-{self.trace_id}-{self.parent}-01"
         origin = validation.submission(self.attempt, asked, validation.Limits(100, 100)).origin
         assert origin is not None
-        self.journal.accepted(origin)
+        self.journal.said(messages.FromRouter(1, b"", origin), pb.RouterMessage())
         return origin
 
     def spans(self, count: int) -> dict[str, Span]:

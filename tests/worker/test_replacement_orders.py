@@ -16,7 +16,7 @@ from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.messages import EngineReady, FromEngine, FromRouter, ToEngine
 from baton.worker.processes import EngineError, EngineRestart, StandbyError, StartError, TreeError
-from baton.worker.service_process import backend, service
+from baton.worker.service_process import backend, live_engine, service
 from baton.worker.service_process.backend import SHUTTING_DOWN, Refused
 from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.service import Service
@@ -25,6 +25,7 @@ from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
 from baton.worker.service_process.weights import REASON, WeightsReplacement
 from tests.layouts import kv_layout
+from tests.router_messages import next_message
 from tests.stand_in import implements
 from tests.within import within
 
@@ -124,13 +125,14 @@ class Worker:
         )  # fmt: skip
         self.service = Service(config, 1)
         self.backend = self.service._backend
-        self.service._serving, self.service._engine = True, READY
         [self.first] = TREES
-        self.first.follow(self.backend.deliver)
-        work = asyncio.Event()
-        self.serving = asyncio.create_task(
-            self.service._run_until_failure(work.wait(), replace_engine=True)  # pyrefly: ignore[bad-argument-type]
-        )
+        self.serving = asyncio.create_task(self.service._live())
+
+    async def serves(self, number: int) -> None:
+        """The engine of this tree gets ready."""
+        (await self.next_tree(number)).may_start.set()
+        await within(self.backend.serving())
+        TREES[number].asked.clear()
 
     async def dies(self, number: int) -> "Tree":
         """The engine of this tree ends. Returns the next tree, which starts."""
@@ -161,6 +163,7 @@ async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
     TREES.clear()
     monkeypatch.setattr(service, "WorkerTree", next_tree)
     made = Worker()
+    await made.serves(0)
     yield made
     made.serving.cancel()
     await asyncio.wait([made.serving])
@@ -185,7 +188,7 @@ async def test_an_attempt_that_comes_in_a_pause_is_sent_once(worker: Worker) -> 
     [asked] = [each for each in second.sent if isinstance(each, messages.Pause)]
     second.answers = True
     second._answer(asked)
-    await within(worker.backend._settled.wait())
+    await within(worker.backend.serving())
     assert sorted(worker.decodes_of(1)) == [A, B]
 
 
@@ -201,7 +204,7 @@ async def test_an_engine_that_dies_as_soon_as_it_serves(worker: Worker, computes
         second._deliver(tokens(A, 5))
         third = await worker.dies(1)
         third.may_start.set()
-        await within(worker.backend._settled.wait())
+        await within(worker.backend.serving())
         [again] = decodes(third)
         assert again.request.output_ids == [5]
     else:
@@ -215,7 +218,7 @@ async def test_late_tokens_of_the_dead_engine_do_not_count_for_the_next_one(work
     second = await worker.dies(0)
     worker.first._deliver(tokens(A, 5))  # it was in the socket
     second.may_start.set()
-    await within(worker.backend._settled.wait())
+    await within(worker.backend.serving())
     [again] = decodes(second)
     assert again.request.output_ids == [5]
     second.failure.set_exception(EngineError("engine 1 was killed"))
@@ -227,11 +230,11 @@ async def test_an_idle_engine_that_lived_for_long_is_replaced_again(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It computed no token because none was asked for."""
-    monkeypatch.setattr(backend, "LONG_LIFE", 0.0)
+    monkeypatch.setattr(live_engine, "LONG_LIFE", 0.0)
     for number in range(3):
         following = await worker.dies(number)
         following.may_start.set()
-        await within(worker.backend._settled.wait())
+        await within(worker.backend.serving())
 
 
 @pytest.mark.parametrize("error", [OSError("too many open files"), ValueError("--run-dir: no space")])
@@ -264,7 +267,7 @@ async def test_a_next_engine_that_differs_is_the_end_of_the_worker(worker: Worke
 async def test_a_next_engine_has_the_weights_that_replaced_those_of_the_start(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "LONG_LIFE", 0.0)  # it goes on though no engine has computed a token
+    monkeypatch.setattr(live_engine, "LONG_LIFE", 0.0)  # it goes on though no engine has computed a token
     replaced = messages.WeightsReplaced(1, "files", b"root")
     worker.backend.weights = backend.ReplacedWeights("weights", "1", replaced)
     second = await worker.dies(0)
@@ -272,7 +275,7 @@ async def test_a_next_engine_has_the_weights_that_replaced_those_of_the_start(
         pb.WorkerDescription(model_fingerprint="files", content_root=b"root"), READY.layout
     )
     second.may_start.set()
-    await within(worker.backend._settled.wait())
+    await within(worker.backend.serving())
     third = await worker.dies(1)
     third.may_start.set()
     with pytest.raises(TreeError, match=r"differs in .*model_fingerprint"):
@@ -329,7 +332,7 @@ async def test_an_engine_that_does_not_pause_is_replaced_too(
         await within(worker.first.asked.wait())
         restart.cancel()
     (await worker.next_tree(1)).may_start.set()
-    await within(worker.backend._settled.wait())
+    await within(worker.backend.serving())
     assert worker.decodes_of(1) == [A]
     await asyncio.wait([restart])
     assert restart.cancelled() == cancelled
@@ -349,7 +352,7 @@ async def test_a_restart_does_not_end_an_engine_that_none_can_follow(
     worker: Worker, error: Exception
 ) -> None:
     """The code on the disk may be broken. One that can only start alone follows."""
-    standby = worker.service._standby = worker.backend.standby = Standby(worker.service._next_tree)
+    standby = worker.service._standby = worker.backend.standby = Standby(worker.service._standby_tree)
     standby.start()
     first = await worker.next_tree(1)
     first.stands_by.set()
@@ -367,13 +370,24 @@ async def test_a_restart_does_not_end_an_engine_that_none_can_follow(
     assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_SERVING
 
 
+async def test_routers_learn_at_once_that_a_worker_drains(worker: Worker) -> None:
+    """From the last reports: the engine may be in a long step."""
+    router = worker.service._routers.open(1.0)
+    worker.first.answers = False
+    worker.backend.drain("it ends")
+    told = next_message(router)
+    assert told is not None
+    status = pb.WorkerMessage.FromString(told).status
+    assert (status.health, status.blocks_total) == (pb.WorkerStatus.HEALTH_DRAINING, 9)
+
+
 async def test_a_drain_meanwhile_waits_for_the_attempts(worker: Worker) -> None:
     await worker.backend.forward(*decode(A))
     second = await worker.dies(0)
     draining = asyncio.create_task(worker.service._drain())
     await asyncio.sleep(0)
     second.may_start.set()
-    await within(worker.backend._settled.wait())
+    await within(worker.backend.serving())
     assert worker.decodes_of(1) == [A]
     await within(draining)
     assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_DRAINING
@@ -389,7 +403,7 @@ async def test_a_status_of_an_engine_that_has_ended_meanwhile_does_not_say_that_
     worker.first.may_count.set()
     assert (await within(asked)).health == pb.WorkerStatus.HEALTH_DRAINING
     second.may_start.set()
-    await within(worker.backend._settled.wait())
+    await within(worker.backend.serving())
     assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_SERVING
 
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import gc
-import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from typing import Any, cast
 
@@ -16,13 +15,16 @@ from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process import to_routers
 from baton.worker.engine_process.to_routers import StepTokens
+from baton.worker.ipc import EngineLink
 from baton.worker.processes import TreeError
 from baton.worker.service_process import backend as backend_module
 from baton.worker.service_process import cache_feed, streams
 from baton.worker.service_process.backend import Backend
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
 from baton.worker.service_process.grpc_service import AttachService
+from baton.worker.service_process.live_engine import LiveEngine
 from baton.worker.service_process.streams import MAX_UNREAD_BYTES, Routers, RouterStream
+from baton.worker.service_process.tree import WorkerTree
 from tests.router_messages import next_message
 from tests.stand_in import stand_in
 from tests.within import WITHIN, within
@@ -197,16 +199,6 @@ async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
         assert routers.report_seconds == expected
 
 
-def test_routers_learn_at_once_that_a_worker_drains() -> None:
-    routers = Routers()
-    router = routers.open(1.0)
-    last = pb.WorkerStatus(blocks_free=7)
-    Backend.drain(stand_in(Backend, _routers=routers, _last_status=last, _drains=set()), "it ends")
-    told = next_message(router)
-    assert told is not None
-    assert read(told).status == pb.WorkerStatus(blocks_free=7, health=pb.WorkerStatus.HEALTH_DRAINING)
-
-
 def test_a_router_learns_what_others_have_waiting() -> None:
     routers = Routers()
     first, second = routers.open(1.0), routers.open(1.0)
@@ -216,21 +208,26 @@ def test_a_router_learns_what_others_have_waiting() -> None:
     assert [message and read(message).status.tokens_of_others for message in told] == [0, 70]
 
 
+def live_engine(send: Callable[[messages.ToEngine], Any]) -> LiveEngine:
+    return LiveEngine(stand_in(WorkerTree, engine_link=stand_in(EngineLink, send=send)), None)
+
+
 async def test_an_engine_that_ends_during_a_question_leaves_no_unread_error() -> None:
     """The call that asks may end at the same time."""
     unread: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
-    answers: dict[int, asyncio.Future[messages.EngineStatus]] = {}
 
     async def send(message: messages.ToEngine) -> None:
-        answers[0].set_exception(TreeError("the engine process was killed"))
+        engine.end("it was killed")
         raise asyncio.CancelledError
 
-    backend = stand_in(Backend, send=send, _questions=itertools.count(), _answers=answers, replacing=False)
+    engine = live_engine(send)
     with pytest.raises(asyncio.CancelledError):
-        await Backend._answer(backend, messages.AskStatus)
+        await engine.status()
     gc.collect()
     assert not unread
+    with pytest.raises(TreeError, match="the engine process has ended: it was killed"):
+        await engine.status()
 
 
 async def test_a_question_to_the_engine_is_forgotten_with_the_call_that_asks() -> None:
@@ -240,14 +237,13 @@ async def test_a_question_to_the_engine_is_forgotten_with_the_call_that_asks() -
     async def send(message: messages.ToEngine) -> None:
         asked.append(message)
 
-    answers: dict[int, asyncio.Future[messages.EngineStatus]] = {}
-    backend = stand_in(Backend, send=send, _questions=itertools.count(), _answers=answers, replacing=False)
-    asking = asyncio.create_task(Backend._answer(backend, messages.AskStatus))
+    engine = live_engine(send)
+    asking = asyncio.create_task(engine.status())
     await asyncio.sleep(0)
-    assert (asked, [*answers]) == ([messages.AskStatus(0)], [0])
+    assert (asked, [*engine.answers]) == ([messages.AskStatus(0)], [0])
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    assert not answers
+    assert not engine.answers
 
 
 async def test_an_unchanged_status_is_reported_each_second_although_timers_fire_early(

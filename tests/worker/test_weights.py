@@ -23,6 +23,7 @@ from baton.rpc.stubs import WorkerStub
 from baton.worker.messages import EngineStatus, WeightsReplaced, WeightsStaged
 from baton.worker.service_process.backend import Backend
 from baton.worker.service_process.checkpoint_files import CheckpointFiles
+from baton.worker.service_process.live_engine import LiveEngine
 from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.weights import WeightsReplacement
@@ -196,11 +197,10 @@ async def test_the_files_of_before_are_closed_after_the_report(
 ) -> None:
     """Streams wait for the report, and to give the memory of large files back takes a second."""
     backend, routers = create_autospec(Backend, instance=True), create_autospec(Routers, instance=True)
-    backend.draining, backend.engines, backend.pause, backend.lacks_memory = "", 0, pb.PAUSE_NONE, False
+    backend.draining, backend.pause, backend.lacks_memory = "", pb.PAUSE_NONE, False
     backend.run_dir, backend.stage_weights.return_value = str(tmp_path), WeightsStaged(1, 1, "", "files=1")
-    backend.engine_status.return_value = create_autospec(
-        EngineStatus, instance=True, told=pb.WorkerStatus(idle=True)
-    )
+    engine = backend.serving.return_value = create_autospec(LiveEngine, instance=True)
+    engine.status.return_value = create_autospec(EngineStatus, instance=True, told=pb.WorkerStatus(idle=True))
     backend.replace_weights.return_value = WeightsReplaced(1, "files=1", b"root")
     changes = WeightsReplacement(backend, routers, WorkerPause(backend), pb.WorkerDescription())
     reported, closed = threading.Event(), list[bool]()

@@ -7,11 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple
 
 from baton.engine import EngineConfig
-from baton.kv_transfer import TransferStats
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
@@ -26,27 +24,21 @@ from baton.worker.messages import (
     FromRouter,
     ToEngine,
 )
-from baton.worker.processes import START_SILENCE, EngineError, EngineRestart, TreeError, dismiss
+from baton.worker.processes import START_SILENCE, TreeError
 from baton.worker.service_process.cache_feed import CacheFeed
-from baton.worker.service_process.counts import added
 from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.kv_events import KVEventPublisher
+from baton.worker.service_process.live_engine import LiveEngine, Reports
 from baton.worker.service_process.metrics import Metrics
-from baton.worker.service_process.open_attempts import OpenAttempts
 from baton.worker.service_process.standby import Standby
 from baton.worker.service_process.status import reported
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
-from baton.worker.service_process.validation import RefusedAttempt
 
 log = logging.getLogger(__name__)
 
 
-STILL_CHECK = 0.002
-"""Seconds between two questions whether a step is over."""
 SHUTTING_DOWN = "the worker is shutting down"
-LONG_LIFE = 60.0
-"""Seconds after which the end of an engine process has other causes than its start."""
 LONGEST_RESTART = START_SILENCE
 """Seconds until another engine process serves, after which a call that asked for it ends."""
 
@@ -80,18 +72,19 @@ class ReplacedWeights(NamedTuple):
 class Backend:
     """Sends messages to the engine, and passes on to the routers what the engine says.
 
-    It uses the metrics and the journal of the worker. The service process starts and ends the `tree`.
+    It uses the metrics and the journal of the worker. The service process starts and ends the processes of
+    each engine, and tells when one begins or has ended. Between two of them a call waits for the next one, or
+    is answered from the last reports.
     """
 
     def __init__(
-        self, config: WorkerConfig, tree: WorkerTree, routers: Routers, metrics: Metrics, journal: Journal,
+        self, config: WorkerConfig, routers: Routers, metrics: Metrics, journal: Journal,
         kv_events: KVEventPublisher | None = None,
     ) -> None:  # fmt: skip
         """`kv_events`: None unless the worker publishes them."""
         self.connect = partial(connect, secret=config.secret, tls=config.tls)
         """Opens a channel to another worker, by its address."""
         self.run_dir = config.run_dir
-        self._tree = tree
         self._routers = routers
         self._metrics = metrics
         self._journal = journal
@@ -105,135 +98,114 @@ class Backend:
         """As in `WorkerStatus`."""
         self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
         self._pool = POOLS[config.role]
-        self._last_status = pb.WorkerStatus()
-        self._open = OpenAttempts(config.deadlines.hold) if config.replace_engine else None
+        self._replaces_engine = config.replace_engine
         self._engine_timeout = config.deadlines.engine_dead
-        self.replacing = False
-        """Whether the engine process has ended, and another one is not ready yet."""
-        self._settled = asyncio.Event()
-        """Not set from the end of an engine process until `replacement_over`: restarts and pauses wait."""
-        self._settled.set()
+        self.engine: LiveEngine | None = None
+        """The last one that began. None: the first one has not."""
+        self._serves = asyncio.Event()
+        """Set while that one has all that the worker has."""
+        self._reports: Reports | None = None
+        """The last ones, with the counts of all processes up to then."""
         self.standby: Standby | None = None
         """None: another engine process is started when it is needed."""
-        self._goes_on = True
-        """Whether the engine has computed a token since it replaced another one."""
-        self._replaced_at = time.monotonic()
-        self._counted: tuple[EngineStatus | None, TransferStats | None] = None, None
-        """The last reports of processes that were replaced. Their counts are those of all up to then."""
         self.weights: ReplacedWeights | None = None
         """None: those of `--model`."""
-        self.engines = 0
-        """Engine processes that were replaced."""
-        self._questions = count()
-        self._answers: dict[int, asyncio.Future[Any]] = {}  # by question
 
     async def forward(self, message: FromRouter, said: pb.RouterMessage) -> None:
         """Sends what a router says. Between two engine processes an attempt alone is remembered, for the next
         one. Raises RefusedAttempt for an id of an attempt that is remembered. `said`: the same message."""
-        origin = message.origin
-        if self._open is not None:
-            if origin is not None and origin.attempt_id in self._open:
-                raise RefusedAttempt(pb.FAILURE_CODE_INVALID, "this id is in use")
-            self._open.said(message, said)
-        if origin is not None:
-            self._journal.accepted(origin)
+        self._journal.said(message, said)
         await self.send(message)
 
     async def send(self, message: ToEngine) -> None:
         """Sends to the engine, in order. Waits while the engine reads too slowly."""
-        if self._open is not None and isinstance(message, Detached):
-            self._open.detached(message.stream)
-        if self.replacing:
-            return
-        await self._tree.engine_link.send(message)
+        if isinstance(message, Detached):
+            self._journal.open.detached(message.stream)
+        if self.engine is not None:
+            await self.engine.send(message)
 
-    # ------------------------------------------------------------ another engine process
+    # ------------------------------------------------------------ engine processes
 
-    def replaceable_after(self, error: BaseException | None) -> bool:
-        """Whether another engine process can go on. It would likely die, too, if the one that has died was
-        itself such a process, computed nothing and lived for a short time."""
-        if self._open is None or not isinstance(error, EngineError):
-            return False
-        lived = time.monotonic() - self._replaced_at
-        return self._goes_on or lived > LONG_LIFE or isinstance(error, EngineRestart)
+    async def begin(self, tree: WorkerTree) -> LiveEngine:
+        """The engine of this tree is ready, and gets all that the worker has: its pause, and open attempts.
+        Raises TreeError if it ends before it has them."""
+        self.engine = engine = LiveEngine(tree, self._reports)
+        tree.follow(partial(self.deliver, engine))
+        waiting = self._journal.open.again()  # what comes from now on is sent at once
+        if self.pause == pb.PAUSE_STEPS:
+            await engine.freeze(frozen=True)
+        for attempt in waiting:
+            await engine.send(attempt)
+        self._note(await engine.reports())
+        self._serves.set()
+        self._tell()  # at once: until then routers send nothing here
+        return engine
 
-    async def restart_engine(self) -> None:
-        """Another engine process takes the place of this one, between two steps. Returns when it serves. A
-        replacement that is under way is the restart. Raises Refused."""
-        if self._open is None:
-            raise Refused("it was started without --replace-engine: restart the whole worker")
-        if self.draining:
-            raise Refused(self.draining)
-        try:
-            async with asyncio.timeout(LONGEST_RESTART):
-                if self._settled.is_set() and self.standby is not None:
-                    self.standby.renew()  # Baton on the disk may be newer
-                    await self.standby.settled()
-                    if why := self.standby.failure:
-                        raise Refused(f"no other engine process can start, and this one goes on: {why}")
-                if self._settled.is_set():
-                    await self._end_engine()
-                await self._settled.wait()
-        except TimeoutError:
-            raise Refused(f"no other engine process is ready after {LONGEST_RESTART:g} s") from None
-
-    async def _end_engine(self) -> None:
-        """Between two steps, unless these are too far apart. Also if the call is cancelled meanwhile, since
-        the engine would stay frozen."""
-        tree = self._tree
-        try:
-            async with asyncio.timeout(self._engine_timeout):
-                while True:
-                    paused = await self._answer(lambda question: messages.Pause(question, True, ""))
-                    if not paused.computing:
-                        break
-                    await asyncio.sleep(STILL_CHECK)
-        except TimeoutError:
-            log.warning("the engine has not paused for %g s, and ends in a step", self._engine_timeout)
-        except TreeError:
-            pass  # it ends by itself meanwhile, and is replaced, too
-        finally:
-            if self._tree is tree:
-                self._settled.clear()
-                tree.end_engine()
-
-    def engine_lost(self, error: str, step: Collection[bytes], *, planned: bool) -> None:
+    def ended(self, error: str, step: Collection[bytes]) -> None:
         """The engine process has ended, or shall end. Attempts wait for the next one; routers give the worker
         no others. `step`: the attempts of a crashed step."""
-        assert self._open is not None, "another process may take its place"
-        self.replacing, self._goes_on = True, planned
-        self.engines += 1
-        self._settled.clear()
-        self._counted = self._metrics.engine_status, self._metrics.transfer_stats
-        for lost in self._open.lost(step, error):
+        if self.engine is None or self.engine.has_ended:
+            return
+        self.engine.end(error)
+        self._serves.clear()
+        for lost in self._journal.open.lost(step, error):
             self._routers.deliver(lost)
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(TreeError(error))
-        self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
-        self._routers.tell(self._last_status)
+        self._tell()
         if self._cache is not None:
             for changes in self._cache.cleared():
                 self._routers.broadcast_cache_events(changes)
         if self._kv_events is not None:
             self._kv_events.publish(all_blocks_cleared())
 
-    async def engine_replaced(self, tree: WorkerTree) -> None:
-        """The next engine process is ready, and gets the attempts that wait."""
-        assert self._open is not None, "it has taken the place of another one"
-        self._tree, self.replacing = tree, False
-        self._replaced_at = time.monotonic()
-        waiting = self._open.again()  # what comes from now on is sent at once
-        if self.pause == pb.PAUSE_STEPS:
-            await self._answer(lambda question: messages.Pause(question, frozen=True, abort=""))
-        for attempt in waiting:
-            await tree.engine_link.send(attempt)
-        # At once: until then routers send nothing here.
-        self._routers.tell(await self.status())
+    async def serving(self) -> LiveEngine:
+        """The engine process that serves. Waits for it."""
+        await self._serves.wait()
+        assert self.engine is not None, "it began"
+        return self.engine
 
-    def replacement_over(self) -> None:
-        """Another one may begin."""
-        self._settled.set()
+    async def _ask(self, question: Callable[[int], ToEngine]) -> Any:
+        """The answer of the engine process that serves. If it ends before it answers, the next one is
+        asked."""
+        while True:
+            engine = await self.serving()
+            with suppress(TreeError):
+                return await engine.ask(question)
+
+    async def restart_engine(self) -> None:
+        """Another engine process takes the place of this one, between two steps. Returns when it serves. A
+        replacement that is under way is the restart. Raises Refused."""
+        if not self._replaces_engine:
+            raise Refused("it was started without --replace-engine: restart the whole worker")
+        if self.draining:
+            raise Refused(self.draining)
+        try:
+            async with asyncio.timeout(LONGEST_RESTART):
+                if self._serves.is_set() and self.standby is not None:
+                    self.standby.renew()  # Baton on the disk may be newer
+                    await self.standby.settled()
+                    if why := self.standby.failure:
+                        raise Refused(f"no other engine process can start, and this one goes on: {why}")
+                if self._serves.is_set():
+                    await self._end_engine()
+                await self.serving()
+        except TimeoutError:
+            raise Refused(f"no other engine process is ready after {LONGEST_RESTART:g} s") from None
+
+    async def _end_engine(self) -> None:
+        """Between two steps, unless these are too far apart. Also if the call is cancelled meanwhile, since
+        the engine would stay frozen."""
+        engine = await self.serving()
+        try:
+            async with asyncio.timeout(self._engine_timeout):
+                await engine.stop_between_steps()
+        except TimeoutError:
+            log.warning("the engine has not paused for %g s, and ends in a step", self._engine_timeout)
+        except TreeError:
+            pass  # it ends by itself meanwhile, and is replaced, too
+        finally:
+            if not engine.has_ended:
+                self._serves.clear()
+                engine.restart()
 
     # ------------------------------------------------------------ questions
 
@@ -242,12 +214,15 @@ class Backend:
         """Why the worker refuses new attempts. Empty: it takes them."""
         return "; ".join(sorted(self._drains))
 
+    @property
+    def serves(self) -> bool:
+        """Whether routers shall send new attempts."""
+        return self._serves.is_set() and not self._drains
+
     def drain(self, reason: str) -> None:
         """Refuses new attempts, until `serve_again` with each reason."""
         self._drains.add(reason)
-        # Routers get the last status at once, because a new one must wait for the engine's step.
-        self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
-        self._routers.tell(self._last_status)
+        self._tell()
 
     async def serve_again(self, reason: str) -> None:
         """Takes new attempts, unless the worker drains for another reason."""
@@ -256,36 +231,39 @@ class Backend:
 
     def tell_pause(self, pause: "pb.Pause") -> None:
         """Tells all routers, at once."""
-        self.pause = self._last_status.pause = pause
-        self._routers.tell(self._last_status)
+        self.pause = pause
+        self._tell()
 
     def tell_staged(self, version: str) -> None:
         """Tells all routers, at once."""
         if version != self.staged_version:
-            self.staged_version = self._last_status.staged_version = version
-            self._routers.tell(self._last_status)
+            self.staged_version = version
+            self._tell()
+
+    def _tell(self) -> None:
+        """Routers get what has changed with the last reports, since new ones must wait for the engine's
+        step."""
+        self._routers.tell(self._last_status())
 
     async def freeze(self, *, frozen: bool, abort: str) -> messages.Paused:
         """The engine launches no step, or goes on. With `abort` it ends all attempts for that reason."""
-        while True:
-            with suppress(TreeError):
-                return await self._answer(lambda question: messages.Pause(question, frozen, abort))
-            await self._settled.wait()
+        return await self._ask(lambda question: messages.Pause(question, frozen, abort))
 
-    async def stage_weights(self, path: str) -> messages.WeightsStaged:
-        """The engine reads other weights. `DropWeights` must follow, or `replace_weights`."""
-        return await self._answer(lambda question: messages.StageWeights(question, path))
+    async def stage_weights(self, engine: LiveEngine, path: str) -> messages.WeightsStaged:
+        """The engine reads other weights. `DropWeights` must follow, or `replace_weights`. Raises
+        TreeError."""
+        return await engine.ask(lambda question: messages.StageWeights(question, path))
 
-    async def replace_weights(self, version: str, path: str) -> messages.WeightsReplaced:
-        """The engine computes with those that are staged. It is idle. `path`: where the next engine process
-        finds them."""
-        replaced: messages.WeightsReplaced = await self._answer(
+    async def replace_weights(self, engine: LiveEngine, version: str, path: str) -> messages.WeightsReplaced:
+        """The engine computes with those that it has staged. It is idle. `path`: where the next engine
+        process finds them. Raises TreeError."""
+        replaced: messages.WeightsReplaced = await engine.ask(
             lambda question: messages.ReplaceWeights(question, version)
         )
         self.weights = ReplacedWeights(path, version, replaced)
         if self.standby is not None:
             self.standby.renew()
-        self._last_status.lost_weights = self.lost_weights = False
+        self.lost_weights = False
         return replaced
 
     @property
@@ -295,7 +273,7 @@ class Backend:
 
     async def set_memory(self, tags: Sequence[str], *, release: bool) -> messages.MemorySet:
         """The engine gives memory back, or takes it again. It is frozen."""
-        done: messages.MemorySet = await self._answer(
+        done: messages.MemorySet = await self._ask(
             lambda question: messages.SetMemory(question, release, list(tags))
         )
         self.released, self.lost_weights = done.released, done.lost_weights
@@ -303,37 +281,27 @@ class Backend:
 
     async def load_adapter(self, adapter: pb.Adapter) -> messages.AdapterLoaded:
         """The engine loads an adapter, while it computes."""
-        return await self._answer(lambda question: messages.LoadAdapter(question, adapter))
+        return await self._ask(lambda question: messages.LoadAdapter(question, adapter))
 
-    async def _answer(self, ask: Callable[[int], ToEngine]) -> Any:
-        """Raises TreeError if the engine process ends before it answers."""
-        if self.replacing:
-            raise TreeError("the engine process is replaced")
-        question = next(self._questions)
-        answer = self._answers[question] = asyncio.get_running_loop().create_future()
-        try:
-            await self.send(ask(question))
-            return await answer
-        finally:
-            del self._answers[question]
-            dismiss(answer)
+    async def engine_status(self) -> EngineStatus:
+        return await self._ask(messages.AskStatus)
 
     async def status(self) -> pb.WorkerStatus:
-        """Asks the engine and transfer processes for their status. While the engine process is replaced, it
-        is the last one."""
-        if self.replacing:
-            return self._last_status
-        try:
-            engine, transfer = await asyncio.gather(self.engine_status(), self._tree.transfer.stats())
-        except TreeError:
-            return self._last_status
-        if self.replacing:  # the engine process has answered, and ended meanwhile
-            return self._last_status
-        engine, transfer = added(self._counted[0], engine), added(self._counted[1], transfer)
-        self._metrics.engine_status = engine
-        self._metrics.transfer_stats = transfer
-        self._last_status = pb.WorkerStatus(
-            health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
+        """Asks the engine and transfer processes for their status. If they end meanwhile, or have ended, it
+        has what they reported last."""
+        if self.engine is not None:
+            with suppress(TreeError):
+                self._note(await self.engine.reports())
+        return self._last_status()
+
+    def _note(self, reports: Reports) -> None:
+        self._reports = reports
+        self._metrics.engine_status, self._metrics.transfer_stats = reports
+        self._routers.waiting = reports[0].waiting_of_streams
+
+    def _last_status(self) -> pb.WorkerStatus:
+        status = pb.WorkerStatus(
+            health=pb.WorkerStatus.HEALTH_SERVING if self.serves else pb.WorkerStatus.HEALTH_DRAINING,
             pool=self._pool,
             pause=self.pause,
             staged_version=self.staged_version,
@@ -342,9 +310,9 @@ class Backend:
             standby="" if self.standby is None else self.standby.state,
             standby_memory_bytes=0 if self.standby is None else self.standby.memory_bytes,
         )
-        self._last_status.MergeFrom(reported(engine, transfer))
-        self._routers.waiting = engine.waiting_of_streams
-        return self._last_status
+        if self._reports is not None:
+            status.MergeFrom(reported(*self._reports))
+        return status
 
     async def set_pool(self, pool: "pb.Pool") -> pb.WorkerStatus:
         """Moves the worker to a pool and tells all routers. Returns the new status."""
@@ -352,9 +320,7 @@ class Backend:
             log.info("moves from the %s pool to the %s pool", POOL_NAMES[self._pool], POOL_NAMES[pool])
             self._pool = pool
             self._metrics.role = POOL_NAMES[pool]
-            # Routers get the label at once, because a new status must wait for the engine's step.
-            self._last_status.pool = pool
-            self._routers.tell(self._last_status)
+            self._tell()
         return await self.status()
 
     def phases(self, request: str) -> list[pb.Phase]:
@@ -364,10 +330,6 @@ class Backend:
     def cache_snapshot(self) -> Iterator[bytes]:
         """Yields the contents of the prefix cache as messages; none if the cache is off."""
         return iter(()) if self._cache is None else self._cache.snapshot()
-
-    async def engine_status(self) -> EngineStatus:
-        """Raises TreeError if the engine process ends before it answers."""
-        return await self._answer(messages.AskStatus)
 
     async def report(self) -> None:
         """Sends the status to routers: if it has changed, and once a second in any case.
@@ -384,32 +346,25 @@ class Backend:
 
     # ------------------------------------------------------------ from the engine
 
-    def deliver(self, message: FromEngine) -> None:
+    def deliver(self, engine: LiveEngine, message: FromEngine) -> None:
+        """`engine`: has sent it. It may have ended since."""
         match message:
             case messages.ToRouter():
-                if self._open is not None:
-                    self._goes_on |= self._open.heard(message) and not self.replacing
+                engine.has_computed |= self._journal.open.heard(message)
                 self._routers.deliver(message)
             case messages.OfAttempt():
                 self._metrics.report(message)
                 self._journal.report(message)
             case messages.Answer():
-                answer = self._answers.get(message.question)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
-            case messages.CacheChanged() | messages.CacheEvents():
-                self._cache_changed(message)
+                engine.answered(message)
+            case messages.CacheChanged(tiers, stored):
+                if not engine.has_ended:  # else its cache counts as cleared
+                    assert self._cache is not None
+                    for changes in self._cache.changed(tiers, stored):
+                        self._routers.broadcast_cache_events(changes)
+            case messages.CacheEvents(batch):
+                if not engine.has_ended:
+                    assert self._kv_events is not None
+                    self._kv_events.publish(batch)
             case _:
                 raise AssertionError(f"unexpected message of the engine: {message}")
-
-    def _cache_changed(self, message: messages.CacheChanged | messages.CacheEvents) -> None:
-        if self.replacing:
-            return  # an engine process that has ended said it last; its cache counts as cleared
-        match message:
-            case messages.CacheChanged(tiers, stored):
-                assert self._cache is not None
-                for changes in self._cache.changed(tiers, stored):
-                    self._routers.broadcast_cache_events(changes)
-            case messages.CacheEvents(batch):
-                assert self._kv_events is not None
-                self._kv_events.publish(batch)

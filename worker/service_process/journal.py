@@ -1,4 +1,5 @@
-"""Writes the life of each attempt to logs and traces, and remembers the last phases for people who ask.
+"""Writes the life of each attempt to logs and traces, and remembers the last phases for people who ask. Open
+attempts are kept for the next engine process (`open_attempts`).
 
 - Of a prefill: accepted → prefilled.
 - Of a decode: accepted → injected → decoded, or accepted → prefilled → decoded if this worker prefills.
@@ -16,7 +17,8 @@ from baton.system.logs import of_request
 from baton.system.tracing import Attributes, Tracer, time_of_day
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
-from baton.worker.messages import Origin
+from baton.worker.messages import FromRouter, Origin
+from baton.worker.service_process.open_attempts import OpenAttempts
 
 log = logging.getLogger(__name__)
 
@@ -39,21 +41,28 @@ class _Phase(NamedTuple):
 
 
 class Journal:
-    """Logs and traces of the attempts of one worker. Owned by the service process.
+    """The attempts of one worker. Owned by the service process.
 
     Raises ValueError if `config.otlp_endpoint` cannot be used.
+
+    Attributes:
+        open: what the next engine process must be told. It stays empty if none can follow.
     """
 
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         worker: Attributes = {"baton.index": config.index, "service.instance.id": f"{incarnation:016x}"}
         self._tracer = Tracer(config.otlp_endpoint, f"baton-{config.role}", worker)
         self._phases: deque[_Phase] = deque(maxlen=PHASES)
+        self.open = OpenAttempts(config.deadlines.hold if config.replace_engine else None)
 
     def close(self) -> None:
         self._tracer.close()
 
-    def accepted(self, origin: Origin) -> None:
-        _log_attempt(origin, "accepted")
+    def said(self, message: FromRouter, said: pb.RouterMessage) -> None:
+        """A router says this: the same message, read. Raises RefusedAttempt for an id that is in use."""
+        self.open.said(message, said)
+        if message.origin is not None:
+            _log_attempt(message.origin, "accepted")
 
     def report(self, done: messages.Report) -> None:
         origin = done.origin

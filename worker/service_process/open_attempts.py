@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process import to_routers
 from baton.worker.messages import FromRouter, Origin, ToRouter
+from baton.worker.service_process.validation import RefusedAttempt
 
 MOST_CRASHES = 2
 """An attempt that was in so many crashed steps, without a token between them, shares no step with others.
@@ -60,8 +61,9 @@ class OpenAttempts:
     """Not more than the engine has, and for `hold` seconds more what routers need not cancel: prefills that
     were handed over."""
 
-    def __init__(self, hold: float) -> None:
-        self._hold = hold
+    def __init__(self, hold: float | None) -> None:
+        """`hold` None: no engine process follows another one, so nothing is remembered."""
+        self._remembers, self._hold = hold is not None, hold or 0.0
         self._open: dict[bytes, _Open] = {}
         self._held: dict[bytes, float] = {}
         """When it is forgotten, in this order: of prefills with their token, and of parts."""
@@ -69,12 +71,11 @@ class OpenAttempts:
     def __len__(self) -> int:
         return len(self._open)
 
-    def __contains__(self, attempt_id: bytes) -> bool:
-        return attempt_id in self._open
-
     def said(self, message: FromRouter, said: pb.RouterMessage) -> None:
-        """A router said this: the same message, read. Messages of an attempt come in order, and no other has
-        its id."""
+        """A router said this: the same message, read. Messages of an attempt come in order. Raises
+        RefusedAttempt for an id of an open attempt."""
+        if not self._remembers:
+            return
         stream = message.stream
         match said.WhichOneof("kind"):
             case "prefill" | "decode":
@@ -93,6 +94,8 @@ class OpenAttempts:
                     self._end(said.cancel.attempt_id)
 
     def _submitted(self, stream: int, origin: Origin, pixels: list[bytes], said: pb.RouterMessage) -> None:
+        if origin.attempt_id in self._open:
+            raise RefusedAttempt(pb.FAILURE_CODE_INVALID, "this id is in use")
         attempt = _Open(stream, origin, pixels, said, 0.0, alone=False)
         request = attempt.request
         attempt.deadline, attempt.alone = time.monotonic() + request.timeout_ms / 1000, request.alone
@@ -108,6 +111,8 @@ class OpenAttempts:
 
     def heard(self, message: ToRouter) -> bool:
         """The engine tells a router this. Returns whether it has computed a token."""
+        if not self._remembers:
+            return False
         said = pb.WorkerMessage.FromString(message.data)
         for token in said.step.tokens:
             if (attempt := self._open.get(token.attempt_id)) is not None:

@@ -13,7 +13,8 @@ import logging
 from collections.abc import AsyncIterator
 
 from baton.rpc import worker_pb2 as pb
-from baton.worker.service_process.backend import STILL_CHECK, Backend, Refused
+from baton.worker.service_process.backend import Backend, Refused
+from baton.worker.service_process.live_engine import STILL_CHECK
 
 log = logging.getLogger(__name__)
 

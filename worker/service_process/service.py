@@ -5,10 +5,10 @@ import logging.config
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import setproctitle
 from grpc_health.v1 import health_pb2
@@ -35,6 +35,7 @@ from baton.worker.service_process.kv_events import KVEventPublisher
 from baton.worker.service_process.metrics import Metrics
 from baton.worker.service_process.standby import Standby
 from baton.worker.service_process.streams import Routers
+from baton.worker.service_process.succession import TRANSITIONS, Event, Phase
 from baton.worker.service_process.tree import WorkerTree
 from baton.worker.service_process.validation import Limits
 
@@ -92,19 +93,19 @@ class Service:
         # They have no names. So the system gives memory back when the processes of this worker have ended.
         self._kept_files = [KeptFiles.create() for _ in range(config.ranks if config.replace_engine else 0)]
         self._tree = WorkerTree(config, self._incarnation, self._kept_files)
-        self._engine: EngineReady | None = None
-        self._kv_port = 0
+        self._phase: Phase = "starting"
+        self._numbers = count(1)
+        """Of the trees after the first one."""
+        self._first: tuple[EngineReady, str] | None = None
+        """What the first engine process has described, and the address of its KV lanes."""
         self._crashed: list[bytes] = []
-        """Attempts that were in the last step of an engine process that could not be replaced."""
+        """Attempts that were in the last step of the engine process that has ended."""
         self._routers = Routers()
         self._kv_events = None
         if config.kv_events_endpoint is not None:
             self._kv_events = KVEventPublisher(config.kv_events_endpoint, config.kv_events_topic)
-        self._backend = Backend(
-            config, self._tree, self._routers, self._metrics, self._journal, self._kv_events
-        )
-        self._reporting: asyncio.Task[None] | None = None
-        self._standby = self._backend.standby = Standby(self._next_tree) if config.standby else None
+        self._backend = Backend(config, self._routers, self._metrics, self._journal, self._kv_events)
+        self._standby = self._backend.standby = Standby(self._standby_tree) if config.standby else None
 
     async def run(self) -> int:
         """Runs until a signal or a failure ends the worker. Returns the exit code."""
@@ -113,7 +114,7 @@ class Service:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         try:
-            await self._run_until_failure(self._serve(), replace_engine=True)
+            await self._live()
             await self._stop()
         except Interrupted:
             log.info("interrupted: stopping")
@@ -134,13 +135,29 @@ class Service:
 
     # ------------------------------------------------------------ life cycle
 
-    async def _serve(self) -> None:
-        config = self._config
+    async def _live(self) -> None:
+        """Returns when the worker has drained. Raises what ends it before."""
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         # The ports come first, so that a wrong port fails before the model is loaded.
-        port, metrics_port, host = await self._open_ports()
-        engine, kv_address = await self._start_tree(self._ready.stage)
-        self._engine, self._kv_port = engine, int(kv_address.rpartition(":")[2])
+        ports = await self._open_ports()
+        lives = self._serve(*ports), self._keep_engines(), self._backend.report()
+        tasks = [asyncio.create_task(life) for life in lives]
+        try:
+            await asyncio.wait({*tasks, self._interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    return task.result()
+            raise Interrupted
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _serve(self, port: int, metrics_port: int, host: str) -> None:
+        config = self._config
+        await self._backend.serving()
+        assert self._first is not None, "it serves"
+        engine, kv_address = self._first
         host = url_host(host)
         metrics_address = f"{host}:{metrics_port}"
         self._metrics.cache_config(engine, config.engine.enable_prefix_caching)
@@ -152,8 +169,6 @@ class Service:
             encodes=config.role == "encode",
         )
         add_service(self._server, WORKER, service, as_bytes=("Attach",))
-        self._reporting = self._tree.watch(self._backend.report())
-        await self._backend.status()
         await self._server.start()
         self._serving = True
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -171,21 +186,8 @@ class Service:
             incarnation=self._incarnation,
             pid=os.getpid(),
         )
-        if self._standby is not None:
-            self._standby.start()
         await self._drain_asked.wait()
         await self._drain()
-
-    async def _start_tree(self, stage: Callable[[str, float], None]) -> tuple[EngineReady, str]:
-        """Starts the processes. Returns what the engine is, and the address of the KV lanes. `stage` gets
-        each stage and the fraction of it that is done."""
-        stage("waking the standby" if self._tree.is_standby else "starting the engine process", 0.0)
-        engine = await self._tree.start_engine(stage)
-        stage("starting the transfer process", 0.0)
-        # Lanes keep the fingerprint of the start, as those of peers do, whose weights were replaced, too.
-        kv_address = await self._tree.start_transfer(self._engine or engine)
-        self._tree.follow(self._backend.deliver)
-        return engine, kv_address
 
     async def _open_ports(self) -> tuple[int, int, str]:
         config = self._config
@@ -204,7 +206,7 @@ class Service:
         return port, metrics_port, host
 
     def _serves(self) -> bool:
-        return self._serving and not self._backend.draining and not self._backend.replacing
+        return self._serving and self._backend.serves
 
     async def _drain(self) -> None:
         """Refuses new attempts. Returns when all accepted ones have ended, or after the drain deadline."""
@@ -213,27 +215,21 @@ class Service:
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         end = time.monotonic() + timeout
         self._backend.drain(SHUTTING_DOWN)
-        while not await self._is_idle():
-            if self._backend.pause == pb.PAUSE_STEPS:
-                log.info("paused: the requests are handed back")
-                break
-            if time.monotonic() > end:
-                log.warning("still busy after %.0f s: the remaining requests are handed back", timeout)
-                break
-            await asyncio.sleep(DRAIN_CHECK)
+        try:
+            async with asyncio.timeout(timeout):
+                while not (await self._backend.engine_status()).told.idle:
+                    if self._backend.pause == pb.PAUSE_STEPS:
+                        log.info("paused: the requests are handed back")
+                        break
+                    await asyncio.sleep(DRAIN_CHECK)
+        except TimeoutError:
+            log.warning("still busy after %.0f s: the remaining requests are handed back", timeout)
         if self._config.group is not None:
             await self._config.group.all_drained(end - time.monotonic())
 
-    async def _is_idle(self) -> bool:
-        try:
-            return (await self._backend.engine_status()).told.idle
-        except TreeError:  # the attempts wait for another engine process
-            return False
-
     async def _stop(self) -> None:
-        if self._reporting is not None:
-            self._reporting.cancel()
-        await self._tree.stop()
+        if (engine := self._backend.engine) is not None and not engine.has_ended:
+            await self._tree.stop()
 
     def _fail_crashed_step(self, error: str) -> None:
         """Tells the routers which attempts were in the crashed step.
@@ -259,104 +255,142 @@ class Service:
             files.close()
         self._ready.close()
 
-    async def _run_until_failure(
-        self, work: Coroutine[None, None, None], *, replace_engine: bool = False
-    ) -> None:
-        """Runs `work` to its end. Raises the tree's failure or Interrupted if one of them comes first.
-        `replace_engine`: an engine process that ends meanwhile is replaced, if that may help."""
-        task = asyncio.create_task(work)
-        try:
-            while True:
-                ends = {task, self._tree.failure, self._interrupted}
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if task.done():
-                    break
-                if not self._tree.failure.done():
-                    raise Interrupted
-                error = self._tree.failure.exception()
-                if not (replace_engine and self._serving and self._backend.replaceable_after(error)):
-                    self._tree.failure.result()
-                try:
-                    await self._replace_engine(error)
-                except TreeError:
-                    if self._backend.replacing:
-                        raise
-                    self._crashed = []  # the next engine process served, and its own end is judged now
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
-        task.result()
+    # ------------------------------------------------------------ engine processes
 
-    async def _replace_engine(self, error: BaseException | None) -> None:
-        """Ends the other processes, and starts all of them again. The gRPC server and its streams stay.
+    async def _keep_engines(self) -> None:
+        """Runs one engine process after the other, as `succession` says. Raises the end of the last one. The
+        gRPC server and its streams stay."""
+        stages: dict[str, float] = {}
+        """When each stage of a replacement began: time.monotonic()."""
+        planned = False
+        while True:
+            try:
+                await self._run_engine(stages, planned=planned)
+            except (StartError, TreeError, OSError, ValueError) as error:
+                takes_over = self._phase == "taking over"
+                self._after(error)
+                if self._phase == "over":
+                    raise
+                if takes_over:
+                    log.error("the standby cannot take over: %s", error)
+                else:
+                    planned = isinstance(error, EngineRestart)
+                    level = logging.INFO if planned else logging.ERROR
+                    log.log(level, "%s: another engine process goes on", error)
+                    stages = {"ending processes": time.monotonic()}
+                self._crashed = [] if planned else self._tree.heartbeat.step or self._crashed
+                self._backend.ended(str(error), self._crashed)
+            await self._discard(self._tree)
+            self._tree = await self._taken() or self._next_tree()
+
+    def _after(self, error: BaseException) -> None:
+        """An engine process has ended so, or could not start."""
+        engine = self._backend.engine
+        if engine is not None and not engine.has_ended and engine.is_proven:
+            self._enter("computed")
+        if isinstance(error, EngineRestart):
+            self._enter("restart")
+        else:
+            follows = self._config.replace_engine and isinstance(error, EngineError)
+            self._enter("ended" if follows else "failed")
+
+    def _enter(self, event: Event) -> None:
+        self._phase = TRANSITIONS[self._phase, event]
+
+    async def _run_engine(self, stages: dict[str, float], *, planned: bool) -> None:
+        """Raises the end of this engine process, and StartError if it cannot start for a reason that the user
+        can mend. `planned`: the one before was asked to end."""
+        begins = asyncio.create_task(self._begin(stages))
+        failure = self._tree.failure
+        try:
+            await asyncio.wait({begins, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if begins.done():
+                begins.result()
+                self._began(stages, planned=planned)
+                await asyncio.wait({failure})
+            failure.result()
+        finally:
+            begins.cancel()
+            await asyncio.wait({begins})
+
+    async def _begin(self, stages: dict[str, float]) -> None:
+        """An engine process begins with what is there: weights, KV and open attempts. The first one finds
+        nothing."""
+
+        def note(name: str, fraction: float) -> None:
+            stages.setdefault(name, time.monotonic())
+
+        tree, stage = self._tree, note if stages else self._ready.stage
+        stage("waking the standby" if tree.is_standby else "starting the engine process", 0.0)
+        engine = await tree.start_engine(stage)
+        stage("starting the transfer process", 0.0)
+        first, _ = self._first or (engine, "")
+        # Lanes keep the fingerprint of the start, as those of peers do, whose weights were replaced, too.
+        kv_address = await tree.start_transfer(first)
+        if self._first is None:
+            self._first = engine, kv_address
+        if (weights := self._backend.weights) is not None:
+            first = structs.replace(first, description=weights.described(first.description))
+        if differing := [*_differing(engine, first)]:
+            raise TreeError(f"the next engine process differs in {', '.join(differing)}")
+        stage("submitting attempts", 0.0)
+        await self._backend.begin(tree)
+
+    def _began(self, stages: dict[str, float], *, planned: bool) -> None:
+        self._enter("ready")
+        if planned:
+            self._enter("computed")
+        self._crashed = []
+        if self._standby is not None:
+            self._standby.start()
+        if stages:
+            times = [*stages.values(), time.monotonic()]
+            split = [f"{name} {b - a:.2f}" for name, (a, b) in zip(stages, pairwise(times), strict=True)]
+            log.info(
+                "another engine process goes on after %.2f s: %s", times[-1] - times[0], ", ".join(split)
+            )
+
+    async def _taken(self) -> WorkerTree | None:
+        """Of the standby. The next one verifies what this one writes into the memory of KV."""
+        if self._phase != "taking over":
+            return None
+        tree = None if self._standby is None else await self._standby.take()
+        if tree is None:
+            self._enter("no standby")
+        return tree
+
+    def _next_tree(self) -> WorkerTree:
+        """Of an engine process that starts alone. Raises TreeError."""
+        try:
+            return self._standby_tree()
+        except (OSError, ValueError) as error:  # no descriptor is left, or no directory can be made
+            raise TreeError(f"no other engine process can be started: {error}") from error
+
+    def _standby_tree(self) -> WorkerTree:
+        """A tree that may take the place of the one that serves."""
+        assert self._first is not None, "it takes the place of another one"
+        config = replace(self._config, kv_port=int(self._first[1].rpartition(":")[2]))
+        if (weights := self._backend.weights) is not None:
+            config = replace(config, engine=weights.of(config.engine))
+        return WorkerTree(config, self._incarnation, self._kept_files, next(self._numbers))
+
+    @staticmethod
+    async def _discard(tree: WorkerTree) -> None:
+        """Also if the caller is cancelled, it returns when the processes have ended.
 
         The transfer process has slots, credits and transfers of the engine process that has ended. It ends
         with it, so nothing of them can be written into the memory that the next one maps. Peers see that
         lanes break, and fetch again."""
-        planned = isinstance(error, EngineRestart)
-        log.log(logging.INFO if planned else logging.ERROR, "%s: another engine process goes on", error)
-        stages = {"ending processes": time.monotonic()}
-        self._crashed = [] if planned else self._tree.heartbeat.step
-        self._backend.engine_lost(str(error), self._crashed, planned=planned)
-        await self._tree.kill()
-        await self._tree.close()
-        if self._standby is None or not await self._standby_goes_on(self._standby, stages):
-            try:
-                await self._goes_on_with(self._next_tree(), stages)
-            except (OSError, ValueError) as cause:  # no descriptor is left, or no directory can be made
-                raise TreeError(f"no other engine process can be started: {cause}") from cause
-        self._crashed = []
-        if self._standby is not None:
-            self._standby.start()
-        times = [*stages.values(), time.monotonic()]
-        split = [f"{name} {b - a:.2f}" for name, (a, b) in zip(stages, pairwise(times), strict=True)]
-        log.info("another engine process goes on after %.2f s: %s", times[-1] - times[0], ", ".join(split))
-        self._backend.replacement_over()
 
-    def _next_tree(self) -> WorkerTree:
-        """A tree that may take the place of the one that serves."""
-        config = replace(self._config, kv_port=self._kv_port)
-        if (weights := self._backend.weights) is not None:
-            config = replace(config, engine=weights.of(config.engine))
-        number = self._backend.engines + (not self._backend.replacing)
-        return WorkerTree(config, self._incarnation, self._kept_files, number)
-
-    async def _standby_goes_on(self, standby: Standby, stages: dict[str, float]) -> bool:
-        """False: there is none, or it ends before it serves. What it wrote into the memory of KV is verified
-        by the next one."""
-        if (tree := await standby.take()) is None:
-            return False
-        try:
-            await self._goes_on_with(tree, stages)
-        except (StartError, TreeError, OSError, ValueError) as error:
-            if not self._backend.replacing:
-                raise
-            log.error("the standby cannot take over: %s", error)
+        async def discard() -> None:
             await tree.kill()
             await tree.close()
-            return False
-        return True
 
-    async def _goes_on_with(self, tree: WorkerTree, stages: dict[str, float]) -> None:
-        self._tree = tree
-        self._reporting = tree.watch(self._backend.report())
-        await self._run_until_failure(self._go_on(stages))
-
-    async def _go_on(self, stages: dict[str, float]) -> None:
-        """Notes in `stages` when each stage begins: time.monotonic()."""
-
-        def stage(name: str, fraction: float) -> None:
-            stages.setdefault(name, time.monotonic())
-
-        engine, _ = await self._start_tree(stage)
-        stage("submitting attempts", 0.0)
-        assert self._engine is not None, "it takes the place of another one"
-        weights, before = self._backend.weights, self._engine
-        if weights is not None:
-            before = structs.replace(before, description=weights.described(before.description))
-        if differing := [*_differing(engine, before)]:
-            raise TreeError(f"the next engine process differs in {', '.join(differing)}")
-        await self._backend.engine_replaced(self._tree)
+        ending = asyncio.create_task(discard())
+        try:
+            await asyncio.shield(ending)
+        finally:
+            await asyncio.wait({ending})
 
     def _interrupt(self) -> None:
         if not self._interrupted.done():

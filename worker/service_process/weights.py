@@ -31,6 +31,7 @@ from baton.worker import messages
 from baton.worker.messages import WeightsStaged
 from baton.worker.service_process.backend import Backend, Refused
 from baton.worker.service_process.checkpoint_files import CheckpointFiles
+from baton.worker.service_process.live_engine import LiveEngine
 from baton.worker.service_process.pause import WorkerPause
 from baton.worker.service_process.streams import Routers
 
@@ -79,7 +80,7 @@ class WeightsReplacement:
         await self._is_open.wait()
 
     async def run(self, commands: AsyncIterator[pb.WeightsCommand]) -> AsyncIterator[pb.WeightsReport]:
-        """Raises Refused."""
+        """Raises Refused, and TreeError if the engine process that has staged the weights ends."""
         stage = (await _next(commands, "stage")).stage
         path, version = _checked(stage)
         with contextlib.suppress(TimeoutError):
@@ -94,8 +95,8 @@ class WeightsReplacement:
         files: CheckpointFiles | None = None
         unpaused = contextlib.AsyncExitStack()
         try:
-            began, engines = time.monotonic(), self._backend.engines
-            files, staged = await self._stage(stage)
+            began, engine = time.monotonic(), await self._backend.serving()
+            files, staged = await self._stage(engine, stage)
             log.info("weights of %s are staged, version %s", path, version)
             if not stage.fingerprint:  # else a router waits until it computes with them
                 self._backend.tell_staged(version)
@@ -104,15 +105,13 @@ class WeightsReplacement:
             began = time.monotonic()
             await unpaused.enter_async_context(self._pause.unchanged())
             keeps_kv = self._pause.keeps_kv
-            await self._close(keeps_kv=keeps_kv)
-            self._check_staged(engines)
+            await self._close(engine, keeps_kv=keeps_kv)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
             version = (await _next(commands, "apply")).version or version
             new = pb.StageWeights(path=path, version=version, named_at=stage.named_at, rolls=stage.rolls)
             _checked(new)
-            self._check_staged(engines)
             began = time.monotonic()
-            applying = asyncio.create_task(self._apply(new, files, keeps_kv=keeps_kv))
+            applying = asyncio.create_task(self._apply(engine, new, files, keeps_kv=keeps_kv))
             await asyncio.shield(applying)  # the caller may end the call, and the engine goes on
             log.info("computes with weights of %s, version %s", path, version)
             yield pb.WeightsReport(seconds=time.monotonic() - began)
@@ -133,11 +132,13 @@ class WeightsReplacement:
             except OSError as error:
                 raise Refused(f"it cannot read its weights: {error}") from error
 
-    async def _stage(self, stage: pb.StageWeights) -> tuple[CheckpointFiles, WeightsStaged]:
+    async def _stage(
+        self, engine: LiveEngine, stage: pb.StageWeights
+    ) -> tuple[CheckpointFiles, WeightsStaged]:
         """The engine reads the weights, from the path or from another worker. Raises Refused."""
         if stage.fingerprint and (why := await asyncio.to_thread(_not_copied, Path(stage.path))):
             raise Refused(why)
-        staged = await self._backend.stage_weights(stage.path)
+        staged = await self._backend.stage_weights(engine, stage.path)
         if not (why := _unfit(stage, staged)):
             return await _opened(Path(stage.path), self._backend.run_dir), staged
         if not stage.peer:
@@ -146,7 +147,7 @@ class WeightsReplacement:
         await self._backend.send(messages.DropWeights())
         files = await self._fetched(stage, why)
         try:
-            staged = await self._backend.stage_weights(files.path)
+            staged = await self._backend.stage_weights(engine, files.path)
             if unfit := _unfit(stage, staged):
                 raise Refused(f"{why}; {stage.peer}: {unfit}")
         except BaseException:
@@ -167,11 +168,11 @@ class WeightsReplacement:
             ) from error
 
     async def _apply(
-        self, weights: pb.StageWeights, files: CheckpointFiles, *, keeps_kv: bool
+        self, engine: LiveEngine, weights: pb.StageWeights, files: CheckpointFiles, *, keeps_kv: bool
     ) -> CheckpointFiles | None:
         """Returns the files of the weights of before, which are closed after the report: to give 16 GB of
         memory back takes a second, and streams go on with the report."""
-        replaced = await self._backend.replace_weights(weights.version, files.path)
+        replaced = await self._backend.replace_weights(engine, weights.version, files.path)
         before, self._files = self._files, files
         described = self._description
         described.weights.CopyFrom(weights)
@@ -213,19 +214,15 @@ class WeightsReplacement:
             for each in unused:
                 await asyncio.to_thread(each.close)
 
-    def _check_staged(self, engines: int) -> None:
-        if self._backend.engines != engines:
-            raise Refused("its engine process was replaced meanwhile: its weights stay")
-
-    async def _close(self, *, keeps_kv: bool) -> None:
+    async def _close(self, engine: LiveEngine, *, keeps_kv: bool) -> None:
         self._is_open.clear()
         self._backend.drain(REASON)
         end = time.monotonic() + CLOSE_WITHIN
         while True:
             # Again with each turn: an attempt that was accepted before may have waited for a full socket.
-            await self._backend.send(messages.HandBack(REASON, keeps_kv))
-            engine = await self._backend.engine_status()
-            if engine.told.idle or (keeps_kv and engine.only_decodes):
+            await engine.send(messages.HandBack(REASON, keeps_kv))
+            status = await engine.status()
+            if status.told.idle or (keeps_kv and status.only_decodes):
                 break
             if time.monotonic() > end:
                 raise Refused(f"its engine is still busy after {CLOSE_WITHIN:g} s")
