@@ -60,7 +60,7 @@ class _Copies(NamedTuple):
     ordered: tuple[int, ...]  # of each other rank: these many since the start
 
 
-class _Table(NamedTuple):
+class RankedTable(NamedTuple):
     rank0: Any
     block_ids: Sequence[int]
     state_slot: int
@@ -72,7 +72,7 @@ class _Order(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _PeerMemory:
+class RankedMemory:
     """Implements PeerMemory: memory of a peer as all ranks have it."""
 
     rank0: PeerMemory
@@ -112,8 +112,8 @@ class RankedPool:
     def enter_thread(self) -> None:
         self._rank0.enter_thread()
 
-    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> _Table:
-        return _Table(self._rank0.table(block_ids, num_tokens, state_slot), block_ids, state_slot)
+    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> RankedTable:
+        return RankedTable(self._rank0.table(block_ids, num_tokens, state_slot), block_ids, state_slot)
 
     def record(self) -> _Ready:
         return _Ready(self._rank0.record(), self._layers_ready())
@@ -166,13 +166,13 @@ class RankedPool:
             time.sleep(LOOK)
             self._receive()
 
-    def open(self, export: Export, dtype: str) -> _PeerMemory:
+    def open(self, export: Export, dtype: str) -> RankedMemory:
         rank0 = self._rank0.open(export, dtype)
         self._memories += 1
         self._ask_to_open(self._memories, export, dtype)
-        return _PeerMemory(rank0, self._memories, self._line, self._opening)
+        return RankedMemory(rank0, self._memories, self._line, self._opening)
 
-    def opened(self, memory: _PeerMemory) -> bool:
+    def opened(self, memory: RankedMemory) -> bool:
         self._receive()
         return self._all_opened(memory.number)
 
@@ -190,7 +190,7 @@ class RankedPool:
             del self._opening[number]
         return all(answers)
 
-    def pull(self, memory: _PeerMemory, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
+    def pull(self, memory: RankedMemory, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         by_rank, ordered = self._by_rank(), (0, *self._line.ordered)
         readers: list[list[tuple[int, int]]] = []  # of each slice: ranks, and the numbers of their orders
         for item in batch:

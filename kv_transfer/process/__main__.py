@@ -92,7 +92,7 @@ class TransferProcess:
             config, secret, make_sessions, self._counters, self._trace, self._tick_age, self._loop,
             self._movers,
         )  # fmt: skip
-        self._listener = _listen(config.host, config.port)
+        self._listener = listen_at(config.host, config.port)
         self._ticks = (0, time.monotonic())  # the engine's counter, and when it was seen to change
         self._next_tick = 0.0
         self._next_stats = 0.0
@@ -247,7 +247,7 @@ def _flush_due(channel: Channel) -> float | None:
     return None
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen_at(host: str, port: int) -> socket.socket:
     listener = listening_socket(host, port, backlog=128)
     listener.setblocking(False)
     use_cubic(listener)

@@ -50,7 +50,7 @@ An invocation is a chat or a completion. A peek is the first look at a body of /
 has the JSON of a `Query` in place of a body.
 """
 
-_BODIES: dict[Kind, type[Body]] = {
+BODIES: dict[Kind, type[Body]] = {
     "chat": ChatBody,
     "completion": CompletionBody,
     "responses": ResponsesBody,
@@ -175,7 +175,7 @@ class Preparation:
             return input_items(self.history, msgspec.json.decode(raw, type=Query))
         if kind == "invocation":
             kind = kind_of(raw)
-        body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
+        body = parse_message(bytes(raw)) if kind == "grpc" else parse(BODIES[kind], raw)
         if body.model not in (None, *self.served.model_names):
             raise ModelNotFound.of(body.model, self.served.model_names)
         prepared = self._of_body(body, kind)

@@ -1,4 +1,5 @@
-"""Product code uses private names of libraries only where `LISTED` has them: no public form does the same."""
+"""Product code uses private names of libraries only where `LISTED` has them: no public form does the same.
+Tests assert what is public, and import it."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ import re
 import subprocess
 from collections.abc import Iterator
 
+import pytest
+
 from tests.pages import ROOT
 
-NOT_PRODUCT = ("tests/", "bench/lab/", "findings/")
+PRODUCT = ["git", "ls-files", "*.py", ":!tests/", ":!bench/lab/", ":!findings/", ":!*_pb2*"]
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_field_defaults", "_exit"}
 """Of named tuples and of `os`, by their documentation."""
@@ -49,12 +52,10 @@ LISTED = {
 }
 
 
-def trees() -> dict[str, ast.Module]:
-    files = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
-    product = [file for file in files if not file.startswith(NOT_PRODUCT) and "_pb2" not in file]
-    return {file: ast.parse((ROOT / file).read_text()) for file in product}
+def trees(listed: list[str]) -> dict[str, ast.Module]:
+    """By their files, which this command lists."""
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return {file: ast.parse((ROOT / file).read_text()) for file in files}
 
 
 def defined(tree: ast.Module) -> Iterator[str]:
@@ -89,10 +90,36 @@ def used(tree: ast.Module, own: set[str]) -> Iterator[str]:
         yield from (name for name in found if _PRIVATE.fullmatch(name) and name not in PUBLIC)
 
 
+@pytest.mark.all
 def test_private_names_of_libraries_are_those_of_the_list() -> None:
-    product = trees()
+    product = trees(PRODUCT)
     own = {name for tree in product.values() for name in defined(tree)}
     found = {(file, name) for file, tree in product.items() for name in used(tree, own)}
     assert {(file, name) for file, name in found if name not in LISTED} == set()
     texts = "".join((ROOT / file).read_text() for file in product)
     assert {name for name in LISTED if not re.search(rf"\b{name}\b", texts)} == set(), "none of them is used"
+
+
+@pytest.mark.all
+def test_tests_assert_no_private_names_and_import_none() -> None:
+    found = set[tuple[str, str]]()
+    listed = [
+        "git",
+        "grep",
+        "-lE",
+        r"\._[a-z]|import.* _|^    _\w+,",
+        "--",
+        "tests/*.py",
+    ]  # the others have none
+    for file, tree in trees(listed).items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                found |= {(file, each.name) for each in node.names}
+            elif isinstance(node, ast.Assert):
+                inside = (each for each in ast.walk(node.test) if isinstance(each, ast.Attribute))
+                found |= {(file, each.attr) for each in inside if not is_self(each.value)}
+    assert {(file, name) for file, name in found if _PRIVATE.fullmatch(name) and name not in PUBLIC} == set()
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.kv_transfer.process.__main__ import _listen
+from baton.kv_transfer.process.__main__ import listen_at
 from baton.kv_transfer.process.tcp import connecting, use_cubic
 from baton.kv_transfer.wait import wait
 
@@ -31,7 +31,7 @@ def machines_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("machines_own")
 def test_both_ends_of_a_lane() -> None:
-    with socket.socket() as plain, _listen("127.0.0.1", 0) as listener:
+    with socket.socket() as plain, listen_at("127.0.0.1", 0) as listener:
         assert congestion_control(plain) == b"reno"
         with connecting(listener.getsockname(), None) as near:
             wait([listener.fileno()], None)

@@ -18,7 +18,7 @@ from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.device.host_pool import HostPool, open_pool
 from baton.kv_transfer.device.pool import Event, Pool, Staged
 from baton.kv_transfer.endpoint.other_ranks import RECEIVING, SENDING, Line, OtherRanks
-from baton.kv_transfer.endpoint.ranked_pool import RankedPool, _PeerMemory, _Table, open_ranks
+from baton.kv_transfer.endpoint.ranked_pool import RankedMemory, RankedPool, RankedTable, open_ranks
 from baton.kv_transfer.layout import KVLayout, cut
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
 from baton.kv_transfer.protocol.local_messages import Copied, FromRank, Opened, ToRank
@@ -130,7 +130,7 @@ def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(remainders: list[int 
     ends = [channel_pair() for _ in range(3)]
     line = Line(OtherRanks([end for end, _ in ends]), RECEIVING)
     pool = RankedPool(own, paged(layers, 16, layout, "cpu", 0, 4), line)
-    table, memory = _Table(None, [0], 0), _PeerMemory(own, 1, line, {})
+    table, memory = RankedTable(None, [0], 0), RankedMemory(own, 1, line, {})
     [piece] = cut(layout, 0, (0, 3), (0, 2), SLOT)
     event, outcome = pool.pull(memory, [Staged(piece, 0, table, None, 1)])
     assert not pool.passed(event)

@@ -44,7 +44,7 @@ from baton.router.preparation.child import (
     read_prepared,
     request_head,
 )
-from baton.router.preparation.prepare import _BODIES, Kind, Preparation, Prepared, Served
+from baton.router.preparation.prepare import BODIES, Kind, Preparation, Prepared, Served
 from baton.router.text.chat import ChatTemplate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import inference_pb2 as ipb
@@ -304,7 +304,7 @@ BATCH = {
 
 
 @pytest.mark.parametrize(
-    ("model", "body"), [(BatchBody, BATCH), *((_BODIES[kind], body) for kind, body in NESTED.items())]
+    ("model", "body"), [(BatchBody, BATCH), *((BODIES[kind], body) for kind, body in NESTED.items())]
 )
 def test_validation_stops_at_the_first_errors(model: type[BaseModel], body: dict[str, Any]):
     """An error takes 500 bytes: those of 16 MB of zeros once were more than a child may allocate."""
