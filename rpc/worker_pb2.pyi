@@ -492,7 +492,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("first_pool", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "content_root", "kv_token_bytes", "offload_blocks", "tensor_parallel_size", "attention_doubles_at", "num_layers", "numerics", "status", "weights", "adapters", "adapters_revision", "max_adapters", "group", "data_parallel_size", "image_fingerprint", "kept_image_tokens", "computes_on")
+    __slots__ = ("first_pool", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "content_root", "kv_token_bytes", "offload_blocks", "tensor_parallel_size", "attention_doubles_at", "num_layers", "numerics", "status", "weights", "adapters", "adapters_revision", "max_adapters", "group", "data_parallel_size", "image_fingerprint", "kept_image_tokens", "computes_on", "exchanges_prefixes")
     FIRST_POOL_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -530,6 +530,7 @@ class WorkerDescription(_message.Message):
     IMAGE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     KEPT_IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTES_ON_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGES_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     first_pool: Pool
     index: int
     incarnation: int
@@ -567,7 +568,8 @@ class WorkerDescription(_message.Message):
     image_fingerprint: str
     kept_image_tokens: int
     computes_on: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, first_pool: _Optional[_Union[Pool, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., content_root: _Optional[bytes] = ..., kv_token_bytes: _Optional[int] = ..., offload_blocks: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., attention_doubles_at: _Optional[int] = ..., num_layers: _Optional[int] = ..., numerics: _Optional[str] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., weights: _Optional[_Union[StageWeights, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., adapters_revision: _Optional[int] = ..., max_adapters: _Optional[int] = ..., group: _Optional[str] = ..., data_parallel_size: _Optional[int] = ..., image_fingerprint: _Optional[str] = ..., kept_image_tokens: _Optional[int] = ..., computes_on: _Optional[_Iterable[str]] = ...) -> None: ...
+    exchanges_prefixes: bool
+    def __init__(self, first_pool: _Optional[_Union[Pool, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., content_root: _Optional[bytes] = ..., kv_token_bytes: _Optional[int] = ..., offload_blocks: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., attention_doubles_at: _Optional[int] = ..., num_layers: _Optional[int] = ..., numerics: _Optional[str] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., weights: _Optional[_Union[StageWeights, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., adapters_revision: _Optional[int] = ..., max_adapters: _Optional[int] = ..., group: _Optional[str] = ..., data_parallel_size: _Optional[int] = ..., image_fingerprint: _Optional[str] = ..., kept_image_tokens: _Optional[int] = ..., computes_on: _Optional[_Iterable[str]] = ..., exchanges_prefixes: _Optional[bool] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "path", "fingerprint")

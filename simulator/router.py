@@ -41,6 +41,7 @@ def _seen(row: int, worker: Worker, seats: int) -> SeenWorker:
         max_num_batched_tokens=BUDGET,
         attention_doubles_at=round(worker.machine.doubles_at),
         num_layers=worker.machine.layers,
+        exchanges_prefixes=True,
     )
     return SeenWorker(
         worker.name,

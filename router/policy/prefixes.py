@@ -50,8 +50,9 @@ class Prefixes:
     def source(self, row: int) -> PrefixSource | None:
         """A worker of any pool that has more of the prompt than the worker of this row.
 
-        None: there is no such worker, or fetching takes more than twice as long as computing. The bound is
-        loose, because the worker decides in the end: it knows better what a few tokens of a long prompt cost.
+        None: there is no such worker, one of the two exchanges no prefixes, or fetching takes more than twice
+        as long as computing. The bound is loose, because the worker decides in the end: it knows better what
+        a few tokens of a long prompt cost.
 
         Only reported chunks count: a worker that will compute the prompt has nothing to send yet. A few
         workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.
@@ -65,12 +66,17 @@ class Prefixes:
         fleet, chunks = self._fleet, self._chunks
         index, worker = fleet.loads.index, fleet.workers[row]
         held_tokens = cached.of(row)
-        if cached.most < held_tokens + CHUNK_TOKENS:
+        if cached.most < held_tokens + CHUNK_TOKENS or not worker.description.exchanges_prefixes:
             return None
         best, most_saved = None, -math.inf
         for cached_tokens, rows in cached.levels(held_tokens + CHUNK_TOKENS):
             wanted = chunks[held_tokens // CHUNK_TOKENS : cached_tokens // CHUNK_TOKENS]
-            have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
+            have = [
+                holder
+                for holder in rows
+                if index.has_reported(holder, wanted[-1])
+                and fleet.workers[holder].description.exchanges_prefixes
+            ]
             for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):
                 source = PrefixSource(
                     fleet.workers[holder], index.slowest_tier(holder, wanted), cached_tokens - held_tokens

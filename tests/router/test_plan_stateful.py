@@ -133,6 +133,7 @@ class Life:
             first_pool=pool, incarnation=self.rng.getrandbits(64), vocab_size=10, kv_address="k",
             block_size=16, num_blocks=512, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048,
             num_layers=32, attention_doubles_at=30_000 * (self.rng.random() < 0.9), status=status,
+            exchanges_prefixes=self.rng.random() < 0.9,
         )  # fmt: skip
         described.model_fingerprint = "model=m"
         if self.rolls and len(self.streams) == len(self.pools):

@@ -83,6 +83,7 @@ def _ready(engine: Engine) -> messages.EngineReady:
         image_fingerprint="" if made is None else made.fingerprint,
         kept_image_tokens=engine.kept_image_tokens,
         computes_on=engine.computes_on,
+        exchanges_prefixes=engine.prefix_exchange is not None,
     )
     return messages.EngineReady(
         described,

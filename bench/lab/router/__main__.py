@@ -120,8 +120,9 @@ def decisions(workers: int, count: int, *, busy: float) -> tuple[list[float], li
 
     for i in range(2 * workers):
         described = pb.WorkerDescription(
-            block_size=128, num_blocks=4_000, max_num_seqs=256, max_num_batched_tokens=8_192
-        )
+            block_size=128, num_blocks=4_000, max_num_seqs=256, max_num_batched_tokens=8_192,
+            exchanges_prefixes=True,
+        )  # fmt: skip
         worker = SeenWorker(f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}:7000", described)
         worker.pool = pb.POOL_PREFILL if i < workers else pb.POOL_DECODE
         report(worker)

@@ -86,7 +86,7 @@ class StandIn:
             model_fingerprint="model=m1", layout_fingerprint="l1", kv_address="127.0.0.1:1",
             metrics_address="127.0.0.1:2",  # no process listens there
             block_size=16, num_blocks=512, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048,
-            status=self.status,
+            exchanges_prefixes=True, status=self.status,
         )  # fmt: skip
 
     async def GetStatus(
