@@ -9,20 +9,16 @@ ends at once, so that a process is a child of the parent, and goes on when the h
 import asyncio
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from setproctitle import setproctitle
-
 from baton.processes.children import Forked, adopt_orphans, become
+from baton.processes.forking import serve_forks
 from baton.processes.liveness import HANG_SECONDS
 
 _ADOPTED_WITHIN = 10.0
-_MOST_FDS = 16
 
 Run = Callable[[bytes, Sequence[int]], int]
 """What a process does with what `Forks.start` was given. Returns its exit code."""
@@ -35,7 +31,7 @@ class HelperEnded(Exception):
 class Forks:
     """The parent's side. It owns the helper."""
 
-    def __init__(self, helper: subprocess.Popen[bytes] | Forked, control: socket.socket) -> None:
+    def __init__(self, helper: Forked, control: socket.socket) -> None:
         """`control`: to the helper."""
         self._helper, self._socket = helper, control
         self._socket.setblocking(False)
@@ -96,33 +92,27 @@ def _adopting() -> Iterator[None]:
 # ------------------------------------------------------------ the helper
 
 
-def serve(messages: socket.socket, parent_pid: int, title: str, run: Run) -> NoReturn:
+def serve(messages: socket.socket, parent_pid: int, title: str, run: Run) -> int:
     """Forks until its parent has gone."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # for the parent
-        signal.signal(number, signal.SIG_IGN)
-    setproctitle(title)
-    while True:
-        given, fds = _received(messages)
+
+    def fork(_: bytes, fds: list[int]) -> None:
+        with open(fds.pop(0), "rb") as file:
+            given = file.read()
         reader, writer = os.pipe()
         try:
             if not (between := os.fork()):
                 messages.close()
                 os.close(reader)
-                _fork_again(writer, parent_pid, lambda given=given, fds=fds: run(given, fds))
+                _fork_again(writer, parent_pid, lambda: run(given, fds))
             os.waitpid(between, 0)  # now the parent has adopted the process
             messages.send(os.read(reader, 64))
         except OSError as error:
             messages.send(b"%d" % -(error.errno or 1))
-        for fd in (*fds, reader, writer):
-            os.close(fd)
+        finally:
+            os.close(reader)
+            os.close(writer)
 
-
-def _received(messages: socket.socket) -> tuple[bytes, list[int]]:
-    message, fds, *_ = socket.recv_fds(messages, 64, _MOST_FDS)
-    if not message:
-        os._exit(0)
-    with open(fds.pop(0), "rb") as file:
-        return file.read(), fds
+    return serve_forks(messages, title, fork)
 
 
 def _fork_again(writer: int, parent_pid: int, run: Callable[[], int]) -> NoReturn:

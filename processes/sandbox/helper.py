@@ -18,6 +18,7 @@ from functools import partial
 from setproctitle import setproctitle
 
 from baton.processes.children import become, die_with_parent
+from baton.processes.forking import serve_forks
 from baton.processes.limits import limit_memory
 from baton.system.memory import trim
 
@@ -42,48 +43,41 @@ def fork_children(
     `memory_bytes`: what a child may have at most beside what it shares with this process.
     `work`: for the title of this process.
     """
-    setproctitle(f"{title} {work}")
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the caller
-        signal.signal(number, signal.SIG_IGN)
-    commands, own_pid = socket.socket(fileno=control), os.getpid()
-    alive: dict[int, tuple[int, socket.socket]] = {}  # pid → pidfd, and the socket for its exit code
-    with selectors.DefaultSelector() as selector:
-        selector.register(commands, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                pid, source = key.data or 0, key.fileobj
-                if source is commands:
-                    kind, fds, *_ = socket.recv_fds(commands, 64, 3)
-                    if not kind:
-                        return
-                    ends = socket.socket(fileno=fds.pop(1))
-                    try:
-                        if not (pid := os.fork()):
-                            serve = kinds.get(kind.decode(), lambda: None)
-                            child_title = f"{title} {kind.decode()}"
-                            become(own_pid, partial(_limited, fds, child_title, serve, memory_bytes))
-                    except OSError as error:  # no process is left: a later request may find one
-                        _tell(ends, error.errno or 1)
-                        continue
-                    finally:
-                        for fd in fds:
-                            os.close(fd)
-                    alive[pid] = pidfd, _ = os.pidfd_open(pid), ends
-                    selector.register(pidfd, selectors.EVENT_READ, pid)
-                    selector.register(ends, selectors.EVENT_READ, pid)
-                elif pid in alive and source is alive[pid][1]:
-                    selector.unregister(source)
-                    os.kill(pid, signal.SIGKILL)
-                elif pid in alive:
-                    pidfd, ends = alive.pop(pid)
-                    _, status, usage = os.wait4(pid, 0)
-                    code = os.waitstatus_to_exitcode(status)
-                    selector.unregister(pidfd)
-                    os.close(pidfd)
-                    with contextlib.suppress(KeyError):  # the caller wanted its end
-                        selector.unregister(ends)
-                    _tell(ends, code, usage.ru_utime + usage.ru_stime)
+    own_pid, alive = os.getpid(), set[int]()
+    with selectors.DefaultSelector() as selector, socket.socket(fileno=control) as messages:
+
+        def fork(kind: bytes, fds: list[int]) -> None:
+            ends = socket.socket(fileno=fds.pop(1))
+            try:
+                if not (pid := os.fork()):
+                    serve = kinds.get(kind.decode(), lambda: None)
+                    child_title = f"{title} {kind.decode()}"
+                    become(own_pid, partial(_limited, fds, child_title, serve, memory_bytes))
+            except OSError as error:  # no process is left: a later request may find one
+                _tell(ends, error.errno or 1)
+                return
+            alive.add(pid)
+            pidfd = os.pidfd_open(pid)
+            selector.register(pidfd, selectors.EVENT_READ, partial(ended, pid, pidfd, ends))
+            selector.register(ends, selectors.EVENT_READ, partial(kill, pid, ends))
+
+        def kill(pid: int, ends: socket.socket) -> None:
+            """Its caller wants its end."""
+            if pid in alive:
+                selector.unregister(ends)
+                os.kill(pid, signal.SIGKILL)
+
+        def ended(pid: int, pidfd: int, ends: socket.socket) -> None:
+            alive.remove(pid)
+            _, status, usage = os.wait4(pid, 0)
+            selector.unregister(pidfd)
+            os.close(pidfd)
+            with contextlib.suppress(KeyError):  # the caller wanted its end
+                selector.unregister(ends)
+            _tell(ends, os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)
+
+        serve_forks(messages, f"{title} {work}", fork, selector)
 
 
 def _tell(ends: socket.socket, code: int, cpu_seconds: float = 0.0) -> None:

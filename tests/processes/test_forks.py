@@ -1,11 +1,10 @@
-"""Processes that share what their parent has loaded. The helper is no fork of pytest, which has threads."""
+"""Processes that share what their parent has loaded."""
 
 import asyncio
 import contextlib
 import os
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +13,11 @@ import psutil
 import pytest
 
 from baton.processes import forks as forks_module
-from baton.processes.children import Child
+from baton.processes.children import Child, Forked, process_end
 from baton.processes.forks import Forks, HelperEnded
-from baton.processes.spawn import spawn
+from tests.processes.helpers import helper
 from tests.within import within
 
-Process = subprocess.Popen[bytes]
 HELPER = """
 import os, socket, sys
 from baton.processes import forks
@@ -39,38 +37,38 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.fixture
-def process(ends: tuple[socket.socket, socket.socket]) -> Process:
+def process(ends: tuple[socket.socket, socket.socket]) -> Forked:
     """The helper's."""
     with ends[1] as theirs:
-        return spawn("-c", HELPER, str(theirs.fileno()), given=b"", pass_fds=[theirs.fileno()])
+        return helper(theirs, "-c", HELPER)
 
 
 @pytest.fixture
-def helper(ends: tuple[socket.socket, socket.socket], process: Process) -> Iterator[Forks]:
+def forks(ends: tuple[socket.socket, socket.socket], process: Forked) -> Iterator[Forks]:
     with contextlib.closing(Forks(process, ends[0])) as made:
         yield made
 
 
-async def started(helper: Forks, given: bytes) -> tuple[Child, socket.socket]:
+async def started(forks: Forks, given: bytes) -> tuple[Child, socket.socket]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with theirs:
-        child = Child("a process", await within(helper.start(given, [theirs.fileno()])))
+        child = Child("a process", await within(forks.start(given, [theirs.fileno()])))
     said = await within(asyncio.get_running_loop().sock_recv(ours, 100))
     assert said == b"%b %d" % (given, os.getpid())
     return child, ours
 
 
 async def test_a_process_is_a_child_of_its_parent_and_outlives_the_helper(
-    helper: Forks, process: Process
+    forks: Forks, process: Forked
 ) -> None:
     """Also of a parent with threads. No other can be started then."""
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-    (first, of_first), (second, of_second) = [await started(helper, given) for given in (b"first", b"second")]
+    (first, of_first), (second, of_second) = [await started(forks, given) for given in (b"first", b"second")]
     assert psutil.Process(first.pid).ppid() == os.getpid()
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(HelperEnded):
-        await within(helper.start(b"third", []))
+        await within(forks.start(b"third", []))
     assert not first.has_ended
     with of_first, of_second:
         of_first.send(b"x")
@@ -80,20 +78,20 @@ async def test_a_process_is_a_child_of_its_parent_and_outlives_the_helper(
 
 
 async def test_a_helper_that_hangs_is_killed(
-    helper: Forks, process: Process, monkeypatch: pytest.MonkeyPatch
+    forks: Forks, process: Forked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (await started(helper, b"first"))[1].close()
+    (await started(forks, b"first"))[1].close()
     os.kill(process.pid, signal.SIGSTOP)
     monkeypatch.setattr(forks_module, "HANG_SECONDS", 0.05)
     with pytest.raises(HelperEnded):
-        await helper.start(b"", [])
-    assert process.wait() == -signal.SIGKILL
+        await forks.start(b"", [])
+    await within(process_end(process.pid))
 
 
-async def test_a_helper_that_ends_while_it_is_asked_is_told(helper: Forks, process: Process) -> None:
-    (await started(helper, b"first"))[1].close()
+async def test_a_helper_that_ends_while_it_is_asked_is_told(forks: Forks, process: Forked) -> None:
+    (await started(forks, b"first"))[1].close()
     os.kill(process.pid, signal.SIGSTOP)
-    asked: asyncio.Task[Any] = asyncio.create_task(helper.start(b"", []))
+    asked: asyncio.Task[Any] = asyncio.create_task(forks.start(b"", []))
     await asyncio.sleep(0)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(HelperEnded):

@@ -1,4 +1,4 @@
-"""What a process of a router does in place of serving. It ends at once while its second argument exists."""
+"""What a process of a router does in place of serving. It ends at once while its first argument exists."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ REPLIES = {
 def run(given: bytes, fds: Sequence[int]) -> int:
     config = configured(RouterConfig(model=None, secret=SECRET), given, fds)
     assert config.control_fd is not None
-    if Path(sys.argv[2]).exists():
+    if Path(sys.argv[1]).exists():
         return 3
     report(config.ready_fd, {"ready": {"url": "http://nowhere"}}, last=True)
     control = socket.socket(fileno=config.control_fd)
@@ -37,4 +37,4 @@ def run(given: bytes, fds: Sequence[int]) -> int:
 
 
 if __name__ == "__main__":
-    forks.serve(socket.socket(fileno=int(sys.argv[1])), os.getppid(), "small processes", run)
+    forks.serve(socket.socket(fileno=int(sys.argv[2])), os.getppid(), "small processes", run)

@@ -25,7 +25,6 @@ from baton.kv_names import prompt_hints
 from baton.processes.children import Forked
 from baton.processes.forks import Forks
 from baton.processes.sandbox.client import ForkServer
-from baton.processes.spawn import spawn
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import listen
 from baton.router.processes import sockets, supervise
@@ -35,6 +34,7 @@ from baton.rpc import worker_pb2
 from baton.rpc.stubs import InferenceStub
 from baton.system.addresses import url_host
 from tests.fake_worker import SECRET
+from tests.processes.helpers import helper
 from tests.within import WITHIN, within
 
 from .conftest import TEXT
@@ -337,12 +337,9 @@ def of_small_processes(broken: Path) -> supervise.Supervisor:
     """Its processes do little, and end at once while `broken` exists."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        number = theirs.fileno()
-        helper = spawn(
-            "-m", "tests.router.small_process", str(number), str(broken), given=b"", pass_fds=[number]
-        )
+        process = helper(theirs, "-m", "tests.router.small_process", str(broken))
     config = RouterConfig(model=None, secret=SECRET, port=0, processes=2, admin_port=0)
-    return supervise.Supervisor(config, Forks(helper, ours), ForkServer(IDLE))
+    return supervise.Supervisor(config, Forks(process, ours), ForkServer(IDLE))
 
 
 @pytest.mark.parametrize("failure", ["ends", "no process"])
