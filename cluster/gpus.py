@@ -3,17 +3,17 @@
 import functools
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 from baton.cluster.gpu_pools import Gpu
+from baton.processes import spawn
 
 
 def nvidia_smi(*arguments: str) -> list[str] | None:
     """The output lines of nvidia-smi; None if there is no driver."""
     if shutil.which("nvidia-smi") is None:
         return None
-    smi = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
+    smi = spawn.run(*arguments, program="nvidia-smi", timeout=30)
     return smi.stdout.splitlines() if smi.returncode == 0 else None
 
 

@@ -49,10 +49,18 @@ def spawn(
         )
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with these arguments in a fresh process to its end. Returns what it printed."""
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+def run(
+    *arguments: str, program: str = sys.executable, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python, or another program, with these arguments to its end. Returns what it printed."""
+    return subprocess.run(
+        [program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env=environment(),
+    )
 
 
 def tell(child: subprocess.Popen[bytes], line: bytes) -> None:
