@@ -71,7 +71,7 @@ def test_packed_products_are_those_of_the_values(size: int, bits: int) -> None:
 
 @needs_packing
 @pytest.mark.parametrize("bits", [4, 8])
-def test_memory_sizingning_counts_codes_scales_and_the_copy_for_prompts(bits: int) -> None:
+def test_memory_sizing_counts_codes_scales_and_the_copy_for_prompts(bits: int) -> None:
     linear = PackedLinear(random_groups(64, 256, 32, bits), None)
     packed = sum(tensor.nbytes for half in linear.halves for tensor in half)
     planned = bytes_per_parameter(bits, 32, torch.bfloat16, torch.device("cpu"))
@@ -131,7 +131,7 @@ def test_which_gguf_files_stay_packed(embedded_model_path: Path, monkeypatch: py
     assert chosen("cuda", quantization="gguf") == packed
 
 
-def test_memory_sizingning_counts_the_products_of_each_type(
+def test_memory_sizing_counts_the_products_of_each_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fused product of different types is plain as a whole."""

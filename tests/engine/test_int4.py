@@ -326,7 +326,7 @@ def test_the_output_projection_of_int4_on_load(
     assert type(engine.runner.model.head.product) is kind
 
 
-def test_memory_sizingning_counts_an_output_projection_in_fp8(
+def test_memory_sizing_counts_an_output_projection_in_fp8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

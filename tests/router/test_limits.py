@@ -20,12 +20,6 @@ from .conftest import TEXT, Cluster, make_cluster, prefills_at
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
-def ask_as(cluster: Cluster, key: str, **body: Any) -> asyncio.Task[tuple[int, dict[str, Any]]]:
-    """Asks with an API key."""
-    header = {"Authorization": f"Bearer {key}"}
-    return asyncio.create_task(cluster.post("/v1/completions", header, **body))
-
-
 async def test_a_request_that_would_wait_too_long_is_refused_at_once(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

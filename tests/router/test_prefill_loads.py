@@ -261,7 +261,8 @@ def test_the_chunks_of_a_worker_that_has_gone_are_removed_part_by_part():
         assert before > 100_000
         for number in range(256):
             index.add(2, [number])
-            most, before = max(most, before - held()), held()
+            now = held()
+            most, before = max(most, before - now), now
         assert most < 100 * 13
         assert held() < empty + 266 * 13
         assert len(index) == 10 + 256
