@@ -36,10 +36,12 @@ def main() -> None:
         if len(path.parts) > 1 and target != path.parts[0]
     }
     lines = [line for of_file in code.values() for line in of_file]
-    words = Counter[bool]()
+    words, with_letters = Counter[bool](), 0
     for path in files:
         if path.suffix == ".md":
-            words[_is_page(path)] += len(path.read_text().split())
+            found = path.read_text().split()
+            words[_is_page(path)] += len(found)
+            with_letters += sum(any(map(str.isalpha, word)) for word in found)
     for name, value in {
         "lines without tests": sum(map(len, code.values())),
         "files without tests": len(code),
@@ -53,6 +55,7 @@ def main() -> None:
         "lines of tests": sum(map(len, tests.values())),
         "words of pages": words[True],
         "words of READMEs in folders": words[False],
+        "of both, words with a letter: neither numbers nor marks of tables": with_letters,
     }.items():
         print(f"{value:>8}  {name}")
     print("\nlines by package")
