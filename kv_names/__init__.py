@@ -104,8 +104,11 @@ def extend_names(
     data, step = _words(token_ids[start:stop]), CHUNK_TOKENS * 4
     name = names[-1] if names else root
     for at in range(0, len(data), step):
-        begin = start + at // 4
-        name = _name(name, data[at : at + step], begin, begin + CHUNK_TOKENS, images)
+        begin, words = start + at // 4, data[at : at + step]
+        if images and (pictured := _with_images(words, begin, begin + CHUNK_TOKENS, images)):
+            name = _of_images(pictured, name)
+        else:
+            name = blake2b(words, key=name, digest_size=NAME_BYTES).digest()
         names.append(name)
 
 
@@ -117,35 +120,36 @@ def names_of_prefixes(
     images: Sequence[ImageSpan] = (),
 ) -> list[bytes]:
     """The name of the first tokens, for each of these lengths, ascending. `names` are those of the full
-    chunks among them, or more."""
+    chunks among them, or more. Within a chunk it is the name of the chunk before, and the tokens behind that.
+    It is no hash, and other workers never see it."""
     found: list[bytes] = []
     if not lengths:
         return found
     first = lengths[0] // CHUNK_TOKENS * CHUNK_TOKENS
-    data = _words(token_ids[first : lengths[-1]])
-    hashed, at = blake2b(), -1  # of a chunk, up to this position: no token of it is hashed twice
+    words = bytes(_words(token_ids[first : lengths[-1]]))
     for length in lengths:
         chunks, tail = divmod(length, CHUNK_TOKENS)
-        name, begin = names[chunks - 1] if chunks else root, length - tail
-        if tail and images:
-            name = _name(name, data[4 * (begin - first) : 4 * (length - first)], begin, length, images)
-        elif tail:
-            if at <= begin:
-                hashed, at = blake2b(key=name, digest_size=NAME_BYTES), begin
-            hashed.update(data[4 * (at - first) : 4 * (length - first)])
-            name, at = hashed.digest(), length
+        name = names[chunks - 1] if chunks else root
+        if tail:
+            begin = length - tail
+            behind = words[4 * (begin - first) : 4 * (length - first)]
+            pictured = _with_images(behind, begin, length, images) if images else b""
+            name = _of_images(pictured, name) if pictured else name + behind
         found.append(name)
     return found
 
 
-def _name(key: bytes, words: memoryview, start: int, stop: int, images: Sequence[ImageSpan]) -> bytes:
-    """The name of the tokens up to `stop`, from the name of those before `start`."""
-    within = [image for image in images if image.start < stop and image.stop > start] if images else ()
+def _with_images(words: memoryview | bytes, start: int, stop: int, images: Sequence[ImageSpan]) -> bytes:
+    """What is hashed of the tokens [start, stop), of which an image stands for some. Empty: none does."""
+    within = [image for image in images if image.start < stop and image.stop > start]
     if not within:
-        return blake2b(words, key=key, digest_size=NAME_BYTES).digest()
+        return b""
     # The number of images and their size come first: no tokens look like an image.
     places = b"".join(_PLACE.pack(x.start - start, x.stop - start, x.name) for x in within)
-    data = _COUNT.pack(len(within)) + places + words
+    return _COUNT.pack(len(within)) + places + words
+
+
+def _of_images(data: bytes, key: bytes) -> bytes:
     return blake2b(data, key=key, digest_size=NAME_BYTES, person=b"images").digest()
 
 

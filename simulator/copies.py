@@ -101,9 +101,8 @@ class Copies:
             self._device.name(slot, name)
 
     def _allocate(self) -> int | None:
-        if self._device.free:
-            for name in self._device.evict(1):
-                self._to_host(name)
+        for _, name in self._device.next_evicted(1):
+            self._to_host(name)
         return self._device.allocate()
 
     def _forget_answer(self, number: int) -> None:

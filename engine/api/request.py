@@ -224,6 +224,8 @@ class CachedBlock(NamedTuple):
     before: bytes
     """The name of the block before it in its prompt. Empty: there is none."""
     token_ids: Sequence[int]
+    tenant: bytes = b""
+    """Of the request that computed it."""
 
 
 class Moved(NamedTuple):

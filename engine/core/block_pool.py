@@ -50,9 +50,13 @@ class BlockPool(Cells[bytes]):
 
     def allocate(self, count: int) -> list[int]:
         """Begins a lease on `count` blocks with undefined content. Evicts idle ones where needed."""
-        if count > len(self._free):
-            self.evicted += self.evict(count)
-        return self.take(count)
+        blocks, evicted = self.take(count)
+        if evicted:
+            self.evicted += evicted
+            if self.windows is not None:
+                for block in blocks:
+                    self.windows.freed(block)
+        return blocks
 
     def release(
         self,

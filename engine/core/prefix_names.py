@@ -1,7 +1,7 @@
 """The names of what a request begins with: of its full blocks and chunks. Pure."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from baton.engine.api.request import CachedBlock
 from baton.kv_names import CHUNK_TOKENS, ImageSpan, extend_names, names_of_prefixes, packed, salted
@@ -50,10 +50,11 @@ class PrefixNames:
         extend_names(self.chunks, self._token_ids, end, self._root, self._images)
         return self.chunks[end // CHUNK_TOKENS - 1]
 
-    def cached(self, indices: Sequence[int]) -> Iterator[CachedBlock]:
+    def cached(self, indices: Iterable[int]) -> Iterator[CachedBlock]:
         """These blocks, with the chunks that end in them."""
+        size, blocks, tokens = self._block_size, self.blocks, self._token_ids
         for index in indices:
-            start, stop = (end * self._block_size // CHUNK_TOKENS for end in (index, index + 1))
-            before = self.blocks[index - 1] if index else b""
-            tokens = self._token_ids[index * self._block_size : (index + 1) * self._block_size]
-            yield CachedBlock(self.blocks[index], self.chunks[start:stop], start, self.salt, before, tokens)
+            begin, end = index * size, (index + 1) * size
+            start = begin // CHUNK_TOKENS
+            chunks, before = self.chunks[start : end // CHUNK_TOKENS], blocks[index - 1] if index else b""
+            yield CachedBlock(blocks[index], chunks, start, self.salt, before, tokens[begin:end], self.tenant)

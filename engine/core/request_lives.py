@@ -49,7 +49,7 @@ from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.request_loads import RequestLoads
-from baton.engine.core.request_memory import Admission, RequestMemory, Verdict, Wants
+from baton.engine.core.request_memory import REFUSED, Admission, RequestMemory, Verdict, Wants
 
 LOADING = "a load from a tier"
 """Holds a lease on the request that waits for it."""
@@ -105,6 +105,10 @@ class RequestLives:
         self.reserved = self._of_phase[Phase.RESERVED]
         self.leaving = self._of_phase[Phase.GONE]
         self.loaded: list[LiveRequest] = []
+        self._admission = REFUSED
+        """Of the first request of the queue."""
+        self._asked: tuple[LiveRequest, int] | None = None
+        """That request, and `RequestMemory.moves` then."""
         self._arrivals = 0
         self.shares = FairShares()
         if budget is not None:
@@ -307,12 +311,16 @@ class RequestLives:
 
     @property
     def admission(self) -> Admission:
-        """Of the first request of the queue."""
+        """Of the first request of the queue. The queue is looked at several times a step."""
         if not self.waiting or not self._has_seats(1):
-            return Admission(Verdict.REFUSE)
+            return REFUSED
         first, memory = self.waiting[0], self.memory
-        tokens = len(first.token_ids)
-        return memory.admit(Wants(tokens, memory.hits(first), memory.headroom, 1, memory.window_need(tokens)))
+        asked = first, memory.moves
+        if self._asked != asked or self.budget is not None:  # what a budget may move also depends on time
+            tokens = len(first.token_ids)
+            wants = Wants(tokens, memory.hits(first), memory.headroom, 1, memory.window_need(tokens))
+            self._admission, self._asked = memory.admit(wants), asked
+        return self._admission
 
     def _hits_if_spare(self, live: LiveRequest, tokens: int) -> Sequence[int] | None:
         """The cached blocks with which a request that is not queued may take a seat and memory for so many

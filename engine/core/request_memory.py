@@ -43,6 +43,9 @@ class Admission(NamedTuple):
     """The cached blocks that it begins with."""
 
 
+REFUSED = Admission(Verdict.REFUSE)
+
+
 class RequestMemory:
     """Gives and takes back what a request holds. Its first blocks may come from the prefix cache."""
 
@@ -63,6 +66,8 @@ class RequestMemory:
         self._budget = budget
         self._windows = pool.windows
         self._block_size = pool.block_size
+        windows = None if pool.windows is None else pool.windows.cells
+        self._cells = [cells for cells in (pool, states, windows) if cells is not None]
         self.watermark = max(1, pool.num_blocks // 100)
         """Blocks that an admission leaves free, so that running requests can grow."""
 
@@ -275,20 +280,25 @@ class RequestMemory:
         waits: bool = False,
     ) -> bool:
         """Whether what `has_room` is there without moves that take too long (`Budget.may_provide`)."""
-        wants = self._amounts(blocks, slots, windows)
-        return self._budget is None or self._budget.may_provide(wants, hits, waits=waits)
+        if self._budget is None:
+            return True
+        return self._budget.may_provide(self._amounts(blocks, slots, windows), hits, waits=waits)
 
     def admit(self, wants: Wants) -> Admission:
         """The one decision whether a request may have its memory. It leaves cached blocks out if the memory
         of these, or of what is behind them, must become that of others."""
         slots, windows = wants.slots, wants.windows + self.kept_windows
-        choices = (wants.hits,) if self._budget is None or not wants.hits else (wants.hits, ())
-        for hits in choices:
+        for hits in (wants.hits,) if self._budget is None or not wants.hits else (wants.hits, ()):
             needs = self.need(wants.tokens, hits) + wants.kept, slots, windows, hits
             if self.has_room(*needs):
                 at_once = self.is_at_once(*needs, waits=True)
                 return Admission(Verdict.TAKE if at_once else Verdict.WAIT, hits)
-        return Admission(Verdict.REFUSE)
+        return REFUSED
+
+    @property
+    def moves(self) -> int:
+        """It grows whenever `hits` or `admit` may answer otherwise, if there is no budget."""
+        return sum([cells.moves for cells in self._cells], 0 if self._cache is None else self._cache.changes)
 
     # Giving and taking back
 

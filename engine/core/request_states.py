@@ -40,7 +40,7 @@ class RequestStates:
 
     def take(self, live: LiveRequest, copy: CopyLease | None, branch: int) -> None:
         """Gives the request a slot. It begins with the copy. `branch`: as in `Wanted`."""
-        [slot] = self._pool.take(1)
+        [slot], _ = self._pool.take(1)
         live.states = States(slot, branch=branch)
         live.states.copy = copy
         live.states.begins_with = None if copy is None else copy.slot
@@ -114,7 +114,7 @@ class RequestStates:
         states = live.states
         assert states is not None, "it has blocks"
         states.begins_with = states.kept = states.slot
-        [states.slot] = self._pool.take(1)
+        [states.slot], _ = self._pool.take(1)
         return True
 
     def choose(self, live: LiveRequest, *, newest: bool) -> None:

@@ -111,14 +111,14 @@ class Scheduler:
         order. Returns the number of their tokens in the schedule."""
         used = 0
         while self._waiting and budget > used and not schedule.preempted:
-            live, admission = self._waiting[0], self.lives.admission
-            if admission.verdict is not Verdict.TAKE:
-                break
+            live = self._waiting[0]
             if live is not alone and (alone is not None or live.alone):
                 break
             if before is not None and before.order < live.order:
                 break
             if not self._may_join(live, schedule):
+                break
+            if (admission := self.lives.admission).verdict is not Verdict.TAKE:
                 break
             self.lives.admit(admission)
             if live.phase is Phase.RUNNING:

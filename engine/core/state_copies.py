@@ -147,8 +147,7 @@ class StateCopies(Cells[bytes]):
         slots."""
         if not self.free:
             return None
-        self.evict(1)  # tiers have seen it coming
-        [slot] = self.take(1)
+        [slot], _ = self.take(1)  # tiers have seen coming what it evicts
         self._writing += 1
         return slot
 

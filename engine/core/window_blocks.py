@@ -80,7 +80,7 @@ class WindowBlocks:
         self._block_size = block_size
         self._for_steps = -(-step_tokens // block_size)
         self.cells: Cells[int] = Cells(units, records)
-        taken = self.cells.take(1)
+        taken, _ = self.cells.take(1)
         assert taken == [NULL], "it is the lowest"
         units.let(NULL)  # its unit stays anyway
         self.promised = self._owed = 0
@@ -119,6 +119,7 @@ class WindowBlocks:
         """The reader may read so many window blocks. So many more must be `free`."""
         self._owed -= span.owed
         self.promised += count - span.promised
+        self.cells.moves += 1
         span.promised = count
         self._owed += span.owed
 
@@ -167,8 +168,8 @@ class WindowBlocks:
         if self.has(block):
             cells.share([int(self.of[block])])
             return
-        self._lose(cells.evict(1))
-        [place] = cells.take(1)
+        [place], evicted = cells.take(1)
+        self._lose(evicted)
         cells.publish(place, block)
         self.of[block] = place
 

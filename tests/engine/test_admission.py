@@ -58,7 +58,7 @@ def lives_of(rng: random.Random, *, elastic: bool, kinds: str) -> tuple[RequestL
             pool.publish(block, bytes([number]))
         if not is_read:
             pool.release([block])
-    for slot in () if states is None else states.take(rng.randint(0, states.free)):
+    for slot in () if states is None else states.take(rng.randint(0, states.free))[0]:
         if states is not None and rng.random() < 0.3:
             states.end(slot)
     return RequestLives(pool, max_num_seqs=SLOTS, states=states, budget=budget), copies

@@ -56,11 +56,10 @@ class CellsMachine(RuleBasedStateMachine):
         free = [place for place in self.unheld if place not in self.name]
         going = self.order[: max(0, count - len(free))]
         seen = [name for _, name in self.cells.next_evicted(count)]
-        evicted = self.cells.evict(count)
+        taken, evicted = self.cells.take(count)
         assert evicted == self.lost(going)
         assert seen == [name for name, place in zip(evicted, going, strict=True) if self.rank[place]]
-        taken = self.cells.take(count)
-        assert taken == sorted([*free, *going])[:count]
+        assert taken == [*sorted(free), *going][:count]
         assert self.written[len(self.written) - count :] == taken, "records end before a place is written"
         for place in [*taken, *going]:
             self.rank[place] = Rank.ONLY

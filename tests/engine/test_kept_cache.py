@@ -248,15 +248,15 @@ def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
     def kept() -> KeptBlocks:
         return KeptBlocks(parts(table, lambda blocks: Outcome(lambda: True, lambda: [7] * len(blocks))), 4)
 
-    one = CachedBlock(b"1" * 16, [], 0, b"", b"", [1, 2, 3, 4])
+    one = CachedBlock(b"1" * 16, [], 0, b"", b"", [1, 2, 3, 4], b"tenant")
     two = CachedBlock(b"2" * 16, [b"c" * 16], 0, b"s" * 16, b"1" * 16, [5, 6, 7, 8])
     writer = kept()
-    writer.add([KeptBlock(0, one, b"tenant")])
-    writer.add([KeptBlock(2, two, b""), KeptBlock(1, two._replace(name=b"3" * 16, salt=b"s" * 400), b"")])
+    writer.add([KeptBlock(0, one)])
+    writer.add([KeptBlock(2, two), KeptBlock(1, two._replace(name=b"3" * 16, salt=b"s" * 400))])
     found = kept().left(nothing).blocks
-    assert [(each.block, each.cached, each.tenant) for each in found] == [
-        (0, one._replace(token_ids=found[0].cached.token_ids), b"tenant"),
-        (2, two._replace(token_ids=found[1].cached.token_ids), b""),
+    assert found == [
+        (0, one._replace(token_ids=found[0].cached.token_ids)),
+        (2, two._replace(token_ids=found[1].cached.token_ids)),
     ]
     assert [[*each.cached.token_ids] for each in found] == [[1, 2, 3, 4], [5, 6, 7, 8]]
     for length in (0, 3, 1 << 40):

@@ -40,7 +40,6 @@ def test_the_values_never_change():
         "caa4e5a024eb2a401be9c76c11aa9a4f",
         "f09865628642d06c31f921ac0c43e17f",
     ]
-    assert name_of_prefix(names(range(130)), range(130), 80).hex() == "d1fc3b9ea497ef0f6d44b76d343a4601"
     assert prompt_hints(range(64), ROOT, b"tenant") == [772574056762341225]
 
 

@@ -24,7 +24,7 @@ TOPIC = "kv@worker"
 
 
 def name(number: int) -> bytes:
-    return number.to_bytes(8) + b"the other"
+    return number.to_bytes(8) + b"the rest"
 
 
 def block(number: int, before: int = 0, salt: bytes = b"") -> CachedBlock:

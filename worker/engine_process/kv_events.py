@@ -7,10 +7,12 @@ cached while it is in any tier, and its medium is always "GPU".
 
 import time
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 import msgspec
 
 from baton.engine import CacheChange, CachedBlock, Moved
+from baton.kv_names import NAME_BYTES
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
@@ -98,4 +100,5 @@ def _batch(events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> b
 
 def _number(name: bytes) -> int:
     """vLLM's hash of a block: 64 bits."""
-    return int.from_bytes(name[:8])
+    hashed = name if len(name) == NAME_BYTES else blake2b(name, digest_size=8).digest()
+    return int.from_bytes(hashed[:8])
