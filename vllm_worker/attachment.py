@@ -50,6 +50,9 @@ class Pool(Local):
     blocks."""
     complete: int = 0
     """The number of a group that keeps all tokens, if there is one."""
+    prefixes_move: bool = False
+    """Whether prefixes move between workers: all layers keep all tokens, in one block table whose blocks do
+    not cut a chunk, or are not cut by one."""
 
 
 class Attach(Local):
@@ -89,6 +92,8 @@ class Computed(Local):
 
     tokens: int
     cached: int
+    fetched: int
+    """Of these, tokens that came from another worker's cache for this prompt."""
 
 
 class Costs(Local):
@@ -122,9 +127,26 @@ class Blind(Local):
     decode_id: bytes
 
 
+class Wanted(Local):
+    """Connector → engine process: another worker wants these chunks (`ContentWanted`)."""
+
+    pin_id: bytes
+    chunks: list[bytes]
+    first_chunk: int
+
+
 ToConnector = Close | Commit
 ForRoles = (
-    Started | Computed | Costs | Encoded | Blind | kv.Injected | kv.FetchFailed | kv.Closed | kv.Released
+    Started
+    | Computed
+    | Costs
+    | Encoded
+    | Blind
+    | Wanted
+    | kv.Injected
+    | kv.FetchFailed
+    | kv.Closed
+    | kv.Released
 )
 FromConnector = ForRoles | OnDevice
 _encode = msgspec.msgpack.Encoder().encode

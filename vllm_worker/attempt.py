@@ -12,6 +12,7 @@ from baton.kv_transfer.protocol.messages import FirstToken, Reason
 from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.attachment import Close, Pool
 from baton.worker.engine_process.attempt import Attempt, Lease
+from baton.worker.engine_process.states import State
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +58,8 @@ class VLLMAttempt(Attempt):
     """None: it is no handover, or the connector reads its blocks no more."""
     submitted: bool = False
     """vLLM has had the request."""
+    fetched: int = 0
+    """Tokens that came from another worker's cache for it."""
     answered: bool = False
     """vLLM has sampled a token."""
     first_token: asyncio.Future[FirstToken] = field(default_factory=asyncio.Future)
@@ -70,7 +73,13 @@ class VLLMAttempt(Attempt):
 
     @property
     def computes_prompt(self) -> bool:
-        return self.computing is not None and self.source is None and not self.answered
+        waits = self.computing is not None or self.state is State.IMPORTING
+        return waits and self.source is None and not self.answered
+
+    @property
+    def seated(self) -> bool:
+        """A decode that vLLM has, or will have."""
+        return self.decode and (self.computing is not None or self.state is State.IMPORTING)
 
     @property
     def is_suspect(self) -> bool:

@@ -6,7 +6,8 @@ tokens. vLLM may not have the states at the end of such a block, nor windows: ro
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +21,24 @@ def identifier(image: ImageSpan) -> str:
     return f"{image.name.hex()}-{image.stop - image.start}"
 
 
+class _End(NamedTuple):
+    """A block, and what follows at its end."""
+
+    name: bytes
+    """Of all full chunks up to its end."""
+    tail: list[int]
+    """Tokens after these."""
+    images: list[ImageSpan]
+    """Of the tail."""
+    begin: int
+    """The position of its first token, and that behind its last."""
+    stop: int
+    parent: bytes | None
+    """The block before it."""
+    chunks: list[bytes]
+    """Those that end in it."""
+
+
 class CachedBlocks:
     """
     Attributes:
@@ -27,12 +46,12 @@ class CachedBlocks:
     """
 
     def __init__(self, content_root: bytes, group: int = 0) -> None:
-        """`group`: the number of that one."""
+        """`group`: the number of that one. vLLM must publish the hashes of blocks in full."""
         self._root = content_root
         self._group = group
         self.chunks = CachedChunks()
-        # By block: the name of all full chunks up to its end, the tokens after these, and their images.
-        self._ends: dict[bytes, tuple[bytes, list[int], list[ImageSpan]]] = {}
+        self._ends: dict[bytes, _End] = {}  # by block
+        self._block_of: dict[bytes, bytes] = {}  # by chunk: the block in which it ends
 
     def changed(self, batch: bytes) -> CacheChanged | None:
         """`batch`: what vLLM has published after a step. Returns None if no chunk came or went."""
@@ -44,7 +63,7 @@ class CachedBlocks:
                 case "BlockStored":
                     self._stored(event)
                 case "BlockRemoved":
-                    self._removed(map(_name, event["block_hashes"]))
+                    self._removed(event["block_hashes"])
                 case "AllBlocksCleared":
                     self._removed(list(self._ends))
         return self.chunks.take()
@@ -55,12 +74,13 @@ class CachedBlocks:
             return  # some blocks have no hash, as those behind a window, and it is not said which
         keys = event.get("extra_keys") or [None] * len(event["block_hashes"])  # by block
         if parent is None:
+            last, stop = None, 0
             name, tail, images = salted(self._root, bytes.fromhex(_salt(keys[0] or ()))), list[int](), []
-        elif (end := self._ends.get(_name(parent))) is not None:
-            name, tail, images = end
+        elif (end := self._ends.get(last := parent)) is not None:
+            name, tail, images, stop = end.name, end.tail, end.images, end.stop
         else:
             return  # it was evicted since then
-        for i, (block, keys_of) in enumerate(zip(map(_name, event["block_hashes"]), keys, strict=True)):
+        for i, (block, keys_of) in enumerate(zip(event["block_hashes"], keys, strict=True)):
             # Positions of images count from the first token of `tail`. One may be in several blocks.
             images = [*dict.fromkeys([*images, *_images(keys_of or (), len(tail))])]
             tail, names = [*tail, *tokens[i * size : (i + 1) * size]], []
@@ -68,19 +88,51 @@ class CachedBlocks:
             named = len(names) * CHUNK_TOKENS
             tail, name = tail[named:], (names or [name])[-1]
             images = [ImageSpan(x.start - named, x.stop - named, x.name) for x in images if x.stop > named]
+            begin, stop = stop, stop + size
             if block not in self._ends:  # else two requests have computed it
-                self._ends[block] = name, tail, images
+                self._ends[block] = _End(name, tail, images, begin, stop, last, names)
+                self._block_of |= dict.fromkeys(names, block)
                 self.chunks.add(block, names)
+            last = block
 
     def _removed(self, blocks: Iterable[bytes]) -> None:
         for block in blocks:
-            if self._ends.pop(block, None) is not None:
+            if (end := self._ends.pop(block, None)) is not None:
+                for chunk in end.chunks:
+                    if self._block_of.get(chunk) == block:
+                        del self._block_of[chunk]
                 self.chunks.moved(block, None)
 
+    def blocks_of(self, chunks: Sequence[bytes], first_chunk: int) -> list[bytes]:
+        """Returns vLLM's names of the blocks with as many of these chunks as are cached, from the one with
+        the first position of the first chunk on. Empty: none is cached. `first_chunk`: as in
+        `ContentWanted`."""
+        cached = [*takewhile(self._block_of.__contains__, chunks)]
+        start, stop = first_chunk * CHUNK_TOKENS, (first_chunk + len(cached)) * CHUNK_TOKENS
+        block, found = self._block_of[cached[-1]] if cached else None, list[bytes]()
+        while block is not None and (end := self._ends.get(block)) is not None:
+            if not found and not end.begin < stop <= end.stop:
+                break  # the peer is wrong about the position
+            found.append(block)
+            if end.begin <= start:
+                return found[::-1]
+            block = end.parent
+        return []
 
-def _name(block_hash: int | bytes) -> bytes:
-    """vLLM may publish 64 bits of its hash as a number."""
-    return block_hash if isinstance(block_hash, bytes) else block_hash.to_bytes(8)
+
+def with_numbers(batch: bytes) -> bytes:
+    """Returns what vLLM publishes by default: of each hash, 64 bits as a number."""
+    time, events, *rest = msgspec.msgpack.decode(batch)
+    for event in events:
+        if "block_hashes" in event:
+            event["block_hashes"] = [*map(_number, event["block_hashes"])]
+        if event.get("parent_block_hash") is not None:
+            event["parent_block_hash"] = _number(event["parent_block_hash"])
+    return msgspec.msgpack.encode([time, events, *rest])
+
+
+def _number(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash[-8:])
 
 
 def _salt(keys: Sequence[Any]) -> str:

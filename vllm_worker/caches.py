@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_names.cache_kinds import ATTENTION, LATENT, STATE, CacheArray, CacheKind, Unit, Window
 from baton.kv_transfer import KVLayout, PagedKV
 from baton.vllm_worker.attachment import Pool
@@ -168,7 +169,10 @@ def pool_of(groups: Sequence[Any], num_blocks: int) -> Pool:
     if len(bounded) == len(specs):
         bounded = bounded[1:]
     first = next((i for i, (_, most) in enumerate(bounds) if most is None), 0)
-    return Pool(block_size, num_blocks // weight, weight, bounded, first)
+    layers = [spec_of(specs[0], name) for name in groups[0].layer_names]
+    fit = 0 in (block_size % CHUNK_TOKENS, CHUNK_TOKENS % block_size)
+    move = fit and len(specs) == 1 and all(_most_blocks(spec) is None for spec in (*specs, *layers))
+    return Pool(block_size, num_blocks // weight, weight, bounded, first, prefixes_move=move)
 
 
 def _most_blocks(spec: Any) -> int | None:

@@ -49,6 +49,7 @@ from baton.vllm_worker.caches import (
 from baton.vllm_worker.identity import fingerprint, secret
 from baton.vllm_worker.metadata import REJECTED, ConnectorScheduler, StepMetadata
 from baton.vllm_worker.mixed_steps import MixedSteps
+from baton.vllm_worker.pins import Pins
 from baton.vllm_worker.state_chunks import compute_as_decodes, least_chunk
 from baton.vllm_worker.supported import check_config, check_groups
 from baton.vllm_worker.transfer_process import Settings, TransferProcess
@@ -157,6 +158,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._layers_written = 0
         self._first_tokens: dict[str, int] = {}  # as in the `StepMetadata` of the step
         self._process: TransferProcess | None = None
+        self._pins: Pins | None = None  # in the scheduler
 
     # ------------------------------------------------------------ in the scheduler
 
@@ -165,13 +167,21 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             assert isinstance(reachable, Reachable)
             self._scheduler.address = reachable.address
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pins = Pins(gpu_block_pool)
+
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
+        if self._settings.attach and "pin_id" in params:
+            assert self._pins is not None, "vLLM binds its pool before there are requests"
+            found = self._pins.add(request.request_id, [bytes.fromhex(x) for x in params["pinned"]])
+            self._scheduler.pins(request.request_id, params, found, self._groups[0].kv_cache_spec.block_size)
+            return
         if self._has_states and not self._settings.attach and params.get("do_remote_decode"):
             _leave_out_the_last(request)
         image_tokens = [feature.mm_position.length for feature in request.mm_features or ()]
         self._scheduler.expect(request.request_id, params, request.num_prompt_tokens, image_tokens)
-        if self._settings.attach:
+        if self._settings.attach and "chunks" not in params:
             if "decode_id" in params or "first_token" in params:
                 self._beginning[request.request_id] = request
             if "measures" in params:
@@ -200,9 +210,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, token in tokens.items():
             if (request := self._beginning.get(request_id)) is not None:
                 _append_output(request, token)
+                self._steps.joined()
         self._steps.over(meta.step, now)
-        if connector_output.finished_recving:
-            self._steps.joined()
+        for request_id in connector_output.finished_sending or ():
+            if self._pins is not None:
+                self._pins.end(request_id)
         self._bound_prompts(now)
 
     def _bound_prompts(self, now: float) -> None:
@@ -221,6 +233,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             assert request.kv_transfer_params is not None
             if (token := request.kv_transfer_params.get("first_token")) is not None:  # sampled here
                 _append_output(request, token)
+        if self._pins is not None and request.request_id in self._pins:
+            return None, False  # it is never computed
         count = self._scheduler.to_fetch(request.request_id, num_computed_tokens)
         if self._scheduler.waits(request.request_id, num_computed_tokens + count):
             return None, False  # vLLM asks again in each step, until the request is aborted
@@ -275,6 +289,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if self._pins is not None and request.request_id in self._pins:
+            return True, None
         self._beginning.pop(request.request_id, None)
         self._steps.finished(request.request_id)
         match request.status:

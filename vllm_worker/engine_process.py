@@ -29,8 +29,8 @@ import zmq.asyncio
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker.attachment import ConnectorLink, OnDevice, Pool
-from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
-from baton.vllm_worker.cached_blocks import CachedBlocks
+from baton.vllm_worker.attempt import VLLMAttempt
+from baton.vllm_worker.cached_blocks import CachedBlocks, with_numbers
 from baton.vllm_worker.roles import Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
@@ -45,22 +45,24 @@ log = logging.getLogger(__name__)
 
 TICK = 0.25
 """Seconds between two signs of life."""
+_INT_HASHES = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
 _EXIT_BROKEN, _EXIT_VLLM_GONE = 1, 5
 
 
 def run(config: EngineProcessConfig) -> int:
     gc.enable()
-    _environment(config)
+    int_hashes = _environment(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(config))
+        return runner.run(_run(config, int_hashes))
 
 
-async def _run(config: EngineProcessConfig) -> int:
-    return await EngineProcess(config).run()
+async def _run(config: EngineProcessConfig, int_hashes: bool) -> int:
+    return await EngineProcess(config, int_hashes=int_hashes).run()
 
 
-def _environment(config: EngineProcessConfig) -> None:
-    """Settings that vLLM has no options for. What the user has set wins."""
+def _environment(config: EngineProcessConfig) -> bool:
+    """Settings that vLLM has no options for. What the user has set wins. But this process needs the hashes of
+    blocks in full: returns whether others see numbers."""
     threads = config.engine.num_threads
     settings = {
         "VLLM_CONFIGURE_LOGGING": "0",  # its lines look like all others
@@ -72,13 +74,18 @@ def _environment(config: EngineProcessConfig) -> None:
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    published = os.environ.get(_INT_HASHES, "1") != "0"
+    os.environ[_INT_HASHES] = "0"
+    return published
 
 
 class EngineProcess:
     """Made and used in the event loop's thread."""
 
-    def __init__(self, config: EngineProcessConfig) -> None:
+    def __init__(self, config: EngineProcessConfig, *, int_hashes: bool = True) -> None:
+        """`int_hashes`: whether subscribers of vLLM's events see hashes of blocks as numbers."""
         self._config = config
+        self._int_hashes = int_hashes
         self._link = ServiceLink(config.address)
         self._attempts = AttemptTable[VLLMAttempt](self._send)
         self._heartbeat = Heartbeat(config.heartbeat_fd)
@@ -106,14 +113,13 @@ class EngineProcess:
         self._roles = Roles(
             self._attempts,
             self._send,
-            vllm.generate,
-            vllm.adapters,
+            vllm,
             self._connector.send,
             self._computing,
             self._soon,
             lambda: self._end(_EXIT_VLLM_GONE),
-            cached.chunks,
-            NeededBlocks(pool),
+            cached,
+            pool,
             self._config,
             ready,
         )
@@ -208,7 +214,7 @@ class EngineProcess:
         while True:
             *_, batch = await events.recv_multipart()
             if self._config.kv_events:
-                self._send(messages.CacheEvents(batch))
+                self._send(messages.CacheEvents(with_numbers(batch) if self._int_hashes else batch))
             if (changed := blocks.changed(batch)) is not None:
                 self._send(changed)
 
@@ -221,6 +227,8 @@ class EngineProcess:
         while True:
             if self._roles is None or not self._roles.busy:
                 self._heartbeat.tick()
+            if self._roles is not None:
+                self._roles.expire()
             await asyncio.sleep(TICK)
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

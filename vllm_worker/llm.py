@@ -232,7 +232,7 @@ class VLLM:
     async def generate(
         self, request: engine.EngineRequest, fields: dict[str, Any], priority: int
     ) -> AsyncGenerator[Any, None]:
-        """As `roles.Generate`."""
+        """As `roles.Engine`."""
         ids = [*request.prompt_ids, *request.output_ids]
         try:
             prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
@@ -264,6 +264,15 @@ class VLLM:
                     yield output
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
+        except EngineDeadError as error:
+            raise EngineGone from error
+
+    async def pin(self, pin_id: bytes, params: dict[str, Any]) -> None:
+        """As `roles.Engine`. The scheduler gets a request, which ends before it is computed."""
+        sampling, name = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}), pin_id.hex()
+        try:
+            await self._llm.add_request(name, {"type": "token", "prompt_token_ids": [0]}, sampling)
+            await self._llm.abort(name)
         except EngineDeadError as error:
             raise EngineGone from error
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from baton.kv_names import CHUNK_TOKENS
 from baton.vllm_worker.mixed_steps import StepStats
 
 Ended = Literal["finished", "cancelled"]
@@ -112,7 +113,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Positions [start, stop) that a decode server takes from a prefill server."""
+    """Positions [start, stop) that a decode server takes from a prefill server, or that a worker takes from
+    the prefix cache of another one."""
 
     request_id: str
     decode_id: bytes
@@ -120,6 +122,20 @@ class Fetch:
     """Among the decode attempts of the request."""
     source: Source
     blocks: Blocks
+    start: int
+    stop: int
+    chunks: Sequence[bytes] = ()
+    """Of a prefix: the names of all chunks up to `stop`. Then `source` names no prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Cached positions [start, stop) that another worker reads. `start` is `stop`: there are none."""
+
+    request_id: str
+    pin_id: bytes
+    blocks: Sequence[int]
+    """Up to `stop`. Those before `start` mean nothing."""
     start: int
     stop: int
 
@@ -157,8 +173,10 @@ class StepMetadata:
     """Prefill ids that have lost their blocks: nothing may read these when the step begins."""
     aborted: dict[bytes, Ended] = field(default_factory=dict)
     """Prefill ids that nothing more is sent of."""
-    computed: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens of prompts that have finished, and how many of them were cached."""
+    pinned: list[Pinned] = field(default_factory=list)
+    computed: list[tuple[int, int, int]] = field(default_factory=list)
+    """Tokens of prompts that have finished, how many of them were cached, and how many of these were fetched
+    for the prompt."""
     first_tokens: dict[str, int] = field(default_factory=dict)
     """By request id: outputs with which requests begin. Every rank needs them."""
     number: int = 0
@@ -186,6 +204,8 @@ class _Prompt:
     """A router waits for its start."""
     scored: bool = False
     """Its first token has log probabilities, which the worker knows."""
+    fetched: int = 0
+    """Tokens that came from another worker's cache for it."""
     cached: int = 0
     """Tokens that the prefix cache had."""
 
@@ -251,6 +271,7 @@ class ConnectorScheduler:
                 fixed_id,
                 awaited=params.get("report_start", False),
                 scored=self._named and params.get("logprobs", False),
+                fetched=params.get("fetched", 0) if self._named else 0,
             )
             if fixed_id:
                 self._metadata.expected.append(fixed_id)
@@ -263,8 +284,10 @@ class ConnectorScheduler:
             decode_id, attempt = self._new_id(), 1
             if self._named:
                 decode_id, attempt = bytes.fromhex(params["decode_id"]), params["attempt"]
-            stop = prompt_tokens - self._recomputed
-            self._requests[request_id] = Fetch(request_id, decode_id, attempt, source, (), 0, stop)
+            names = params.get("chunks", ()) if self._named else ()
+            chunks = tuple(bytes.fromhex(name) for name in names)
+            stop = len(chunks) * CHUNK_TOKENS or prompt_tokens - self._recomputed
+            self._requests[request_id] = Fetch(request_id, decode_id, attempt, source, (), 0, stop, chunks)
 
     def to_fetch(self, request_id: str, computed: int) -> int:
         """Returns how many tokens of a prompt come from the prefill server, beyond those computed here."""
@@ -303,6 +326,17 @@ class ConnectorScheduler:
             self._metadata.fetches.append(replace(fetch, blocks=blocks, start=start))
             if self._clears:
                 self._fetched[request_id] = fetch.stop
+
+    def pins(self, request_id: str, params: dict[str, Any], blocks: Sequence[int], block_size: int) -> None:
+        """A request pins these cached blocks, from that with the first position of the first chunk on."""
+        start = params["first_chunk"] * CHUNK_TOKENS
+        first = start // block_size
+        chunks = ((first + len(blocks)) * block_size - start) // CHUNK_TOKENS if blocks else 0
+        stop = start + min(chunks, params["chunks"]) * CHUNK_TOKENS
+        table = [*[0] * first, *blocks] if chunks > 0 else ()
+        self._metadata.pinned.append(
+            Pinned(request_id, bytes.fromhex(params["pin_id"]), table, start, max(start, stop))
+        )
 
     def begins_with(self, request_id: str, first_token: int) -> None:
         """The step is the first one of the request, which has this output already."""
@@ -368,7 +402,7 @@ class ConnectorScheduler:
                 self._metadata.aborted[prompt.fixed_id] = reason
             return False, None
         if first_token is not None or reason == "finished":
-            self._metadata.computed.append((prompt.num_tokens, prompt.cached))
+            self._metadata.computed.append((prompt.num_tokens, prompt.cached, prompt.fetched))
         if first_token is None:
             self._metadata.aborted[prompt.prefill_id] = reason
             return True, None

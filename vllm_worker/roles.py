@@ -21,45 +21,63 @@ prompt. Two workers that both hold prefills for the other may both have no room:
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from baton.engine import EngineRequest, Output
 from baton.kv_names import CHUNK_TOKENS, extend_names, salted
-from baton.kv_transfer import Closed, FetchFailed, Injected, Released
+from baton.kv_transfer import Closed, FetchFailed, Injected, Released, TraceWriter
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.protocol.shared import Tombstones
 from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import (
     Blind,
+    Close,
     Commit,
     Computed,
     Costs,
     Encoded,
     ForRoles,
+    Pool,
     Started,
     ToConnector,
+    Wanted,
 )
 from baton.vllm_worker.attempt import Computing, NeededBlocks, Sending, VLLMAttempt, waits
+from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.metadata import REJECTED, Source
+from baton.vllm_worker.prefixes import PRIORITY, VLLMPrefixes
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
 from baton.worker.engine_process.attempt import UNREAD, AttemptTable, handed_over, logprobs_of
-from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.handler import Handler
+from baton.worker.engine_process.prefix_fetches import PrefixFetches, PrefixLinks, Workers
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.engine_process.states import State
 from baton.worker.messages import FromEngine, FromRouter
-from baton.worker.requests import engine_request, prefill_source
+from baton.worker.requests import content_source, engine_request, prefill_source
 
-Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncGenerator[Any, None]]
-"""(request, fields of SamplingParams, priority): yields vLLM's RequestOutputs. Raises ValueError if the
-request is wrong, and EngineGone."""
+
+class Engine(Protocol):
+    """What roles call of vLLM. All raise `EngineGone`."""
+
+    adapters: Adapters
+    """That vLLM has loaded."""
+
+    def generate(
+        self, request: EngineRequest, fields: dict[str, Any], priority: int
+    ) -> AsyncGenerator[Any, None]:
+        """Yields vLLM's RequestOutputs. `fields`: of SamplingParams. Raises ValueError if the request is
+        wrong."""
+        ...
+
+    async def pin(self, pin_id: bytes, params: dict[str, Any]) -> None:
+        """Shows `kv_transfer_params` to the connector. Nothing is computed."""
 
 
 _SERVED = ("acked", "finished")
@@ -81,32 +99,28 @@ class Roles(Handler):
         soon: flushes `attempts` soon.
         gone: vLLM's process has ended. `computing` should keep what it has.
         cached: what vLLM's prefix cache has.
-        needed: counts the blocks of attempts.
-
-    Attributes:
-        adapters: that vLLM has loaded.
+        pool: vLLM's blocks.
     """
 
     def __init__(
         self,
         attempts: AttemptTable[VLLMAttempt],
         send: Callable[[FromEngine], None],
-        generate: Generate,
-        adapters: Adapters,
+        vllm: Engine,
         tell: Callable[[ToConnector], None],
         computing: Callable[[Collection[bytes]], None],
         soon: Callable[[], None],
         gone: Callable[[], None],
-        cached: CachedChunks,
-        needed: NeededBlocks,
+        cached: CachedBlocks,
+        pool: Pool,
         config: EngineProcessConfig,
         ready: messages.EngineReady,
     ) -> None:
         self.load = Load(encoded=None if ready.images is None else Encoded(0, 0, 0.0, 0.0))
         Handler.__init__(self, attempts, send, "--engine vllm")
-        self.adapters = adapters
-        self._changes = set[asyncio.Task[None]]()  # of adapters
-        self._generate = generate
+        self.adapters = vllm.adapters
+        self._tasks = set[asyncio.Task[None]]()  # that no attempt has
+        self._vllm = vllm
         self._tell = tell
         self._computing = computing
         self._soon = soon
@@ -115,9 +129,18 @@ class Roles(Handler):
         self._config = config
         self._described = ready.description
         self._blocks = ready.description.num_blocks - 1  # one of vLLM's pool is never used
-        self._needed = needed
+        self._needed = NeededBlocks(pool)
         self._used = Tombstones[bool](TransferDeadlines().tombstone)
         self._moved = asyncio.Event()  # an attempt has a token, or has ended
+        moves = pool.prefixes_move and config.engine.enable_prefix_caching
+        block_size = pool.block_size if moves else None
+        self._prefixes = VLLMPrefixes(
+            attempts, cached.chunks, self.load, self._run_prefix, block_size=block_size,
+            at_once=not config.rank_arenas,
+        )  # fmt: skip
+        self._links = PrefixLinks()
+        self._fetches = PrefixFetches(self._prefixes, attempts.counts, TraceWriter(None, ""))
+        self._fetches.sources.append(Workers(self._prefixes, config.incarnation, self._links))
 
     @property
     def busy(self) -> bool:
@@ -141,6 +164,7 @@ class Roles(Handler):
                 idle=not self._attempts,
                 adapters_on_device=self.adapters.on_device,
                 adapter_move_seconds=self.adapters.move_seconds,
+                prefix_links=self._links.recent(time.monotonic()),
             ),
             waiting_of_streams=self._waiting_of_streams(computed),
         )
@@ -161,9 +185,12 @@ class Roles(Handler):
         else:
             unused = partial(self._without, message.fingerprint)
             change = self.adapters.unload(message.fingerprint, unused)
+        self._do(change)
+
+    def _do(self, change: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(change)
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _load(self, message: messages.LoadAdapter) -> None:
         fingerprint, error = b"", ""
@@ -210,8 +237,7 @@ class Roles(Handler):
             params = {"do_remote_decode": True, "prefill_id": attempt.id.hex()}
             params["report_start"] = submit.report_start
             params["logprobs"] = attempt.request.sampling.logprobs is not None
-        if self._start(attempt, params) and submit.handover:
-            attempt.sending = Sending(attempt, self._tell)
+        self._compute(attempt, params, content_source(submit))
 
     def _decode(self, message: FromRouter, submit: pb.SubmitDecode) -> None:
         source = prefill_source(submit)
@@ -236,7 +262,7 @@ class Roles(Handler):
                 attempt.request.images = prefill.request.images  # with their pixels
                 params = {"first_token": prefill.first_token.result().token_id}
         needed = self._needed.of(self._attempts)
-        seated = sum(other.decode and other.computing is not None for other in self._attempts)
+        seated = sum(other.seated for other in self._attempts)
         seats = self._config.engine.max_num_seqs
         text = ""
         if needed > self._blocks or seated >= seats:
@@ -246,8 +272,8 @@ class Roles(Handler):
         if text:
             self._attempts.counts.no_room += 1
             attempt.lost(pb.FAILURE_CODE_NO_ROOM, text)
-        elif self._start(attempt, params):
-            self._attempts.reserved(attempt)
+        else:
+            self._compute(attempt, params, None if source is not None else content_source(submit))
 
     def _attempt(self, message: FromRouter, asked: pb.Request, **more: Any) -> VLLMAttempt:
         assert message.origin is not None, "it submits an attempt"
@@ -259,24 +285,33 @@ class Roles(Handler):
             root = salted(self._described.content_root, request.cache_salt)
             spans = [image.span for image in request.images]
             extend_names(chunks, request.prompt_ids, named_tokens, root, spans)
-        uncached = tokens - CHUNK_TOKENS * self._cached.leading(chunks)
+        uncached = tokens - CHUNK_TOKENS * self._cached.chunks.leading(chunks)
         return VLLMAttempt(
             stream=message.stream, origin=message.origin, tokens=tokens, request=request, chunks=chunks,
             uncached=uncached, ended=self._ended, **more,
         )  # fmt: skip
 
-    def _start(self, attempt: VLLMAttempt, kv_transfer_params: dict[str, Any]) -> bool:
-        """Gives the request to vLLM. Returns False if it is wrong."""
-        request = attempt.request
+    def _compute(self, attempt: VLLMAttempt, params: dict[str, Any], place: pb.ContentSource | None) -> None:
+        """Gives the request to vLLM. What its cache lacks of the prompt may come from another worker before.
+        `params`: of the connector."""
+        start = partial(self._start, attempt, params)
+        if self._fetches.get(attempt, attempt.request, place, start):
+            attempt.to(State.IMPORTING)
+        else:
+            start(0)
+
+    def _start(self, attempt: VLLMAttempt, kv_transfer_params: dict[str, Any], fetched: int) -> None:
+        request, attempt.fetched = attempt.request, fetched
         try:
             fields = sampling(request, only_first=attempt.handover, scores_prompt=attempt.source is None)
             if attempt.source is None and not all(image.pixels for image in request.images):
                 raise ValueError("images: their pixels are missing, and this worker computes the prompt")
         except ValueError as error:
             attempt.lost(pb.FAILURE_CODE_INVALID, str(error))
-            return False
+            return
         params = {
             **kv_transfer_params,
+            **({"fetched": fetched} if fetched else {}),
             # As in `LiveRequest.due`.
             "first_token_within": -math.inf if request.output_ids else request.first_token_within,
             "gap_cost": request.gap_cost,
@@ -288,7 +323,10 @@ class Roles(Handler):
         task.add_done_callback(lambda _: self._left(attempt))  # also if it never ran
         attempt.computing = Computing(attempt, task)
         attempt.to(State.COMPUTING if attempt.source is None else State.FETCHING)
-        return True
+        if attempt.handover:
+            attempt.sending = Sending(attempt, self._tell)
+        elif attempt.decode:
+            self._attempts.reserved(attempt)
 
     def _open(self, attempt: VLLMAttempt) -> bool:
         """As `AttemptTable.open`. An id that vLLM has had is not used again: vLLM aborts a request later
@@ -312,7 +350,38 @@ class Roles(Handler):
         for attempt in list(self._attempts):
             attempt.close("cancelled")
 
+    def expire(self) -> None:
+        """Computes prompts whose prefixes do not come in time. To be called now and then."""
+        self._fetches.expire()
+
+    def _serve(self, wanted: Wanted) -> None:
+        """Another worker wants a prefix. The connector keeps its blocks until they are sent."""
+        if blocks := self._cached.blocks_of(wanted.chunks, wanted.first_chunk):
+            first, count = wanted.first_chunk, len(wanted.chunks)
+            names = [name.hex() for name in blocks]
+            params = {"pin_id": wanted.pin_id.hex(), "pinned": names, "first_chunk": first, "chunks": count}
+            self._do(self._pin(wanted.pin_id, params))
+        else:
+            self._tell(Close(wanted.pin_id, "gone"))
+
     # ------------------------------------------------------------ of vLLM
+
+    async def _run_prefix(self, request: EngineRequest, params: dict[str, Any]) -> None:
+        """As `run` of `VLLMPrefixes`."""
+        fields = sampling(request, only_first=True, scores_prompt=False)
+        fields["extra_args"] = {"kv_transfer_params": params}
+        try:
+            async with aclosing(self._vllm.generate(request, fields, PRIORITY)) as outputs:
+                async for _ in outputs:
+                    pass
+        except EngineGone:
+            self._gone()
+
+    async def _pin(self, pin_id: bytes, params: dict[str, Any]) -> None:
+        try:
+            await self._vllm.pin(pin_id, params)
+        except EngineGone:
+            self._gone()
 
     async def _run(self, attempt: VLLMAttempt, fields: dict[str, Any], priority: int) -> None:
         try:
@@ -321,7 +390,7 @@ class Roles(Handler):
                 await self._moved.wait()
             attempt.submitted = True
             self._computes()
-            async with aclosing(self._generate(attempt.request, fields, priority)) as outputs:
+            async with aclosing(self._vllm.generate(attempt.request, fields, priority)) as outputs:
                 async for output in outputs:
                     if attempt.source is not None and output.outputs[0].token_ids:
                         # vLLM's socket may be faster than the connector's.
@@ -398,7 +467,7 @@ class Roles(Handler):
                     self._tell(Commit(attempt.id, first))
                 attempt.first_token.set_result(first)
             else:
-                self._attempts.counts.count_prompt(attempt.tokens, output.cached_tokens, 0)
+                self._attempts.counts.count_prompt(attempt.tokens, output.cached_tokens, attempt.fetched)
             self._attempts.prefilled(attempt, output)
         self._attempts.token(attempt, output)
 
@@ -434,21 +503,31 @@ class Roles(Handler):
 
     def heard(self, message: ForRoles) -> None:
         match message:
-            case Computed(tokens, cached):
-                self._attempts.counts.count_prompt(tokens, cached, 0)
-                return
+            case Computed(tokens, cached, fetched):
+                self._attempts.counts.count_prompt(tokens, cached, fetched)
             case Costs(costs):
                 self.load.costs = costs
-                return
             case Encoded():
                 self.load.encoded = message
-                return
-        attempt_id = message.prefill_id if isinstance(message, Started | Released) else message.decode_id
-        if (attempt := self._attempts.find(attempt_id)) is None:
-            return
+            case Wanted():
+                self._serve(message)
+            case Started(attempt_id) | Released(attempt_id):
+                if (attempt := self._attempts.find(attempt_id)) is not None:
+                    self._of_prefill(attempt, message)
+            case _:
+                if (attempt := self._attempts.find(message.decode_id)) is not None:
+                    self._of_decode(attempt, message)
+                elif not isinstance(message, Blind):
+                    self._prefixes.handle(message)
+
+    def _of_prefill(self, attempt: VLLMAttempt, message: Started | Released) -> None:
+        if isinstance(message, Started):
+            self._attempts.prefill_started(attempt)
+        else:
+            self._released(attempt, message.reason)
+
+    def _of_decode(self, attempt: VLLMAttempt, message: Injected | FetchFailed | Closed | Blind) -> None:
         match message:
-            case Started():
-                self._attempts.prefill_started(attempt)
             case Injected(_, first_token, stats):
                 attempt.first_token.set_result(first_token)
                 self._attempts.injected(attempt, stats)
@@ -463,8 +542,6 @@ class Roles(Handler):
                 self._end_without_kv(attempt)
             case Blind():
                 attempt.lost(pb.FAILURE_CODE_HANDED_BACK, "preempted: its images are on another worker")
-            case Released(_, reason):
-                self._released(attempt, reason)
 
     def _released(self, prefill: VLLMAttempt, reason: str) -> None:
         self._sent(prefill)

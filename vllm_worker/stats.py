@@ -8,6 +8,7 @@ from baton.engine import EngineStats
 from baton.engine.api.stats import EncoderStats, StepStats
 from baton.vllm_worker.attachment import Encoded
 from baton.vllm_worker.attempt import VLLMAttempt
+from baton.worker.engine_process.states import State
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class Load:
             blocks_spare=free,  # vLLM does not tell what it has cached
             blocks_total=blocks,
             blocks_cached=0,
-            held_prefills=sum(attempt.computing is None for attempt in attempts),
+            held_prefills=sum(x.computing is None and x.state is not State.IMPORTING for x in attempts),
             reservations=sum(x.source is not None and not x.answered for x in attempts),
             preemptions=self.preemptions,
             prefix_cache_queries=self.queries,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer import (
     Began,
     Closed,
@@ -34,10 +35,22 @@ from baton.kv_transfer import (
 )
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Costs, Encoded, OnDevice, Started
-from baton.vllm_worker.metadata import BlockTable, Fetch, StepMetadata, block_ids, log
+from baton.vllm_worker.attachment import (
+    Blind,
+    Close,
+    Commit,
+    Computed,
+    Costs,
+    Encoded,
+    OnDevice,
+    Started,
+    Wanted,
+)
+from baton.vllm_worker.metadata import BlockTable, Fetch, Pinned, StepMetadata, block_ids, log
 
 Event = Injected | FetchFailed | Closed | Released
+NULL_BLOCK = 0
+"""vLLM's, which no request reads."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +104,18 @@ class Attendant:
     def fetch(self, owner: Fetching) -> None:
         fetch, source = owner.fetch, owner.fetch.source
         ids = block_ids(self._tables, fetch.blocks, fetch.stop)
+        if fetch.chunks:
+            # The first chunk may begin in blocks that are cached here: they are not written again.
+            [table], first = self._tables, fetch.start // CHUNK_TOKENS
+            cached = fetch.start // table.block_size * table.pieces
+            ids[:cached] = [NULL_BLOCK] * cached
+            self.order(
+                lambda receiver: receiver.fetch_content(
+                    fetch.decode_id, chunks=fetch.chunks[first:], first_chunk=first,
+                    kv_address=source.kv_address, incarnation=source.incarnation, block_ids=ids, owner=owner,
+                )
+            )  # fmt: skip
+            return
         self.order(
             lambda receiver: receiver.fetch(
                 fetch.decode_id, prefill_id=source.prefill_id, kv_address=source.kv_address,
@@ -147,13 +172,7 @@ class Attendant:
                     receiver.shutdown()
                     return
                 for event in (*map(self._checked, receiver.poll()), *self._sender.poll()):
-                    if isinstance(event, ContentWanted):  # vLLM's prefix cache is not served
-                        self._sender.close(event.pin_id, "gone")
-                        continue
-                    assert not isinstance(event, Began), "vLLM computes all of a prompt, or nothing"
-                    self._events.put(event)
-                    if worker is not None:
-                        worker.post(structs.replace(event, owner=None))
+                    self._report(event)
                 self.joins_at = receiver.next_injection
                 if worker is not None:
                     worker.flush()
@@ -166,8 +185,27 @@ class Attendant:
         except Exception as error:  # noqa: BLE001  any error: `events` raises it in vLLM's thread
             self._events.put(error)
 
+    def _report(self, event: Event | Began | ContentWanted) -> None:
+        worker = self._worker
+        if not isinstance(event, ContentWanted):
+            assert not isinstance(event, Began), "vLLM computes all of a prompt, or nothing"
+            self._events.put(event)
+            if worker is not None:
+                worker.post(structs.replace(event, owner=None))
+        elif worker is not None:
+            worker.post(Wanted(event.pin_id, [*event.chunks], event.first_chunk))
+        else:  # no router tells the other server what is cached here
+            self._sender.close(event.pin_id, "gone")
+
     def _checked(self, event: Event | Began) -> Event | Began:
-        if isinstance(event, Injected) and (defect := event.first_token.defect(self._vocabulary)):
+        if not isinstance(event, Injected):
+            return event
+        fetch = event.owner.fetch if isinstance(event.owner, Fetching) else None
+        if fetch is not None and fetch.chunks:
+            # vLLM caches all that it asked for, or nothing.
+            if event.stats.tokens < fetch.stop - fetch.start // CHUNK_TOKENS * CHUNK_TOKENS:
+                return FetchFailed(event.decode_id, "gone", event.owner)
+        elif defect := event.first_token.defect(self._vocabulary):
             return FetchFailed(event.decode_id, defect, event.owner)
         return event
 
@@ -257,11 +295,23 @@ class Transfers:
         for prefill_id, reason in metadata.aborted.items():
             self._sender.close(prefill_id, reason)
             self._has_blocks(prefill_id)
+        for pinned in metadata.pinned:
+            self._serve(pinned)
         for fetch in metadata.fetches:
             fetching = self._fetches[fetch.decode_id] = Fetching(fetch, time.monotonic() + self._timeout)
             self._attendant.fetch(fetching)
         for fetch in metadata.declined:
             self._attendant.decline(fetch)
+
+    def _serve(self, pinned: Pinned) -> None:
+        """Sends cached blocks. A step before this one may still write to them."""
+        start, stop, owner = pinned.start, pinned.stop, SentPrefill(pinned.request_id, has_blocks=True)
+        if start == stop:
+            self._sender.close(pinned.pin_id, "gone")
+            self._sent.add(pinned.request_id)
+        else:
+            blocks = block_ids(self._tables, [pinned.blocks], stop)
+            self._sender.serve(pinned.pin_id, blocks, start, stop, owner=owner, after_steps=True)
 
     def _has_blocks(self, prefill_id: bytes) -> None:
         """The connector has the blocks of a prefill, unless it never began."""
@@ -298,7 +348,8 @@ class Transfers:
             self._attendant.decline(fetch)
             if fetching.deadline is not None:
                 reason = event.reason if isinstance(event, FetchFailed) else f"in {self._timeout:g} s"
-                log.warning("%s: its KV did not come (%s)", fetch.request_id, reason)
+                if not fetch.chunks:  # else its prompts are computed
+                    log.warning("%s: its KV did not come (%s)", fetch.request_id, reason)
                 if len(self._tables) == 1:
                     [blocks] = fetch.blocks
                     self._failed_blocks |= set(blocks[fetch.start // self._tables[0].block_size :])

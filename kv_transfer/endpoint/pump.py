@@ -220,10 +220,10 @@ class Pump:
             if prefill.transfer is not None:
                 self._slicing.add(prefill.transfer, entry)
 
-    def serve(self, pin_id: bytes, table: Any, start: int, stop: int, owner: Any) -> None:
-        # No event: the steps that wrote the KV are over, and it need not wait for those under way.
+    def serve(self, pin_id: bytes, table: Any, start: int, stop: int, owner: Any, event: Any) -> None:
+        """`event` None: the steps that wrote the KV are over, and it need not wait for those under way."""
         layers = range(self._layout.num_layers)
-        ready = [ReadyLayer(layer, start, stop, None, states=True) for layer in layers]
+        ready = [ReadyLayer(layer, start, stop, event, states=True) for layer in layers]
         self._prefills[pin_id] = OutgoingPrefill(
             pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN, owner=owner
         )

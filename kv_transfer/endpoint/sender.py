@@ -132,13 +132,17 @@ class Sender:
         stop: int,
         state_slot: int = 0,
         owner: Any = None,
+        *,
+        after_steps: bool = False,
     ) -> None:
         """Sends positions [start, stop) of these blocks, which are complete and stay until `Released`. If the
         layout has states, so are those after `stop`, in `state_slot`.
 
-        This answers `ContentWanted`. The positions are those of its first chunks."""
-        table = self._pump.pool.table(block_ids, stop, state_slot)
-        self._order(self._pump.serve, pin_id, table, start, stop, owner)
+        This answers `ContentWanted`. The positions are those of its first chunks. `after_steps`: they are
+        complete when the current stream gets here."""
+        pool = self._pump.pool
+        table, event = pool.table(block_ids, stop, state_slot), pool.record() if after_steps else None
+        self._order(self._pump.serve, pin_id, table, start, stop, owner, event)
 
     def has_fetch(self, prefill_id: bytes) -> bool:
         """A decode worker asks for the prefill. This may be true before `open`."""

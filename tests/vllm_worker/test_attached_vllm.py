@@ -241,7 +241,7 @@ async def close_and_lose(prefill: Worker, decode: Worker, prompt: list[int]) -> 
     assert len(await prefill.answers([(prompt, SAMPLED, prefill.sends(prefill_id))])) == 1
     prefill.link.send(Close(prefill_id))
     told = await prefill.until_heard(2)  # in any order: vLLM's next step and the test are not in step
-    assert Computed(len(prompt), 128) in told
+    assert Computed(len(prompt), 128, 0) in told
     assert Released(prefill_id, "cancelled") in told
     [tokens] = await decode.answers([(prompt, GREEDY, prefill.fetched_by(decode_id, prefill_id))])
     assert tokens == []

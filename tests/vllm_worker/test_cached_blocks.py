@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.kv_names import ImageSpan, Tier, prompt_hints, with_adapter
-from baton.vllm_worker.cached_blocks import CachedBlocks, identifier
+from baton.kv_names import ImageSpan, Tier, extend_names, prompt_hints, salted, with_adapter
+from baton.vllm_worker.cached_blocks import CachedBlocks, identifier, with_numbers
 
 ROOT = b"r" * 32
 
@@ -33,6 +33,10 @@ class Cache:
             block_size=self._size, **more,
         )  # fmt: skip
 
+    @property
+    def blocks_of(self) -> Any:
+        return self._blocks.blocks_of
+
     def remove(self, *hashes: int, **more: Any) -> dict[int, Tier | None]:
         return self._publish(type="BlockRemoved", block_hashes=hashes, **more)
 
@@ -56,6 +60,34 @@ def test_chunks_come_with_the_block_in_which_they_end(size: int) -> None:
     assert set(seen.values()) == {CACHED}
     last = 256 // size - 1
     assert set(cache.remove(last)) == set(HINTS[-max(1, size // 64) :])
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_blocks_are_found_by_their_chunks(size: int) -> None:
+    cache, names = Cache(size), list[bytes]()
+    extend_names(names, PROMPT, 256, salted(ROOT, b""))
+    blocks = list(range(1, 1 + 256 // size))
+    half = len(blocks) // 2
+    cache.store(blocks[:half], None, PROMPT[:128])
+    cache.store(blocks[half:], blocks[half - 1], PROMPT[128:])
+    assert cache.blocks_of(names, 0) == blocks
+    assert cache.blocks_of([*names[:3], bytes(16)], 0) == blocks[: -(-192 // size)], "up to what it lacks"
+    assert cache.blocks_of(names[1:], 1) == blocks[64 // size :]
+    assert cache.blocks_of(names[1:], 1 << 40) == [], "a peer may be wrong about the position"
+    assert cache.blocks_of([bytes(16)], 0) == []
+    cache.remove(blocks[0])
+    assert cache.blocks_of(names, 0) == [], "its beginning was evicted"
+    cache.remove(*blocks[1:])
+    assert cache.blocks_of(names[2:], 2) == []
+
+
+@pytest.mark.parametrize("parent", [None, bytes(24) + (7).to_bytes(8)])
+def test_subscribers_see_hashes_as_numbers(parent: bytes | None) -> None:
+    stored = {"type": "BlockStored", "block_hashes": [bytes(range(32))], "parent_block_hash": parent}
+    batch = [1.5, [stored, {"type": "AllBlocksCleared"}], 0]
+    seen = msgspec.msgpack.decode(with_numbers(msgspec.msgpack.encode(batch)))
+    told = {"block_hashes": [int.from_bytes(range(24, 32))], "parent_block_hash": parent and 7}
+    assert seen == [1.5, [stored | told, {"type": "AllBlocksCleared"}], 0]
 
 
 def test_all_blocks_of_a_prompt_in_one_event_and_a_continuation() -> None:

@@ -13,6 +13,7 @@ from baton.vllm_worker.metadata import (
     Chunk,
     ConnectorScheduler,
     Fetch,
+    Pinned,
     Source,
     StepMetadata,
     block_ids,
@@ -225,13 +226,39 @@ class TestIdsOfARouter:
         scheduler.begins_with("b", 42)
         assert scheduler.take() == StepMetadata(first_tokens={"b": 42})
 
+    def test_a_prefix_is_fetched_behind_what_is_cached(self, scheduler: ConnectorScheduler) -> None:
+        source, names = Source(*HERE, bytes(16)), [bytes([i]) * 16 for i in range(3)]
+        params = source.params | {"decode_id": prefill_id(9).hex(), "attempt": 0}
+        scheduler.expect("f", params | {"chunks": [name.hex() for name in names]}, 193)
+        assert scheduler.to_fetch("f", 80) == 112
+        scheduler.allocated("f", [[3, 8]], 112)
+        fetched = Fetch("f", prefill_id(9), 0, source, [[3, 8]], 80, 192, tuple(names))
+        assert scheduler.take().fetches == [fetched]
+
+    @pytest.mark.parametrize(
+        ("block_size", "blocks", "table", "stop"),
+        [
+            (16, [4, 5, 6, 7, 8], [0, 0, 0, 0, 4, 5, 6, 7, 8], 128),  # a part of a chunk is not sent
+            (16, [4, 5, 6], (), 64),
+            (16, [], (), 64),
+            (128, [4], [4], 128),  # the first chunk is in the middle of a block
+            (16, range(4, 24), [0, 0, 0, 0, *range(4, 24)], 256),  # more than was asked for
+        ],
+    )
+    def test_pinned_blocks_have_full_chunks(
+        self, scheduler: ConnectorScheduler, block_size: int, blocks: list[int], table: Any, stop: int
+    ) -> None:
+        params = {"pin_id": prefill_id(9).hex(), "first_chunk": 1, "chunks": 3}
+        scheduler.pins("p", params, list(blocks), block_size)
+        assert scheduler.take().pinned == [Pinned("p", prefill_id(9), table, 64, stop)]
+
 
 @pytest.mark.parametrize(
     ("first_token", "reason", "computed"),
-    [(7, "cancelled", [(100, 32)]), (None, "finished", [(100, 32)]), (None, "cancelled", [])],
+    [(7, "cancelled", [(100, 32, 0)]), (None, "finished", [(100, 32, 0)]), (None, "cancelled", [])],
 )
 def test_prompts_that_are_computed_count(
-    scheduler: ConnectorScheduler, first_token: int | None, reason: Any, computed: list[tuple[int, int]]
+    scheduler: ConnectorScheduler, first_token: int | None, reason: Any, computed: list[tuple[int, int, int]]
 ) -> None:
     """With the tokens that were cached."""
     scheduler.expect("a", PREFILLS, 100)

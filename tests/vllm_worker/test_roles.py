@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import pytest
 
 from baton.engine import EngineConfig, EngineRequest, Image
 from baton.kv_names import extend_names, salted
-from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
+from baton.kv_transfer import Closed, FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import Adapters
-from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Pool, Started
-from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt
+from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Pool, Started, Wanted
+from baton.vllm_worker.attempt import VLLMAttempt
+from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.metadata import REJECTED
 from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
-from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import FromEngine
 from tests.layouts import kv_layout
@@ -74,13 +77,14 @@ class Worker:
         self.aborted: list[bytes] = []
         self.gone = False
         self.attempts = AttemptTable[VLLMAttempt](self.sent.append)
-        self.cached = CachedChunks()
+        self.cached = CachedBlocks(b"root")
+        self.adapters = stand_in(Adapters, on_device=[], move_seconds=0.0)
+        self.pins: dict[bytes, dict[str, Any]] = {}
         self.roles = Roles(
-            self.attempts, self.sent.append, self._generate,
-            stand_in(Adapters, on_device=[], move_seconds=0.0), self.told.append, self._computes,
-            self.attempts.flush, self._gone, self.cached, NeededBlocks(Pool(16, 11)),
+            self.attempts, self.sent.append, self, self.told.append, self._computes,
+            self.attempts.flush, self._gone, self.cached, Pool(16, 11, prefixes_move=True),
             stand_in(
-                EngineProcessConfig, incarnation=OURS,
+                EngineProcessConfig, incarnation=OURS, rank_arenas=(),
                 engine=stand_in(EngineConfig, max_num_seqs=3, enable_prefix_caching=True),
             ),
             messages.EngineReady(
@@ -95,7 +99,10 @@ class Worker:
     def _gone(self) -> None:
         self.gone = True
 
-    async def _generate(
+    async def pin(self, pin_id: bytes, params: dict[str, Any]) -> None:
+        self.pins[pin_id] = params
+
+    async def generate(
         self, request: EngineRequest, fields: dict[str, Any], priority: int
     ) -> AsyncGenerator[Any, None]:
         self.fields[request.id], self.priorities[request.id] = fields, priority
@@ -149,6 +156,13 @@ def name(letter: str) -> bytes:
 P, D, E = name("p"), name("d"), name("e")
 
 
+def extended(tokens: int) -> list[bytes]:
+    """The names of the chunks of the prompts of `work`."""
+    names: list[bytes] = []
+    extend_names(names, [1] * tokens, tokens, salted(b"root", b""))
+    return names
+
+
 def source(incarnation: int = THEIRS) -> pb.PrefillSource:
     return pb.PrefillSource(prefill_id=P, kv_address="10.0.0.5:7002", incarnation=incarnation, attempt=3)
 
@@ -161,10 +175,10 @@ async def worker() -> Worker:
 async def test_what_vllm_has_cached_does_not_wait(worker: Worker) -> None:
     names: list[bytes] = []
     extend_names(names, [1] * 130, 130, salted(b"root", b""))
-    worker.cached.add(b"second", names[1:])
+    worker.cached.chunks.add(b"second", names[1:])
     worker.roles.handle(submit_decode(7, work(P, 130), None))
     assert worker.roles.status(0).stats.tokens_waiting == 130, "its beginning is gone"
-    worker.cached.add(b"first", names[:1])
+    worker.cached.chunks.add(b"first", names[:1])
     worker.roles.handle(submit_decode(8, work(D, 130), None))
     assert worker.roles.status(0).stats.tokens_waiting == 130 + 2
     assert worker.roles.status(0).waiting_of_streams == {7: 130, 8: 2}
@@ -267,7 +281,7 @@ async def test_a_prompt_counts_though_its_router_needs_no_answer(worker: Worker)
     await worker.settle()
     worker.roles.handle(cancel(7, P))
     await worker.settle()
-    worker.roles.heard(Computed(20, 16))
+    worker.roles.heard(Computed(20, 16, 0))
     counts = worker.attempts.counts
     assert (counts.prompt_tokens, counts.prompt_tokens_cached) == (20, 16)
 
@@ -306,6 +320,95 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
     assert worker.tokens() == [(2, 5, ""), (3, 6, "length")]
     assert worker.of(messages.Prefilled)
     assert worker.attempts.counts.prompt_tokens == 22
+
+
+class TestPrefixes:
+    """Prompts of which another worker has two chunks."""
+
+    PLACE = pb.ContentSource(kv_address="10.0.0.5:7002", incarnation=THEIRS)
+    NAMES: ClassVar = extended(130)
+
+    @staticmethod
+    def fetch_of(worker: Worker) -> bytes:
+        """Its id: vLLM has no other request."""
+        [fetch] = worker.fields
+        return fetch
+
+    @pytest.fixture(autouse=True)
+    async def asked(self, worker: Worker) -> None:
+        worker.roles.handle(submit_prefill(7, work(P, 130), handover=True, content=self.PLACE))
+        worker.roles.handle(submit_decode(8, work(D, 130), None, self.PLACE))
+        await worker.settle()
+
+    async def test_prompts_wait_for_one_fetch(self, worker: Worker) -> None:
+        """It is a request before all others, with the prefix and a token more."""
+        fetch = self.fetch_of(worker)
+        assert worker.roles.status(0).stats.tokens_waiting == 260
+        assert worker.priorities[fetch] < -(1 << 40)
+        params = worker.fields[fetch]["extra_args"]["kv_transfer_params"]
+        assert params["chunks"] == [each.hex() for each in self.NAMES]
+        assert (params["remote_host"], params["decode_id"]) == ("10.0.0.5", fetch.hex())
+        worker.roles.heard(Injected(fetch, FIRST, replace(STATS, tokens=128, injected_at=1.0)))
+        await worker.settle()
+        assert worker.fields.keys() == {fetch, P, D}, "vLLM has them, and caches the prefix first"
+        assert worker.fields[P]["extra_args"]["kv_transfer_params"]["fetched"] == 128
+        await worker.says(fetch, output([5], "length"))
+        await worker.says(P, output([5], "length"))
+        await worker.says(D, output([5], "length"))
+        worker.roles.heard(Computed(130, 128, 128))
+        worker.roles.heard(Released(P, "acked"))
+        counts = worker.attempts.counts
+        assert counts.prompt_tokens_fetched == 128, "vLLM says that the decode had nothing cached"
+        assert counts.fetched_by_tier[0] == 128
+        assert worker.roles.status(0).told.prefix_links
+        assert worker.idle
+        assert not worker.failures()
+
+    @pytest.mark.parametrize("end", ["failed", "closed", "vllm", "late"])
+    async def test_a_prefix_that_does_not_come_is_computed(
+        self, worker: Worker, end: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fetch = self.fetch_of(worker)
+        match end:
+            case "failed":
+                worker.roles.heard(FetchFailed(fetch, "gone"))
+            case "closed":
+                worker.roles.heard(Closed(fetch))
+            case "vllm":
+                await worker.says(fetch, output([], "error"))
+            case "late":
+                late = time.monotonic() + 60
+                monkeypatch.setattr("baton.worker.engine_process.prefix_fetches.time.monotonic", lambda: late)
+                worker.roles.expire()
+                await worker.settle()
+                assert worker.aborted == [fetch]
+        await worker.settle()
+        assert {P, D} <= worker.fields.keys()
+        assert "fetched" not in worker.fields[P]["extra_args"]["kv_transfer_params"]
+
+    async def test_a_fetch_ends_with_the_last_prompt_that_waits(self, worker: Worker) -> None:
+        fetch = self.fetch_of(worker)
+        worker.roles.handle(cancel(7, P))
+        await worker.settle()
+        assert not worker.aborted
+        worker.roles.handle(cancel(8, D))
+        await worker.settle()
+        assert worker.aborted == [fetch]
+        assert worker.idle
+
+
+async def test_the_cache_is_shown_to_other_workers(worker: Worker) -> None:
+    """vLLM's scheduler keeps blocks that are cached."""
+    hashes = [bytes([i]) * 32 for i in range(8)]
+    event = {"block_hashes": hashes, "parent_block_hash": None, "token_ids": [1] * 128, "block_size": 16}
+    worker.cached.changed(msgspec.msgpack.encode([0.0, [{"type": "BlockStored", **event}], None]))
+    names = extended(192)
+    worker.roles.heard(Wanted(P, names[1:], 1))
+    await worker.settle()
+    shown = {"pin_id": P.hex(), "pinned": [x.hex() for x in hashes[4:]], "first_chunk": 1, "chunks": 2}
+    assert worker.pins == {P: shown}
+    worker.roles.heard(Wanted(D, names[2:], 2))
+    assert worker.told == [Close(D, "gone")]
 
 
 @pytest.mark.parametrize(

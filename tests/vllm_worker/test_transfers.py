@@ -33,7 +33,7 @@ from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.wait import wait
 from baton.vllm_worker.attachment import Attach, Close, Commit, FromConnector, Pool, ToConnector, WorkerLink
 from baton.vllm_worker.caches import Caches, Heads, caches_of
-from baton.vllm_worker.metadata import Chunk, ConnectorScheduler, Fetch, Source, StepMetadata
+from baton.vllm_worker.metadata import Chunk, ConnectorScheduler, Fetch, Pinned, Source, StepMetadata
 from baton.vllm_worker.transfer_process import Settings, TransferProcess
 from baton.vllm_worker.transfers import Transfers
 from tests.forked import forking
@@ -46,6 +46,7 @@ LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
 VOCABULARY = 500
 KINDS = ToConnector, FromConnector
 SECRET = b"a secret of these two servers"
+FETCH = b"f" * 16
 
 
 class Server:
@@ -483,17 +484,53 @@ def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> Non
     assert prefill.told(1) == [Released(prefill_id, "cancelled")]
 
 
-def test_a_peer_that_wants_what_is_cached_is_refused(servers: tuple[Server, Server]) -> None:
-    prefill, decode = servers
-    address, incarnation = prefill.process.address
-    decode.transfers._attendant.order(
-        lambda receiver: receiver.fetch_content(
-            decode_id_of("c"), chunks=[b"c" * 16], first_chunk=0, block_ids=[1, 2, 3, 4],
-            kv_address=address, incarnation=incarnation,
-        )
-    )  # fmt: skip
-    assert decode.told(1) == [FetchFailed(decode_id_of("c"), "gone")]
-    prefill.idle()
+@pytest.mark.parametrize("cached", [4, 8])
+def test_a_prefix_comes_from_another_cache(servers: tuple[Server, Server], cached: int) -> None:
+    """The source has one or two of the two chunks behind those that are cached here, one block of the first
+    among them. vLLM caches all, or nothing."""
+    source, here = servers
+    there, blocks, names = [*range(20, 32)], [*range(2, 14)], [bytes([i]) * 16 for i in range(3)]
+    sent, first = source.of(there, 80, 192), here.of(blocks, 0, 80)
+    prefix = Fetch("f", FETCH, 0, Source(*source.process.address, b""), [blocks], 80, 192, names)
+    here.step(StepMetadata(fetches=[prefix]))
+    [wanted] = source.told(1)
+    assert (wanted.chunks, wanted.first_chunk) == (names[1:], 1)
+    pin = Pinned("p", wanted.pin_id, [*[0] * 4, *there[4 : 4 + cached]], 64, 64 + cached * BLOCK)
+    source.step(StepMetadata(pinned=[pin]))
+    until(lambda: source.sent == {"p"} and here.received == {"f"}, source, here)
+    if cached == 8:
+        assert isinstance(here.told(1)[0], Injected)
+        assert here.transfers.take_failed_blocks() == set()
+        assert all(map(torch.equal, here.of(blocks, 80, 192), sent))
+    else:
+        assert here.told(1) == [FetchFailed(FETCH, "gone")]
+        assert here.transfers.take_failed_blocks() == {*blocks[5:]}
+    assert all(map(torch.equal, here.of(blocks, 0, 80), first)), "what is cached is not written again"
+
+
+def test_a_prefix_that_is_not_cached_any_more(servers: tuple[Server, Server]) -> None:
+    source, here = servers
+    place = Source(*source.process.address, b"")
+    here.step(StepMetadata(fetches=[Fetch("f", FETCH, 0, place, [[2, 3, 4, 5]], 0, 64, [b"c" * 16])]))
+    [wanted] = source.told(1)
+    source.step(StepMetadata(pinned=[Pinned("p", wanted.pin_id, (), 0, 0)]))
+    assert here.told(1) == [FetchFailed(FETCH, "gone")]
+    assert source.sent == {"p"}
+
+
+class Alone(Server):
+    alone = True
+
+
+def test_a_server_behind_a_proxy_shows_no_cache() -> None:
+    source, here = Alone("prefill", 0), Server("decode", 1)
+    try:
+        place = Source(*source.process.address, b"")
+        here.step(StepMetadata(fetches=[Fetch("f", FETCH, 0, place, [[2, 3, 4, 5]], 0, 64, [b"c" * 16])]))
+        assert here.told(1) == [FetchFailed(FETCH, "gone")]
+    finally:
+        source.close()
+        here.close()
 
 
 class TwoRanks(Server):

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from baton.bench.lab.harness.workers import metric
 from tests.system.machine import until
 from tests.within import WITHIN
 
@@ -83,6 +84,23 @@ def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
     expected_counts = {"prefill": 3 + 40 + 130 + 133 + 300 + 310 + 5 + 40, "decode": 0}
     assert computed == expected_counts, "all KV was handed over"
     cluster.assert_whole()
+
+
+@pytest.mark.timeout(900)
+def test_a_prefix_comes_from_the_worker_that_has_it(cluster: VLLMCluster, reference: Reference) -> None:
+    """The next turn of a chat: the prefill worker gets the answer from the decode worker's cache. In another
+    chat, if this router has not heard of the answer yet."""
+    address = cluster.workers()["prefill"]["description"]["metrics_address"]
+    for prompt in prompts_of([300] * 5, 13):
+        answer = streamed(cluster, prompt=prompt, max_tokens=300)
+        turn = [*prompt, *answer, 5, 6, 7]
+        for role, tokens in (("prefill", 256), ("decode", 512)):
+            cluster.until_cached(role, turn, tokens)
+        assert streamed(cluster, prompt=turn, max_tokens=TOKENS) == reference.tokens(turn, TOKENS)
+        cluster.assert_whole()
+        if fetched := metric(f"http://{address}", "baton:prefix_fetched_tokens_total"):
+            break
+    assert fetched == 256
 
 
 @pytest.mark.timeout(900)

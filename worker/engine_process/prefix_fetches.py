@@ -16,15 +16,14 @@ missing, by the same rule.
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from baton.engine import Engine, EngineRequest
+from baton.engine import EngineRequest
 from baton.engine.core.link import Link
-from baton.engine.core.prefix_exchange import Import
 from baton.kv_names import CHUNK_TOKENS
-from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter, TransferDeadlines
+from baton.kv_transfer import Closed, FetchFailed, Injected, TraceWriter, TransferDeadlines
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import Attempt, Lease
@@ -79,7 +78,7 @@ class PrefixFetch:
     id: bytes
     source: "PrefixSource"
     place: Place
-    into: Import
+    into: Any  # an `Import`
     key: bytes  # the name of the first missing chunk
     tokens: int  # that are asked for
     started: float  # time.monotonic(), and the next
@@ -101,6 +100,35 @@ class PrefixFetch:
         for each in waiting:
             each.end()
         return waiting
+
+
+class Exchange(Protocol):
+    """As `PrefixExchange`. vLLM has its own `MissingPrefix` and `Import`."""
+
+    def missing(self, request: EngineRequest, most: int, *, remnant: bool = False) -> Any: ...
+    def start_import(self, missing: Any) -> Any: ...
+
+
+class CachingEngine(Protocol):
+    """What fetches need of an engine."""
+
+    @property
+    def prefix_exchange(self) -> Exchange | None:
+        """None: the engine has no prefix cache, or prefixes of its model do not move."""
+        ...
+
+    def prompt_seconds(self, tokens: int, uncached: int, position: int) -> float: ...
+
+
+class ContentReceiver(Protocol):
+    """What `Workers` needs of a `Receiver`."""
+
+    def fetch_content(
+        self, fetch_id: bytes, *, chunks: Sequence[bytes], first_chunk: int, kv_address: str,
+        incarnation: int, block_ids: Sequence[int], state_slot: int = 0, owner: Any = None,
+    ) -> None: ...  # fmt: skip
+    def cancel(self, fetch_id: bytes, /) -> None: ...
+    def began(self, fetch_id: bytes, /) -> bool: ...
 
 
 class PrefixSource(Protocol):
@@ -158,7 +186,7 @@ class Workers:
 
     brings_all = False
 
-    def __init__(self, receiver: Receiver, incarnation: int, links: PrefixLinks) -> None:
+    def __init__(self, receiver: ContentReceiver, incarnation: int, links: PrefixLinks) -> None:
         """`incarnation`: of this worker."""
         self.cancel = receiver.cancel
         self._receiver = receiver
@@ -197,7 +225,7 @@ class PrefixFetches:
         sources: where prefixes come from. The first one is asked first.
     """
 
-    def __init__(self, engine: Engine, counts: RequestCounts, trace: TraceWriter) -> None:
+    def __init__(self, engine: CachingEngine, counts: RequestCounts, trace: TraceWriter) -> None:
         self.sources: list[PrefixSource] = []
         self._engine = engine
         self._counts = counts
