@@ -123,17 +123,24 @@ class StepModel:
         """Seconds that a step with so many decodes takes longer with prompts, before what each of their
         tokens takes in a large step. A mixture of experts reads nearly all experts for a few dozen tokens;
         a dense model reads no more weights than for the decodes, and has about 0."""
-        large, most = min(LARGE, self.tokens[-1] // 2), self.tokens[-1]
+        return self.fixed_beside(rows, self.decode(rows, 0.0))
+
+    def fixed_beside(self, rows: int, decode: float) -> float:
+        """`fixed`. `decode`: seconds of the step with decodes alone, without context."""
+        most = self.tokens[-1]
+        large = LARGE if most >= 2 * LARGE else most // 2
         if not large:
             return 0.0
         # Without the factors: they change at different times, and would then say that all steps begin late.
         of_decodes, of_prompts = self.factors
-        decode, overlap = self.decode(rows, 0.0) / of_decodes, self.overlap
+        decode, overlap = decode / of_decodes, self.overlap
         # Steps with `large` and with most tokens, as `parts` gives them at position 0.
-        alone, seconds = self._prompt_rows(large) / of_prompts, self._prompt_rows(rows + large) / of_prompts
-        longest, all_rows = self.prompt_seconds[-1] / of_prompts, self._prompt_rows(rows + most) / of_prompts
-        seconds = overlap * max(decode, seconds) + (1.0 - overlap) * (decode + alone)
-        longest = overlap * max(decode, all_rows) + (1.0 - overlap) * (decode + longest)
+        seconds = max(decode, interpolated(self.tokens, self.prompt_seconds, rows + large) / of_prompts)
+        longest = max(decode, interpolated(self.tokens, self.prompt_seconds, rows + most) / of_prompts)
+        if overlap < 1.0:
+            alone, all_alone = self._prompt_rows(large) / of_prompts, self.prompt_seconds[-1] / of_prompts
+            seconds = overlap * seconds + (1.0 - overlap) * (decode + alone)
+            longest = overlap * longest + (1.0 - overlap) * (decode + all_alone)
         each = (longest - seconds) / (most - large)
         return of_decodes * max(0.0, seconds - large * each - decode)
 
@@ -142,7 +149,7 @@ class StepModel:
         if tokens <= 0:
             return 0.0
         if tokens <= (largest := self.tokens[-1]):
-            return self.prompt(tokens, position)
+            return self._prompt_rows(tokens) + self.attention(tokens, position)
         return tokens / largest * self.prompt(largest, position + (tokens - largest) / 2)
 
     def parts(self, rows: int, context: float, tokens: int, position: float) -> tuple[float, float]:
@@ -221,6 +228,8 @@ class StepModel:
     def attention(self, tokens: int, position: float) -> float:
         """Seconds beyond those of as many tokens at position 0. Negative for several prompts, but by at most
         these."""
+        if position >= 0.0:
+            return tokens * position * self.pair_seconds
         # Beyond the largest size the table is linear, so it has no more pairs than that size.
         return max(tokens * position, -(min(tokens, self.tokens[-1]) ** 2) / 2) * self.pair_seconds
 
@@ -233,8 +242,8 @@ def interpolated(sizes: Sequence[float], seconds: Sequence[float], size: float) 
         return seconds[0]
     if right == len(sizes):
         right -= 1
-    if right == 0:
-        return seconds[0] * size / sizes[0]
+        if right == 0:
+            return seconds[0] * size / sizes[0]
     left = right - 1
-    slope = (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
-    return seconds[left] + slope * (size - sizes[left])
+    begin, start = seconds[left], sizes[left]
+    return begin + (seconds[right] - begin) / (sizes[right] - start) * (size - start)

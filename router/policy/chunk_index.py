@@ -18,6 +18,8 @@ from baton.kv_names import CHUNK_TOKENS, HINT_BITS, MOST_STORED, Tier
 from baton.rpc import worker_pb2 as pb
 
 MAX_LEVELS = 8
+_FIRST_STEP = 4
+"""Chunks from one look to the next, at first. Each later step is twice as long."""
 _PARTS, _SHIFT = 1 << 8, HINT_BITS - 8
 _PART = _PARTS - 1
 """Chunks are spread over so many dictionaries by their first bits. To enlarge one for all, or to look at all
@@ -56,6 +58,9 @@ class Overlap:
     def levels(self, least: int) -> Iterator[tuple[int, list[int]]]:
         """Numbers of cached tokens, the most first, each with the rows that have them; at least so many."""
         return ((tokens, _rows(rows)) for tokens, rows in reversed(self._levels) if tokens >= least)
+
+
+NOTHING_CACHED = Overlap([])
 
 
 def _rows(rows_left: int) -> list[int]:
@@ -333,31 +338,33 @@ class ChunkIndex:
         It looks at few chunks, since each is somewhere else in memory: of two with equal holders, those
         between are taken to have them, too. Caches evict the end of a prefix first."""
         if chunks is not self._asked or not chunks:
-            known, place, end = list[tuple[int, int, bool]](), 0, len(chunks)
+            known, parts, expecting = list[tuple[int, int, bool]](), self._parts, self._expecting
+            place, end, number, expected = 0, len(chunks), 0, 0
+            if chunks:
+                chunk = chunks[0]
+                number, expected = parts[chunk >> _SHIFT & _PART].get(chunk, 0), expecting.get(chunk, 0)
             while place < end:
-                number, expected = before = self._known_of(chunks[place], -1)
                 if not (number or expected):
                     end = place
                     break
                 holders = self._holders[number]
                 known.append((place, holders.reported | expected, holders.stored))
-                step, after = 1, end  # `place` has these holders, and `after` has others
+                # `place` has these holders, and `after` has others.
+                step, after, next_number, next_expected = _FIRST_STEP, end, 0, 0
                 while place + 1 < after:
                     half = (place + after) // 2 if after < end else end - 1
-                    look = min(place + step, half)
-                    if self._known_of(chunks[look], expected) == before:
+                    look = place + step if place + step < half else half
+                    chunk = chunks[look]
+                    found = parts[chunk >> _SHIFT & _PART].get(chunk, 0)
+                    # A name stands for all chunks before it, so only those who expect them may expect it.
+                    expect = expected and expecting.get(chunk, 0)
+                    if found == number and expect == expected:
                         place, step = look, 2 * step
                     else:
-                        after = look
-                place = after
+                        after, next_number, next_expected = look, found, expect
+                place, number, expected = after, next_number, next_expected
             self._asked, self._known = chunks, [*known, (end, 0, False)]
         return self._known
-
-    def _known_of(self, chunk: int, expected: int) -> tuple[int, int]:
-        """The number of its holders, and the rows that expect it. `expected`: those of an earlier chunk. A
-        name stands for all chunks before it, so no others expect this one."""
-        number = self._parts[chunk >> _SHIFT & _PART].get(chunk, 0)
-        return number, expected and self._expecting.get(chunk, 0)
 
     def overlap(
         self, chunks: Sequence[int], tokens: int, block_size: int, among: int, stores: int = 0
@@ -368,9 +375,12 @@ class ChunkIndex:
         A cached prefix ends at its first missing chunk. The search stops where no worker has more, so an
         unknown prompt costs one lookup. Of the different lengths only the longest `MAX_LEVELS` count.
         """
+        known = self._rows_with(chunks)
+        if len(known) == 1:
+            return NOTHING_CACHED
         levels: list[tuple[int, int]] = []
         rows, most = among, 0
-        for depth, holders, stored in self._rows_with(chunks):
+        for depth, holders, stored in known:
             if stored:
                 holders |= stores
             if (with_chunk := rows & holders) != rows:

@@ -80,7 +80,7 @@ class DecodeLoad:
         """The higher of two shares: KV blocks in use, and seats in use. 0 is idle, 1 is full."""
         blocks = 1 - self.blocks_free / self.blocks_total if self.blocks_total else 1.0
         batch = self.running / self.max_running if self.max_running else 1.0
-        return max(blocks, batch)
+        return blocks if blocks > batch else batch
 
     @property
     def room(self) -> int:
@@ -177,8 +177,8 @@ def two_choices(loads: Sequence[DecodeLoad], rng: random.Random, first: int = 0)
     if count < 2:
         return loads[first].worker if count else None
     one, other = int(rng.random() * count), int(rng.random() * (count - 1))  # `sample` takes 2 µs
-    pair = loads[first + one], loads[first + other + (other >= one)]
-    return min(pair, key=lambda load: load.pressure).worker
+    load, second = loads[first + one], loads[first + other + (other >= one)]
+    return (second if second.pressure < load.pressure else load).worker
 
 
 CACHED_PRESSURE = 0.1

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.router.policy.decode import CACHED_PRESSURE, DecodeCaches, DecodeLoad, DecodePool, two_choices
+from baton.router.policy.pace import Pace
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.policy.settings import DEFAULT_SETTINGS, PlanSettings
@@ -78,6 +79,8 @@ class Fleet:
         prefills, decodes: those that get new work of the pool.
         caches: the prefix caches and loads of all.
         promised_slots, promised_positions: room at decode workers that prompts need when they start.
+        paces: what paces were computed from last, and they, by row. Reports come once a second, and many
+            requests are planned between two.
         policy: chooses prefill workers.
         apart: prefill workers leave all decodes to decode workers with room, as in `regime`.
         had_decode: the decode pool had a worker once.
@@ -93,6 +96,7 @@ class Fleet:
     loads: PrefillLoads
     caches: DecodeCaches
     policy: PrefillPolicy
+    paces: dict[int, tuple[StepModel, tuple[float, ...], Pace]] = field(default_factory=dict)
     promised_slots: int = 0
     promised_positions: int = 0
     settings: PlanSettings = DEFAULT_SETTINGS
@@ -119,8 +123,10 @@ class Fleet:
 
     def prefill_snapshot(self, request: PrefillRequest) -> PrefillSnapshot | None:
         """The prefill workers that may be chosen; None if there are none."""
-        listed = [self.named.get(address) for address in request.avoid]
-        avoided = {worker.row for worker in listed if worker is not None and worker.row >= 0}
+        avoided: Collection[int] = ()
+        if request.avoid:
+            listed = [self.named.get(address) for address in request.avoid]
+            avoided = {worker.row for worker in listed if worker is not None and worker.row >= 0}
         return self.loads.snapshot(request, self.now, avoided)
 
     def choose_decode(
@@ -137,7 +143,9 @@ class Fleet:
         chosen = self.decodes.choose(tokens, self.rng, request.avoid)
         if chosen is None:
             return []
-        row = self._with_adapter(self.named[chosen].row, request, tokens)
+        row = self.named[chosen].row
+        if request.adapter:
+            row = self._with_adapter(row, request, tokens)
         return self.caches.nearest(row, request, self.rng)
 
     def _with_adapter(self, chosen: int, request: PrefillRequest, tokens: int) -> int:

@@ -1,7 +1,7 @@
 """How fast one worker is while it decodes: the part of its offers that is the same for all requests.
 
-    pace(model, …) ─▶ Pace     kept, so it is computed once for each report and number of decodes
-    Pace.steps     ─▶ Steps    those of the worker with other decodes
+    Pace         kept by `Fleet`, so it is computed once for each report and number of decodes
+    Pace.steps   ─▶ Steps    those of the worker with other decodes
 
 A worker that decodes computes prompts for the time of a long step less what its decodes add to such a step,
 and they take that much longer than alone. Pure.
@@ -9,15 +9,12 @@ and they take that much longer than alone. Pure.
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from baton.steps.step_model import StepModel, interpolated, long_seconds
 
 MOST_BUSY = 0.9
 """The most of its time that a worker counts as computing prompts. A bound, not a tuned value: the formula of
 a queue divides by zero for a worker that gets more than it can compute."""
-KEPT = 4_096
-"""Paces to keep: of the reports of a thousand workers, with several numbers of decodes each."""
 
 
 @dataclass(slots=True)
@@ -82,32 +79,36 @@ class Pace:
     behind: float = field(init=False)
 
     def __post_init__(self) -> None:
-        model, most = self.model, self.model.tokens[-1]
-        self.token = model.prompt_seconds[-1] / most + (self.position - most / 2) * model.pair_seconds
-        self.busy = min(MOST_BUSY, self.rate * self.token)
-        self.short = math.sqrt(self.gap * min(self.gap, model.decode_seconds[0]))
-        self.now = self.steps(self.decodes, self.context, self.gap_cost)
-        self.late = self.gap_of(self.now, self.busy)[1]
-        share = min(MOST_BUSY, self.busy * self.now.stretch)  # of its time, as prompts come lately
-        self.behind = share / (1 - share)
+        model, gap, most = self.model, self.gap, self.model.tokens[-1]
+        self.token = token = model.prompt_seconds[-1] / most + (self.position - most / 2) * model.pair_seconds
+        busy, fastest = self.rate * token, model.decode_seconds[0]
+        self.busy = busy = busy if busy < MOST_BUSY else MOST_BUSY  # `min` takes longer
+        self.short = math.sqrt(gap * (gap if gap < fastest else fastest))
+        self.now = now = self.steps(self.decodes, self.context, self.gap_cost)
+        self.late = self.gap_of(now, busy)[1] if now.step else 0.0
+        share = busy * now.stretch  # of its time, as prompts come lately
+        self.behind = share / (1 - share) if share < MOST_BUSY else MOST_BUSY / (1 - MOST_BUSY)
 
     def steps(self, decodes: int, context: float, gap_cost: float) -> Steps:
         """Those of the worker if it decodes so many requests with so many positions and these costs."""
         model, gap = self.model, self.gap
         if not decodes or not gap:
             return PROMPTS_ALONE
-        alone, fixed = _without_context(model, decodes)
-        step = alone + context * model.context_seconds
-        long = long_seconds(step, model.decode_seconds[0], gap, gap_cost, fixed=fixed)
+        alone = interpolated(model.rows, model.decode_seconds, decodes)
+        fixed = model.fixed_beside(decodes, alone)
+        step, overlap = alone + context * model.context_seconds, model.overlap
+        long = long_seconds(step, model.decode_seconds[0], gap, gap_cost, 1.0, fixed)
         # As far as a step reads the weights once for all, a decode takes as long as a prompt token.
-        spare = long - step + model.overlap * alone
-        tokens = _fitting(model, spare) - model.overlap * decodes
+        spare = long - step + overlap * alone
+        tokens = _fitting(model, spare) - overlap * decodes
         if tokens > 0 and spare > 0:  # those far behind the beginning take longer
             tokens *= spare / (spare + tokens * self.position * model.pair_seconds)
         if self.largest and tokens > (most := max(1, self.largest - decodes)):
             tokens, long = most, model.step(decodes, context, most, self.position)
         # A long step has time for prompts, whatever a worker reports.
-        prompts = max(tokens * self.token, long / 16)
+        prompts, least = tokens * self.token, long / 16
+        if prompts < least:
+            prompts = least
         return Steps(step, step if step > self.short else self.short, long, prompts, long / prompts)
 
     def added(self, alone: float, answer: float) -> float:
@@ -132,19 +133,9 @@ class Pace:
         return gap, late + base - self.short
 
 
-@lru_cache(KEPT)
-def _without_context(model: StepModel, decodes: int) -> tuple[float, float]:
-    """Seconds of a step that only decodes so many without context, and `StepModel.fixed`."""
-    return model.decode(decodes, 0.0), model.fixed(decodes)
-
-
 def _fitting(model: StepModel, seconds: float) -> float:
     """Prompt tokens of a step of so many seconds with prompts alone, at position 0."""
     least, most = model.prompt_seconds[0], model.prompt_seconds[-1]
     if least < seconds < most:
         return interpolated(model.prompt_seconds, model.tokens, seconds)
     return model.tokens[-1] if seconds >= most else 0.0
-
-
-pace = lru_cache(KEPT)(Pace)
-"""The pace of a worker. Reports come once a second, and many requests are planned between two."""

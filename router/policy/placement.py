@@ -53,7 +53,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from baton.router.policy.fleet import Fleet
-from baton.router.policy.pace import MOST_BUSY, Pace, pace
+from baton.router.policy.pace import MOST_BUSY, Pace
 from baton.router.policy.plan import Place, Plan, Range, Reason
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefixes import PrefixSource
@@ -133,15 +133,18 @@ class Offer:
         pace, now = self.pace, self.pace.now
         self.tokens = self.request.tokens - self.cached
         self.gap_weight = self.target / pace.gap if pace.gap else 0.0
+        stretch = now.stretch
         alone, wait = pace.model.prefill(self.tokens, self.cached) + self.encoding, self.ahead * pace.token
-        behind = pace.behind * now.stretch * (wait + alone / 2)
-        self.within = self.load + self.adapter + now.stretch * alone + JOIN_STEPS * now.step
-        self.first = self.within + now.stretch * wait
+        behind = pace.behind * stretch * (wait + alone / 2)
+        within = self.load + self.adapter + stretch * alone + JOIN_STEPS * now.step
+        first = within + stretch * wait
         for start, seconds in self.embeddings:
-            last_part = now.stretch * pace.model.prefill(self.request.tokens - start, start)
-            self.within = max(self.within, seconds + last_part + JOIN_STEPS * now.step)
-        self.first = max(self.first, self.within)
-        self.prompt_cost = self.first + behind + self._added(alone) + pace.gap_cost * self.adapter
+            last_part = stretch * pace.model.prefill(self.request.tokens - start, start)
+            within = max(within, seconds + last_part + JOIN_STEPS * now.step)
+        self.within, self.first = within, first if first > within else within
+        self.prompt_cost = self.first + behind
+        if pace.gap_cost:
+            self.prompt_cost += self._added(alone) + pace.gap_cost * self.adapter
 
     def _added(self, alone: float) -> float:
         """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes."""
@@ -173,7 +176,7 @@ class Offer:
     def memory_cost(self, answer: int = 0) -> float:
         """Of what its cache forgets for the prompt, and for so many tokens of the answer."""
         needed = self.request.tokens - self.held_tokens + answer
-        forgotten = min(needed, needed - self.spare)
+        forgotten = needed - self.spare if self.spare > 0 else needed
         if forgotten <= 0:
             return 0.0
         alone = forgotten * self.pace.token
@@ -217,16 +220,28 @@ def offer(
     are computed. `gap`: target of a gap in seconds, if this worker has not decoded."""
     worker, loads = fleet.workers[row], fleet.loads
     status, sent, described = worker.status, worker.load, worker.description
-    budget, held_tokens = described.max_num_batched_tokens, cached
-    speed = status.prefill_tokens_per_s or loads.speed(row)
-    if source is not None and (seconds := source.seconds(worker)) < source.tokens / speed:
-        cached, load = cached + source.tokens, load + seconds
+    budget, held_tokens, model = described.max_num_batched_tokens, cached, worker.step_model
+    if model is None or source is not None:
+        speed = status.prefill_tokens_per_s or loads.speed(row)
+        model = model or reported_model(status, budget, speed)
+        if source is not None and (seconds := source.seconds(worker)) < source.tokens / speed:
+            cached, load = cached + source.tokens, load + seconds
     gap, decoding = status.gap_target_seconds or gap, status.requests_decoding
     # Prompts of other routers count as running, too.
-    prompts = max(0, status.requests_running - decoding)
-    decodes, waiting = max(sent.router_requests, sent.running - prompts), loads.tokens_waiting(row, fleet.now)
-    each = status.gap_cost / decoding if decoding else gap_cost(fleet, gap, request.answer)
-    reserved = max(0, status.blocks_free - sent.blocks_free)  # since the report
+    prompts, decodes = status.requests_running - decoding, sent.running
+    decodes = max(sent.router_requests, decodes - prompts if prompts > 0 else decodes)
+    context = costs = 0.0
+    if decodes:
+        context = status.decode_context * decodes / (decoding or 1)
+        each = status.gap_cost / decoding if decoding else gap_cost(fleet, gap, request.answer)
+        costs = each * decodes
+    given = gap, decodes, context, costs, loads.prompt_rate(row), status.prefill_position
+    given = *given, status.mixed_step_tokens
+    kept = fleet.paces.get(row)
+    if kept is None or kept[0] is not model or kept[1] != given:
+        kept = fleet.paces[row] = model, given, Pace(model, *given)
+    waiting = loads.tokens_waiting(row, fleet.now)
+    spare = status.blocks_spare + min(0, sent.blocks_free - status.blocks_free)  # since the report
     encoding, embeddings = 0.0, list[tuple[int, float]]()
     if request.images:
         lacking = [image for image in request.images if image.stop > cached]
@@ -240,22 +255,13 @@ def offer(
         row,
         request,
         _target(fleet, gap),
-        pace(
-            worker.step_model or reported_model(status, budget, speed),
-            gap,
-            decodes,
-            status.decode_context * decodes / max(1, decoding),
-            each * decodes,
-            loads.prompt_rate(row),
-            status.prefill_position,
-            status.mixed_step_tokens,
-        ),
+        kept[2],
         cached,
         load,
         waiting,
         loads.mean_prompt,
         held_tokens,
-        max(0, status.blocks_spare - reserved) * sent.block_size,
+        spare * sent.block_size if spare > 0 else 0,
         loads.reuse,
         sent.fits(request.tokens + 1),
         max(waiting, loads.router_tokens(row)) > budget,
@@ -317,12 +323,12 @@ def place(prefill: Offer | None, decodes: Sequence[Offer], *, apart: bool = Fals
     costs = {"handover": prefill.prompt_cost + prefill.memory_cost() + joined, "decode": inline}
     if prefill.room and prefill.pace.gap and not apart:
         costs["prefill"] = prefill.prompt_cost + prefill.decode_cost() + prefill.memory_cost(answer)
-    match min(costs, key=costs.__getitem__):
-        case "prefill":
-            return _inline("prefill", prefill, "no_handover", costs, alone)
-        case "decode":
-            return _inline("decode", best, _reason(best), costs, alone)
-    return handover(prefill, to.row, costs, alone)
+    least = min(costs.values())
+    if least == costs["handover"]:
+        return handover(prefill, to.row, costs, alone)
+    if least == inline:
+        return _inline("decode", best, _reason(best), costs, alone)
+    return _inline("prefill", prefill, "no_handover", costs, alone)
 
 
 def place_without_room(prefills: Sequence[Offer]) -> Plan | None:

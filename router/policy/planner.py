@@ -80,9 +80,10 @@ def plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
     draft = _plan(request, held, fleet, prefixes)
     if isinstance(draft, Lack):
         return draft
-    rows = [draft.decode, *(part.worker for part in draft.ranges)]
-    if version is not None and not fleet.has_weights(version, rows):
-        return Lack.ROOM
+    if version is not None:
+        rows = [draft.decode, *(part.worker for part in draft.ranges)]
+        if not fleet.has_weights(version, rows):
+            return Lack.ROOM
     gap_cost = 0.0
     if draft.decode is not None:
         gap = fleet.workers[draft.decode].status.gap_target_seconds

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from baton.kv_names import ImageSpan
-from baton.router.policy.chunk_index import Overlap
+from baton.router.policy.chunk_index import NOTHING_CACHED, Overlap
 
 POINTS_PER_WORKER = 128
 """A worker's share of the sessions varies by 1/√128 = 9 %."""
@@ -196,10 +196,11 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
     wait, cached, rows = snapshot.wait, snapshot.cached, snapshot.rows
     mean = float(np.add.reduce(wait if len(rows) == len(wait) else wait.take(rows))) / len(rows)
     bound = mean * (1 + 1e-9)  # of equal waits the mean may be rounded down
-    # At least one worker is not above the mean, so the walk finds one.
-    home = next(row for row in snapshot.ring.walk(request.key) if wait.item(row) <= bound)
-    saved = cached.most - cached.of(home)
-    if not saved:
+    home = -1
+    for home in snapshot.ring.walk(request.key):
+        if wait.item(home) <= bound:  # at least one worker is not above the mean
+            break
+    if cached is NOTHING_CACHED or not (saved := cached.most - cached.of(home)):
         return home
     if cached.count > 1 and saved < cached.count * snapshot.mean_prompt:
         return home

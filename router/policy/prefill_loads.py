@@ -363,7 +363,8 @@ class PrefillLoads:
 
     def tokens_waiting(self, row: int, now: float) -> float:
         """Prompt tokens that the worker has not computed yet, as estimated."""
-        worker, speed = self._worker(row), self._speed.item(row)
+        worker, speed = self._workers[row], self._speed.item(row)
+        assert worker is not None
         of_first, since = worker.first_seconds, now - worker.first_at  # `min` and `max` take longer
         tokens = speed * worker.router_seconds - speed * (of_first if of_first < since else since)
         reported = worker.tokens - speed * (now - worker.at)

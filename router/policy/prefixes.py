@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from baton.kv_names import CHUNK_TOKENS, Tier
-from baton.router.policy.chunk_index import Overlap
+from baton.router.policy.chunk_index import NOTHING_CACHED, Overlap
 from baton.router.policy.fleet import Fleet, Seen
 from baton.router.policy.prefill import PrefillRequest
 from baton.rpc import worker_pb2 as pb
@@ -41,7 +41,7 @@ class Prefixes:
 
     def __init__(self, fleet: Fleet, request: PrefillRequest) -> None:
         self._fleet, self._chunks = fleet, request.chunks
-        self._cached: Overlap | None = None
+        self._cached = NOTHING_CACHED
         self._sources: dict[int, PrefixSource | None] = {}  # by row
         if fleet.settings.prefix_fetches:
             index, rows = fleet.loads.index, fleet.attached_rows
@@ -58,9 +58,11 @@ class Prefixes:
         workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.
         Workers with KV of another dtype have other names for it.
         """
-        if self._cached is not None and row not in self._sources:
+        if self._cached is NOTHING_CACHED:
+            return None
+        if row not in self._sources:
             self._sources[row] = self._source(row, self._cached)
-        return self._sources.get(row)
+        return self._sources[row]
 
     def _source(self, row: int, cached: Overlap) -> PrefixSource | None:
         fleet, chunks = self._fleet, self._chunks
