@@ -21,7 +21,7 @@ from baton.router.api.jobs import Job, SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.errors import ApiError, Overloaded, RateLimited, TooSlow
 from baton.router.generation.generation import Generation
-from baton.router.generation.output import Choice, Consumers, Delta, Item, TokenQueue, WeightsVersions
+from baton.router.generation.output import Choice, Consumers, Delta, TokenQueue, WeightsVersions
 from baton.router.history import Ended
 from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Prepared
@@ -153,7 +153,9 @@ class ActiveRequest:
         self._error: ApiError | None = None  # until `take` raises it
         self._failure = ""  # its message
         self._unfinished = len(self.choices)
-        self._generates = options.max_tokens_wanted != 0  # else the only token is not sent
+        self._counter = None  # of tokens that are sent
+        if options.max_tokens_wanted != 0:
+            self._counter = self.services.metrics.generation_tokens
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -209,7 +211,8 @@ class ActiveRequest:
         the ApiError that ended the request once, after all deltas before it were taken.
         """
         if self._error is None:
-            deltas = self.pop(await self._token_queue.take(timeout))
+            items = await self._token_queue.take(timeout)
+            deltas = [(i, delta) for i, item in items if (delta := self.add(i, item)) is not None]
             if deltas or self._error is None:
                 return deltas
         error, self._error = self._error, None
@@ -219,34 +222,33 @@ class ActiveRequest:
         finally:
             del error  # it refers to this frame, and a cycle would be garbage
 
-    def consume(self, use: Callable[[float], bool]) -> None:
-        """From now on `use` is called, with the time of the loop, when deltas come while the task waits in
-        `take`. It may `pop` them. The task goes on if it returns False.
+    def consume(self, add: Callable[[int, Delta | ApiError], None], flush: Callable[[float], bool]) -> None:
+        """From now on `add` gets what comes while the task waits in `take`, and passes it to `self.add`. Then
+        `flush` is called, with the time of the loop. The task goes on if it returns False.
 
         The task takes all deltas if the first ones have log probabilities of their prompts, which may be
         long."""
         if not any(job.scores_prompt for job in self.jobs):
-            self._token_queue.consume = use
+            self._token_queue.consume(add, flush)
 
-    def pop(self, items: list[Item] | None = None) -> list[tuple[int, Delta]]:
-        """As `take`, without waiting and without the error. `items`: what was taken of the queue."""
-        deltas: list[tuple[int, Delta]] = []
-        for index, delta in self._token_queue.pop() if items is None else items:
-            if isinstance(delta, ApiError):
-                self._error, self._failure = delta, delta.message
-                break
-            choice = self.choices[index]
-            if choice.finish_reason:
-                continue  # a token after a stop string
-            choice.push(delta)
-            if delta.first:
-                self._choice_began(index)
-            if delta.finish_reason:
-                self._choice_ended(index, choice)
-            deltas.append((index, delta))
-        if self._generates:
-            self.services.metrics.generation_tokens.count += len(deltas)
-        return deltas
+    def add(self, index: int, item: Delta | ApiError) -> Delta | None:
+        """Adds what its generation put to a choice. Returns the delta with its text. None: it is an error,
+        which `take` raises, or a token after a stop string."""
+        if isinstance(item, ApiError):
+            if self._error is None:
+                self._error, self._failure = item, item.message
+            return None
+        choice = self.choices[index]
+        if choice.finish_reason:
+            return None
+        choice.push(item)
+        if item.first:
+            self._choice_began(index)
+        if item.finish_reason:
+            self._choice_ended(index, choice)
+        if self._counter is not None:
+            self._counter.count += 1
+        return item
 
     def _choice_began(self, index: int) -> None:
         if index % self.options.n == 0:  # the choices of a prompt share it

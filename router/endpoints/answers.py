@@ -57,37 +57,40 @@ class Stream(Protocol):
 
 async def stream(active: ActiveRequest, builder: ResponseBuilder | MessagesBuilder, to: Stream) -> None:
     """Writes the deltas as they come, to the end. Raises ApiError if the stream has not begun."""
-    last = b""
+    new: list[bytes] = []  # events that are not written yet
 
-    def consume(now: float) -> bool:
-        nonlocal last
-        if not to.may_write(now):
+    def add(index: int, item: Delta | ApiError) -> None:
+        if (delta := active.add(index, item)) is not None:
+            new.append(builder.events(index, delta))
+
+    def flush(now: float) -> bool:
+        if active.over or not to.may_write(now):
             return False
-        events = b"".join([builder.events(index, delta) for index, delta in active.pop()])
-        if active.finished:
-            last = events
-        elif events:
+        if events := b"".join(new):
             to.write_now(events, now)
-        return not active.over
+        new.clear()
+        return True
 
     try:
         while not active.finished:
             deltas = await _deltas(active, builder)
-            events = b"".join([builder.events(index, delta) for index, delta in deltas])
+            new += [builder.events(index, delta) for index, delta in deltas]
             if active.finished:
-                last += events
-            elif events or not deltas or to.silent:
+                break
+            events, came = b"".join(new), bool(new)
+            new.clear()
+            if events or not came or to.silent:
                 begins = not to.begun
                 await to.write(events)
                 if begins and to.begun:
-                    active.consume(consume)
+                    active.consume(add, flush)
         end = builder.end()
     except ApiError as error:
         if not to.begun:
             raise
         active.services.metrics.failed(error, active.name)
-        last, end = b"", builder.failed(error)
-    await to.end(last, end)
+        end = builder.failed(error)
+    await to.end(b"".join(new), end)
 
 
 def defect(name: str) -> ApiError:
@@ -103,12 +106,11 @@ async def collect(
     """Gives all deltas to `add`, by default that of the builder. Raises ApiError."""
     use = add or builder.add
 
-    def consume(_: float) -> bool:
-        for index, delta in active.pop():
+    def consume(index: int, item: Delta | ApiError) -> None:
+        if (delta := active.add(index, item)) is not None:
             use(index, delta)
-        return not active.over
 
-    active.consume(consume)
+    active.consume(consume, lambda now: not active.over)
     while not active.finished:
         for index, delta in await _deltas(active, builder):
             use(index, delta)

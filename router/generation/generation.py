@@ -180,12 +180,14 @@ class Generation:
         if not isinstance(event, pb.TokenEvent):
             self._on_report(attempt, event)
             return
-        pair, decode = self.pair, self.pair.decode
+        pair = self.pair
+        decode = pair.decode
         if decode is None or attempt is not decode or not decode.joined:
             self._first_token_of(attempt, event)
-        verdict = pair.offer(attempt, event.output_index, event.token_id)
+        token_id = event.token_id
+        verdict = pair.offer(attempt, event.output_index, token_id)
         if verdict is Verdict.EMIT:
-            self._emitted(attempt, event)
+            self._emitted(attempt, event, token_id)
         elif verdict is Verdict.BROKEN:
             text = "%r: %s continues another text; the decode starts again"
             log.warning(text, self, attempt.worker, extra=of_request(self.name))
@@ -231,7 +233,7 @@ class Generation:
         self.cached_tokens = tokens
         self.turn.computes(max(0, len(self.job.prompt_ids) - tokens))
 
-    def _emitted(self, attempt: Attempt, event: pb.TokenEvent) -> None:
+    def _emitted(self, attempt: Attempt, event: pb.TokenEvent, token_id: int) -> None:
         pair = self.pair
         if pair.failures.avoid:  # each failure adds to it
             pair.failures.token()
@@ -260,7 +262,7 @@ class Generation:
             self._waits.free_retry()
             finish_reason = None
         logprobs = event.logprobs if event.HasField("logprobs") else None
-        self.tokens.put(self.index, Delta(event.token_id, logprobs, finish_reason, scores))
+        self.tokens.put(self.index, Delta(token_id, logprobs, finish_reason, scores))
         if finish_reason is not None:
             self.cancel()
         elif pair.decode is None:

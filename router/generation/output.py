@@ -1,7 +1,7 @@
 """The output of one generation: from the tokens of its workers to the text of its client.
 
 1. The generation makes a `Delta` of each token, and puts it into the `TokenQueue` of the request.
-2. The task that answers the client takes them, or they are consumed without it while it waits for them. A
+2. The task that answers the client takes them, or its consumer gets them at once while it waits for them. A
    `Choice` adds the text, which ends at stop strings.
 """
 
@@ -73,35 +73,33 @@ class WeightsVersions:
 
 
 class Consumers:
-    """The queues whose items are consumed in the next turn of the event loop, all by one callback. A callback
-    for each would take a tenth of what a token costs."""
+    """The queues whose consumers have added items, and flush them in the next turn of the event loop, all in
+    one callback. A callback for each would take a tenth of what a token costs."""
 
     def __init__(self) -> None:
         self._queues: list[TokenQueue] = []
 
     def add(self, queue: "TokenQueue") -> None:
         if not self._queues:
-            asyncio.get_running_loop().call_soon(self._consume)
+            asyncio.get_running_loop().call_soon(self._flush)
         self._queues.append(queue)
 
-    def _consume(self) -> None:
+    def _flush(self) -> None:
         queues, self._queues = self._queues, []
         now = asyncio.get_running_loop().time()
         for queue in queues:
-            queue.consume_items(now)
+            queue.flush(now)
 
 
 class TokenQueue:
     """The tokens of a request that its client has not read yet.
 
-    Generations put tokens without waiting; the task that answers the client takes them. The queue is bounded,
-    so that a client that reads slowly does not delay other requests. `on_full` is called soon
-    after more than `limit` items are unread.
+    Generations put tokens without waiting. The task that answers the client takes them. While it waits for
+    them, its consumer adds each at once to what goes to the client, and flushes that once for all tokens that
+    came at the same time: to wake a task for each token would take as long as all else that is done for it.
 
-    Attributes:
-        consume: called while the task waits, with the time of the loop, once for all tokens that came at the
-            same time. It pops items, and returns False if the task must go on. To wake a task for each token
-            would take as long as all else that is done for it.
+    The queue is bounded, so that a client that reads slowly does not delay other requests. `on_full` is
+    called soon after more than `limit` items are unread.
     """
 
     def __init__(self, limit: int, on_full: Callable[[], None], consumers: Consumers) -> None:
@@ -110,27 +108,46 @@ class TokenQueue:
         self._consumers = consumers
         self._items: deque[Item] = deque()
         self._reader: asyncio.Future[None] | None = None
-        self.consume: Callable[[float], bool] | None = None
-        self._consumes = False  # `consumers` have it
+        self._consumer: Callable[[int, Delta | ApiError], None] | None = None
+        self._add: Callable[[int, Delta | ApiError], None] | None = None  # the consumer while items go there
+        self._added = 0  # since the last flush
         self._consumed_at = 0.0  # by the clock of the loop
+
+    def consume(self, add: Callable[[int, Delta | ApiError], None], flush: Callable[[float], bool]) -> None:
+        """Sets the consumer. `flush` gets the time of the loop, and returns False if the task must go on."""
+        self._consumer, self._flush = add, flush
 
     def close(self) -> None:
         """Nothing is consumed any more. Drops what refers to the request."""
-        self.consume, self._on_full = None, lambda: None
+        self._consumer = self._add = None
+        self._flush, self._on_full = lambda now: False, lambda: None
 
     def put(self, index: int, item: Delta | ApiError) -> None:
         """`index` is the number of the generation in its request."""
-        self._items.append((index, item))
-        if len(self._items) == self._limit + 1:
-            asyncio.get_running_loop().call_soon(self._on_full)
-        if self.consume is None:
-            self._wake()
-        elif not self._consumes:
-            self._consumes = True
+        if self._add is None:
+            self._items.append((index, item))
+            if len(self._items) == self._limit + 1:
+                asyncio.get_running_loop().call_soon(self._on_full)
+            if not self._added:
+                self._wake()
+        else:
+            self._consume(self._add, index, item)
+
+    def _consume(
+        self, add: Callable[[int, Delta | ApiError], None], index: int, item: Delta | ApiError
+    ) -> None:
+        if not self._added:
             self._consumers.add(self)
+        self._added += 1
+        if self._added == MAX_TAKEN:
+            self._add = None  # what else comes in this turn of the loop waits for the next one
+        try:
+            add(index, item)
+        except Exception as error:  # noqa: BLE001 - the task raises it
+            self._wake(error)
 
     async def take(self, timeout: float) -> list[Item]:
-        """Waits for the first item. Returns those of `pop`.
+        """Waits for the first item. Returns at most `MAX_TAKEN`.
 
         None if no item came for `timeout` seconds, or if the last ones were consumed."""
         if len(self._items) > MAX_TAKEN:
@@ -139,18 +156,17 @@ class TokenQueue:
             loop = asyncio.get_running_loop()
             self._reader, self._consumed_at = loop.create_future(), loop.time()
             self._timer = loop.call_later(timeout, self._expire, timeout)
+            self._add = self._consumer
             try:
                 await self._reader
             finally:
                 self._timer.cancel()
-                self._reader = None
+                self._reader = self._add = None
         return self.pop()
 
     def pop(self) -> list[Item]:
         """Returns the first `MAX_TAKEN` items."""
         items = self._items
-        if len(items) == 1:
-            return [items.popleft()]
         return [items.popleft() for _ in range(min(len(items), MAX_TAKEN))]
 
     def _expire(self, timeout: float) -> None:
@@ -161,25 +177,33 @@ class TokenQueue:
         else:
             self._wake()
 
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
+    def _wake(self, error: Exception | None = None) -> None:
+        self._add = None
+        if self._reader is None or self._reader.done():
+            return
+        if error is None:
             self._reader.set_result(None)
+        else:
+            self._reader.set_exception(error)
 
-    def consume_items(self, now: float) -> None:
-        """Consumes what came since the last turn of the event loop. `now`: its time."""
-        self._consumes = False
-        reader = self._reader
-        if reader is None or reader.done() or self.consume is None:
-            return  # the task takes the items
+    def flush(self, now: float) -> None:
+        """Flushes what was consumed since the last turn of the event loop. `now`: its time."""
+        self._added = 0
+        if self._reader is None or self._reader.done():
+            return  # the task goes on with it
         self._consumed_at = now
         try:
-            if not self.consume(now):
-                reader.set_result(None)
-            elif self._items:
-                self._consumes = True
-                self._consumers.add(self)
+            goes_on = self._flush(now)
         except Exception as error:  # noqa: BLE001 - the task raises it
-            reader.set_exception(error)
+            self._wake(error)
+            return
+        if not goes_on:
+            self._wake()
+        elif self._add is None and (add := self._consumer) is not None:
+            items = self.pop()
+            self._add = None if self._items else add
+            for index, item in items:
+                self._consume(add, index, item)
 
 
 class Choice:
