@@ -2,178 +2,34 @@
 service process is real, and the test plays its process trees."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from baton.engine import EngineConfig
-from baton.kv_transfer import TransferStats
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
-from baton.worker.config import WorkerConfig
-from baton.worker.messages import EngineReady, FromEngine, FromRouter, ToEngine
-from baton.worker.processes import EngineError, EngineRestart, StandbyError, StartError, TreeError
+from baton.worker.messages import EngineReady
+from baton.worker.processes import EngineError, StandbyError, StartError, TreeError
 from baton.worker.service_process import backend, live_engine, service
 from baton.worker.service_process.backend import SHUTTING_DOWN, Refused
 from baton.worker.service_process.pause import WorkerPause
-from baton.worker.service_process.service import Service
 from baton.worker.service_process.standby import MOST_ENDS, Standby
 from baton.worker.service_process.streams import Routers
-from baton.worker.service_process.tree import WorkerTree
 from baton.worker.service_process.weights import REASON, WeightsReplacement
 from tests.layouts import kv_layout
 from tests.router_messages import next_message
-from tests.stand_in import implements
 from tests.within import within
 
-from .test_counts import engine_status
+from .played import TREES, Tree, Worker, decodes, played_worker
 from .test_open_attempts import A, B, decode, tokens
-
-READY = EngineReady(pb.WorkerDescription(), kv_layout(1, 1, 8, "float32"))
-TRANSFERS = TransferStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 9, 0, 0, {}, {}, {}, {}, {}, {})
-
-
-@implements(WorkerTree)
-class Tree:
-    """Its engine answers questions while `answers`."""
-
-    def __init__(self) -> None:
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.heartbeat = SimpleNamespace(step=[])
-        self.engine_link = SimpleNamespace(send=self._send)
-        self.transfer = SimpleNamespace(stats=self._stats)
-        self.is_standby, self.standby_bytes = False, 0
-        self.stands_by, self.may_count = asyncio.Event(), asyncio.Event()
-        self.may_count.set()
-        self.may_start, self.started = asyncio.Event(), asyncio.Event()
-        self.sent: list[ToEngine] = []
-        self.asked = asyncio.Event()
-        self.answers = True
-        self.ready = READY
-        self._tasks: list[asyncio.Task[None]] = []
-        self._deliver: Callable[[FromEngine], None] = lambda _: None
-
-    async def _send(self, message: ToEngine) -> None:
-        self.sent.append(message)
-        if isinstance(message, messages.AskStatus | messages.Pause):
-            self.asked.set()
-        if self.answers:
-            self._answer(message)
-
-    def _answer(self, asked: ToEngine) -> None:
-        match asked:
-            case messages.Pause(question):
-                self._deliver(messages.Paused(question, computing=False, error=""))
-            case messages.AskStatus(question):
-                status = engine_status(1, [], running=0)
-                status.question = question
-                self._deliver(status)
-            case messages.StageWeights(question):
-                self._deliver(messages.WeightsStaged(question, 1, "", "files"))
-            case messages.ReplaceWeights(question):
-                self._deliver(messages.WeightsReplaced(question, "files", b"root"))
-
-    async def _stats(self) -> TransferStats:
-        await self.may_count.wait()
-        return TRANSFERS
-
-    async def start_engine(self, progress: Callable[[str, float], None]) -> EngineReady:
-        self.started.set()
-        await self.may_start.wait()
-        return self.ready
-
-    def start_standby(self) -> None:
-        self.is_standby = True
-        self.started.set()
-
-    async def start_transfer(self, engine: EngineReady) -> str:
-        return "127.0.0.1:1"
-
-    def follow(self, deliver: Callable[[FromEngine], None]) -> None:
-        self._deliver = deliver
-
-    def watch(self, watcher: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        self._tasks.append(asyncio.create_task(watcher))
-        return self._tasks[-1]
-
-    def end_engine(self) -> None:
-        self.failure.set_exception(EngineRestart("asked for"))
-
-    async def kill(self) -> None: ...
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
-
-def decodes(tree: "Tree") -> list[pb.SubmitDecode]:
-    """That were sent to its engine."""
-    said = [pb.RouterMessage.FromString(x.data) for x in tree.sent if isinstance(x, FromRouter)]
-    return [each.decode for each in said if each.HasField("decode")]
-
-
-class Worker:
-    """A service process that serves."""
-
-    def __init__(self) -> None:
-        config = WorkerConfig(
-            role="decode", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16,
-            replace_engine=True,
-        )  # fmt: skip
-        self.service = Service(config, 1)
-        self.backend = self.service._backend
-        [self.first] = TREES
-        self.serving = asyncio.create_task(self.service._live())
-
-    async def serves(self, number: int) -> None:
-        """The engine of this tree gets ready."""
-        (await self.next_tree(number)).may_start.set()
-        await within(self.backend.serving())
-        TREES[number].asked.clear()
-
-    async def dies(self, number: int) -> "Tree":
-        """The engine of this tree ends. Returns the next tree, which starts."""
-        TREES[number].failure.set_exception(EngineError(f"engine {number} was killed"))
-        return await self.next_tree(number + 1)
-
-    async def next_tree(self, number: int) -> "Tree":
-        while len(TREES) <= number:
-            assert not self.serving.done(), self.serving.exception()
-            await asyncio.sleep(0)
-        await within(TREES[number].started.wait())
-        return TREES[number]
-
-    def decodes_of(self, number: int) -> list[bytes]:
-        return [each.decode_id for each in decodes(TREES[number])]
-
-
-TREES: list[Tree] = []
-"""Of one worker, in the order of their starts."""
 
 
 @pytest.fixture
-async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
-    def next_tree(*_: Any) -> Tree:
-        TREES.append(Tree())
-        return TREES[-1]
-
-    TREES.clear()
-    monkeypatch.setattr(service, "WorkerTree", next_tree)
-    made = Worker()
-    await made.serves(0)
-    yield made
-    made.serving.cancel()
-    await asyncio.wait([made.serving])
-    if (standby := made.backend.standby) is not None:
-        await standby.close()
-    await made.service._close()
-    for tree in TREES:
-        await tree.close()
-        if tree.failure.done():
-            tree.failure.exception()
+async def worker() -> AsyncIterator[Worker]:
+    async with played_worker() as made:
+        yield made
 
 
 async def test_an_attempt_that_comes_in_a_pause_is_sent_once(worker: Worker) -> None:
@@ -201,7 +57,7 @@ async def test_an_engine_that_dies_as_soon_as_it_serves(worker: Worker, computes
     second.may_start.set()
     await within(second.asked.wait())
     if computes:
-        second._deliver(tokens(A, 5))
+        second.deliver(tokens(A, 5))
         third = await worker.dies(1)
         third.may_start.set()
         await within(worker.backend.serving())
@@ -216,7 +72,7 @@ async def test_an_engine_that_dies_as_soon_as_it_serves(worker: Worker, computes
 async def test_late_tokens_of_the_dead_engine_do_not_count_for_the_next_one(worker: Worker) -> None:
     await worker.backend.forward(*decode(A))
     second = await worker.dies(0)
-    worker.first._deliver(tokens(A, 5))  # it was in the socket
+    worker.first.deliver(tokens(A, 5))  # it was in the socket
     second.may_start.set()
     await within(worker.backend.serving())
     [again] = decodes(second)
@@ -262,24 +118,6 @@ async def test_a_next_engine_that_differs_is_the_end_of_the_worker(worker: Worke
         await within(worker.serving)
     differing = str(raised.value).split("layout, ")[1].split(", ")
     assert sorted(differing) == ["block_size", "num_blocks"]
-
-
-async def test_a_next_engine_has_the_weights_that_replaced_those_of_the_start(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_engine, "LONG_LIFE", 0.0)  # it goes on though no engine has computed a token
-    replaced = messages.WeightsReplaced(1, "files", b"root")
-    worker.backend.weights = backend.ReplacedWeights("weights", "1", replaced)
-    second = await worker.dies(0)
-    second.ready = EngineReady(
-        pb.WorkerDescription(model_fingerprint="files", content_root=b"root"), READY.layout
-    )
-    second.may_start.set()
-    await within(worker.backend.serving())
-    third = await worker.dies(1)
-    third.may_start.set()
-    with pytest.raises(TreeError, match=r"differs in .*model_fingerprint"):
-        await within(worker.serving)
 
 
 async def test_a_move_and_a_restart_meanwhile(worker: Worker) -> None:

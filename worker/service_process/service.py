@@ -77,6 +77,9 @@ class Service:
     """The life of the service process. It is made and used inside the event loop.
 
     Raises StartError or ValueError if the user's configuration is wrong.
+
+    Attributes:
+        phase: of the engine process, as in `succession`.
     """
 
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
@@ -93,7 +96,7 @@ class Service:
         # They have no names. So the system gives memory back when the processes of this worker have ended.
         self._kept_files = [KeptFiles.create() for _ in range(config.ranks if config.replace_engine else 0)]
         self._tree = WorkerTree(config, self._incarnation, self._kept_files)
-        self._phase: Phase = "starting"
+        self.phase: Phase = "starting"
         self._numbers = count(1)
         """Of the trees after the first one."""
         self._first: tuple[EngineReady, str] | None = None
@@ -267,9 +270,9 @@ class Service:
             try:
                 await self._run_engine(stages, planned=planned)
             except (StartError, TreeError, OSError, ValueError) as error:
-                takes_over = self._phase == "taking over"
+                takes_over = self.phase == "taking over"
                 self._after(error)
-                if self._phase == "over":
+                if self.phase == "over":
                     raise
                 if takes_over:
                     log.error("the standby cannot take over: %s", error)
@@ -295,7 +298,7 @@ class Service:
             self._enter("ended" if follows else "failed")
 
     def _enter(self, event: Event) -> None:
-        self._phase = TRANSITIONS[self._phase, event]
+        self.phase = TRANSITIONS[self.phase, event]
 
     async def _run_engine(self, stages: dict[str, float], *, planned: bool) -> None:
         """Raises the end of this engine process, and StartError if it cannot start for a reason that the user
@@ -352,7 +355,7 @@ class Service:
 
     async def _taken(self) -> WorkerTree | None:
         """Of the standby. The next one verifies what this one writes into the memory of KV."""
-        if self._phase != "taking over":
+        if self.phase != "taking over":
             return None
         tree = None if self._standby is None else await self._standby.take()
         if tree is None:
