@@ -4,8 +4,6 @@ What a network may do to TCP it does to bytes (delay, throttle, cut, half-open);
 switch or proxy does, it does to frames (corrupt, reorder, duplicate, lose one).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

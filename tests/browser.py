@@ -1,7 +1,5 @@
 """A real browser, driven through the Chrome DevTools Protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -3,8 +3,6 @@
 It has resource versions, bookmarks, 410 Gone, and several ways to lose a connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """What deploy/grafana holds, for tests."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -9,8 +9,6 @@ prefix of the run (`tests/vllm_worker/cheaper`). Those of its ranks on CPUs have
 them if they came while it ran and no process maps them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

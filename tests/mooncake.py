@@ -1,7 +1,5 @@
 """A real Mooncake master and store process, for tests."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """A real OTLP/gRPC receiver of traces, for tests."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

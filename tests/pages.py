@@ -4,8 +4,6 @@ A fenced block `bash` is a command that a test types. A block `bash no-test: REA
 types. A block `text` after a command shows what it prints, where … stands for anything.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

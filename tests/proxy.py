@@ -1,7 +1,5 @@
 """A server between two workers, in a thread and an event loop of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from abc import ABC, abstractmethod

@@ -3,8 +3,6 @@
 Tests that share costly fixtures stay together, so a module is never divided, but where `MINUTES` says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

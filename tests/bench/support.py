@@ -1,7 +1,5 @@
 """Helpers of the tests of the load harness."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

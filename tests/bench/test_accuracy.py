@@ -3,8 +3,6 @@
 Where the client cannot keep up, the report says so. With 8 cores and nothing else running it keeps up.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

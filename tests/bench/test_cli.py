@@ -1,8 +1,6 @@
 """The command as a user starts it: exit codes, files, Ctrl-C. No result depends on the speed of the machine:
 a run that has to end early would last an hour otherwise."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shlex

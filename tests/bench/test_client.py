@@ -4,8 +4,6 @@ A busy machine makes everything late, so no test limits how long something takes
 is about, the server waits for an event of the test.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import socket

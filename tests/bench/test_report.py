@@ -1,7 +1,5 @@
 """What a reader sees of reports: tables and comparisons."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from baton.bench.load.commands import LEAST_RATE, MOST_RATE, highest_rate

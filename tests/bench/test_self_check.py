@@ -1,7 +1,5 @@
 """Whether a run may be believed: its warm-up, its trend, and the load of the client."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

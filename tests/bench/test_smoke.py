@@ -1,7 +1,5 @@
 """The benches of Baton itself: what they compute, their options, and (long) their short forms."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

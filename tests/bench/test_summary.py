@@ -1,7 +1,5 @@
 """From records to rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What is sent and when."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 second start on.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Other commands of a user find the secret of a local cluster, and nothing else does."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The autoscaler between a real supervisor and workers that answer over gRPC; only loads are made up."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

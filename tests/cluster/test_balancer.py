@@ -1,7 +1,5 @@
 """Flips between the pools: the policy on single decisions, and on loads that change in the simulator."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """The command line: what options exist, which source wins, what is refused, and what importing it costs."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

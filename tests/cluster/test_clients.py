@@ -1,7 +1,5 @@
 """`baton chat` and `baton status` against a server that speaks just enough of the API."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

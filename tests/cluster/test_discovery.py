@@ -1,8 +1,6 @@
 """What every discovery owes a router, whatever its source: one suite for the file that a supervisor writes,
 for the registry of a Ray cluster and for Kubernetes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

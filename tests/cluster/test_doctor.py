@@ -1,7 +1,5 @@
 """`baton doctor`: what is wrong is found, and each finding says what to do."""
 
-from __future__ import annotations
-
 import json
 import socket
 import ssl

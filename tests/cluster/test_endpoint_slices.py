@@ -1,7 +1,5 @@
 """Which addresses a set of EndpointSlices names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

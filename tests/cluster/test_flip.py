@@ -1,8 +1,6 @@
 """`baton flip` and `baton restart --engine` between a stand-in for the router's `/status`, and workers that
 answer over gRPC."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile

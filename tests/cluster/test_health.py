@@ -1,7 +1,5 @@
 """A role that hangs: real gRPC and HTTP servers that stop answering."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

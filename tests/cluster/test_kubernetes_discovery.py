@@ -1,8 +1,6 @@
 """List and watch of the API server, with its failures. The tests that every discovery shares are in
 test_discovery."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import importlib

@@ -1,7 +1,5 @@
 """Roles as children of `baton serve`, and the GPUs that they share."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

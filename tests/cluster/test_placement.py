@@ -1,7 +1,5 @@
 """What the Ray actor of a worker reserves, and which actors belong to a cluster."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Logs of roles stay small, and nothing that is written for people ends a role or a cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import subprocess

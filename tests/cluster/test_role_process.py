@@ -1,7 +1,5 @@
 """Supervision of a real process that speaks the ready protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

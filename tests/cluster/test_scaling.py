@@ -1,7 +1,5 @@
 """The autoscaler's policy on traces of load: what it does to queues, and that it does not flap."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """`baton plan`: the pools that a load needs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

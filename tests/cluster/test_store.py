@@ -1,7 +1,5 @@
 """`baton store` and `baton serve --kv-store local`: what runs, and which mistakes of users are named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The registry and the routers' workers files, with real runners and processes but without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The systemd units in deploy/systemd: the real command line takes what they say."""
 
-from __future__ import annotations
-
 import configparser
 import re
 import shlex

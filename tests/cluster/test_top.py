@@ -1,7 +1,5 @@
 """`baton top`: what happened between two scrapes, and a real router's own pages."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

@@ -1,7 +1,5 @@
 """A group of workers: real processes that speak the ready protocol, under the process that starts them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A prefill and a decode worker with the tiny model, which the tests of this package share, and helpers."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import defaultdict

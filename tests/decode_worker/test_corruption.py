@@ -1,7 +1,5 @@
 """Bytes that the network corrupts: decode detects them, fetches again, and the tokens are right."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.rpc import worker_pb2 as pb

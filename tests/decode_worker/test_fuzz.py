@@ -3,8 +3,6 @@
 A worker refuses an invalid message or ends its stream. Both workers keep serving.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

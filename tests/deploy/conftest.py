@@ -1,7 +1,5 @@
 """Every overlay, built once by the real kustomize."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

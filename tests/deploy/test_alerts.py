@@ -1,7 +1,5 @@
 """Alerts fire for what they name, and for nothing else. promtool evaluates them over made series."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every command line in the manifests is one that the program it names would take."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The examples of docs/kubernetes.md do what the text says."""
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib

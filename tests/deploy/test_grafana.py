@@ -1,7 +1,5 @@
 """Dashboards and rules are well-formed, current, and speak of series that the documentation names."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 

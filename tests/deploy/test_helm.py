@@ -1,7 +1,5 @@
 """The Helm chart, rendered by Helm's own engine (`helm-python-sdk`), and the overlays that are made of it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """The chart refuses flags, settings and values that nothing has, by name, when it renders."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Dockerfile is linted, and what it installs is pinned."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rules, alerts and autoscalers use series that exist."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """Who may talk to whom, as the NetworkPolicies of an overlay say; all else is denied."""
 
-from __future__ import annotations
-
 import pytest
 
 from .conftest import Object, of_kind, pod_templates

@@ -1,7 +1,5 @@
 """`make` installs tested versions, checked by their hashes."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

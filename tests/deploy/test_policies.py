@@ -1,7 +1,5 @@
 """What a careful cluster demands of every pod, those of the RayCluster included."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

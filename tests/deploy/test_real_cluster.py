@@ -1,8 +1,6 @@
 """The values of a usual cluster render without an overlay: a private registry, a storage class, an ingress
 with TLS, nodes of their own, two GPUs a pod, and an operator that selects monitors by labels."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The command lines of `cpu-demo`, run as its pods would run them: with the variables of its ConfigMap,
 nowhere to write but a /tmp of their own, and workers found by way of an API server."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator

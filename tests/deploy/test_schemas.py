@@ -1,7 +1,5 @@
 """API servers of the oldest and newest supported Kubernetes, and several operators, accept the manifests."""
 
-from __future__ import annotations
-
 import functools
 import json
 import subprocess

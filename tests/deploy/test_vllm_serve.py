@@ -1,7 +1,5 @@
 """The component that adds BatonConnector to Deployments of `vllm serve`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

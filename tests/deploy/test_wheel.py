@@ -1,7 +1,5 @@
 """The wheel has all that a router and a load test need beside Python files. It serves where pip puts it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

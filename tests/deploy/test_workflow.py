@@ -1,7 +1,5 @@
 """The workflow of GitHub runs targets of the Makefile, on the tested Pythons, and all shards."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from itertools import product

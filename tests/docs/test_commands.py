@@ -1,7 +1,5 @@
 """Each command of the pages is typed by a test, or says why not. It uses flags and files that exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

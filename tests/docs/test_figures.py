@@ -1,7 +1,5 @@
 """The plots of pages are what `make figures` draws from the committed results, and show what tables say."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree

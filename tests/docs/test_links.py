@@ -1,7 +1,5 @@
 """Links between the pages resolve, to a file and to a heading in it."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/reference/metrics.md lists exactly the series that each role exports."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import fields

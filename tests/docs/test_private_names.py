@@ -1,8 +1,6 @@
 """Product code uses private names of libraries only where `LISTED` has them: no public form does the same.
 Tests assert what is public, and import it."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The generated reference pages are those of the code."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

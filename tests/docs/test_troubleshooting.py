@@ -1,7 +1,5 @@
 """The messages that docs/troubleshooting.md quotes are those of the code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

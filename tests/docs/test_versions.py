@@ -1,7 +1,5 @@
 """The table of vLLM's versions has those that Baton takes for tested, and those that it installs."""
 
-from __future__ import annotations
-
 import re
 
 from packaging.requirements import Requirement

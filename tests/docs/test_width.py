@@ -1,7 +1,5 @@
 """Lines of pages are at most 100 characters, so that a change of a word is a change of a short line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

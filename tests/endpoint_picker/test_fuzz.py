@@ -1,7 +1,5 @@
 """Random messages of a gateway: the picker answers or refuses them, and serves others as before."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

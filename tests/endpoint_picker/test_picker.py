@@ -1,7 +1,5 @@
 """The protocol, with a real gRPC client in the place of a gateway. Fake routers serve their metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable

@@ -1,8 +1,6 @@
 """Weights in the GPU memory of a trainer. On CPUs the driver's calls are those of `Driver`; a GPU has a
 trainer in another process, and CUDA IPC."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

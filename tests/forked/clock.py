@@ -1,7 +1,5 @@
 """A clock that a test gives to processes which it starts by a fork server."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

@@ -3,8 +3,6 @@
 python -m tests.forked.server KIND SOCKET
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import fcntl

@@ -5,8 +5,6 @@
 Right is: injected, every byte as it was at prefill; or failed, with a reason, and then it is asked for anew.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Real transfer processes with a small arena and a small model, and engines' endpoints around them."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

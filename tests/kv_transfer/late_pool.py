@@ -4,8 +4,6 @@ On CUDA a gather or scatter goes on after the call that started it. Until its ev
 handed over or given back, no block is reported free, and nothing is reported injected.
 """
 
-from __future__ import annotations
-
 import fcntl
 import socket
 from typing import Any

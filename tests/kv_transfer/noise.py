@@ -1,7 +1,5 @@
 """What no peer should send: noise, damage and forgeries."""
 
-from __future__ import annotations
-
 import random
 import socket
 from collections.abc import Callable, Iterator

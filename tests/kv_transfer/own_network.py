@@ -1,7 +1,5 @@
 """`unshare -rn python -m tests.kv_transfer.own_network ARGS`: pytest with a network of a loopback only."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

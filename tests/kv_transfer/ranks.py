@@ -1,7 +1,5 @@
 """The KV cache of an engine with several ranks. The ranks from 1 on copy in threads here, not processes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A second implementation of the wire, from docs/protocol.md alone: nothing of kv_transfer is imported."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

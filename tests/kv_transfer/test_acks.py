@@ -1,7 +1,5 @@
 """ACKs that may have to be said again."""
 
-from __future__ import annotations
-
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.protocol.acks import Acks
 

@@ -1,7 +1,5 @@
 """Arena, channel, configuration, trace and tombstones."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

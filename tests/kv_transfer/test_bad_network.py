@@ -1,7 +1,5 @@
 """Transfers over bad networks, in namespaces that have no other traffic, and where a link may go down."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

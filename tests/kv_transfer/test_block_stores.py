@@ -1,8 +1,6 @@
 """Blocks to the memory or the disk of the host and back, on the CPU, by the kernels in the interpreter, and
 on GPUs."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Lanes have Linux's own congestion control on both ends, whatever the machine's is."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

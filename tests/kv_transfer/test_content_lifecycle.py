@@ -1,8 +1,6 @@
 """A prefix that travels by content: every order of events, as in test_lifecycle.py. The holder has one of the
 two chunks that are asked for, or none."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches of slices against torch's index operations, bit for bit: compiled on a GPU, else interpreted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

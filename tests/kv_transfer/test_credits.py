@@ -1,7 +1,5 @@
 """Credits: no slot is lost or promised twice, whatever the order of events, and no session starves."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

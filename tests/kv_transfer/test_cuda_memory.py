@@ -1,7 +1,5 @@
 """Device memory that another process exports: on its own GPU, or on the same one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`CudaPool` without a GPU, against `HostPool`: the same slices leave the same numbers in the pool."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence

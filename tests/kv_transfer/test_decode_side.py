@@ -1,7 +1,5 @@
 """The receiving side of a transfer process alone: no network, and the time is told."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import partial

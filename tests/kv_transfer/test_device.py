@@ -1,7 +1,5 @@
 """Gather and scatter between paged pools and arena slots, on the CPU and (marked gpu) on side streams."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -1,7 +1,5 @@
 """Encrypted lanes: a second implementation reads them, and an attacker on the network cannot change them."""
 
-from __future__ import annotations
-
 import random
 import socket
 from typing import Any

@@ -1,7 +1,5 @@
 """KV in FP8: it travels with its scales, and a receiver with another dtype converts it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The 64-byte header, against a layout written down here a second time."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -5,8 +5,6 @@ a broken peer and a malicious one could send. Damage in transit leaves checksums
 right ones. Between two rounds real transfers run over the same processes, and every byte is compared.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import deque

@@ -1,7 +1,5 @@
 """Which unauthenticated lane gives way, and what refusals may write into the log. Pure."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

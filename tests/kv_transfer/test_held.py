@@ -1,7 +1,5 @@
 """Held prefills: each transition by itself. tests/kv_transfer/test_lifecycle.py explores them together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

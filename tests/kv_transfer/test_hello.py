@@ -1,7 +1,5 @@
 """The handshake without sockets: which peers are let in, and what each side says to the others."""
 
-from __future__ import annotations
-
 import contextlib
 
 import msgspec

@@ -1,7 +1,5 @@
 """One transfer at its receiver: COMPLETE exactly when every byte asked for came once, in any order."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import tracemalloc

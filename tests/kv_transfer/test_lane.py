@@ -1,7 +1,5 @@
 """A lane alone, in this process: whatever bytes come, it hands over what was sent, or nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

@@ -1,7 +1,5 @@
 """Slicing and mapping: whatever is cut on one side covers exactly what the other side asked for."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,8 +5,6 @@ direction in order, and may lose a session at any time. A world here is the stat
 the transfer processes have them, and nothing else.
 """
 
-from __future__ import annotations
-
 import copyreg
 import io
 import pickle

@@ -3,8 +3,6 @@
 `test_lifecycle` explores every order of events to its end; here deadlines pass in between, at any moment.
 """
 
-from __future__ import annotations
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

@@ -1,7 +1,5 @@
 """What a step of a split prompt waits for."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Control messages: what is valid is read back, and nothing else is read at all."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lanes in processes of their own: KV goes through them, and no process outlives another."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

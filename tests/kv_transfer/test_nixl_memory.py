@@ -1,7 +1,5 @@
 """Memory that NIXL reads, of two workers in this process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

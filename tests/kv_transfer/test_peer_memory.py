@@ -1,7 +1,5 @@
 """Memory that another process exports: what a reader refuses to open, and what it finds in it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The sending side of a transfer process, beside an engine that reads nothing."""
 
-from __future__ import annotations
-
 import math
 import socket
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Transfer processes and who they talk to: refusals, lanes, death."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Copies when engines have several ranks: from the caches of some, through slots, into those of others."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import threading

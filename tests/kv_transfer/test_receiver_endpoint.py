@@ -1,7 +1,5 @@
 """The receiver's endpoint in an engine, over a device that takes its time (`late_pool`)."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

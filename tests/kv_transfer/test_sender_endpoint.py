@@ -1,7 +1,5 @@
 """The sender's endpoint in an engine, over a device that takes its time (`late_pool`)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

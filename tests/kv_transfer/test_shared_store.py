@@ -1,7 +1,5 @@
 """The engine's end and the store process together, over a store that is a dict."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

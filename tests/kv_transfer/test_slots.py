@@ -1,7 +1,5 @@
 """The pipe of free slots: several processes take from it, and each slot is taken once."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Lines on which one frame takes longer than every deadline: as long as bytes flow, nothing ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

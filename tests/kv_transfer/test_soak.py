@@ -1,7 +1,5 @@
 """Thousands of small transfers: memory, descriptors and threads stay as they are."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Waiting for descriptors."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -1,7 +1,5 @@
 """A second implementation of the wire, as a decode or a prefill worker, talks to real transfer processes."""
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

@@ -3,8 +3,6 @@
 The transfer or the session ends with a reason and a counter, nothing leaks, and the next transfer works.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 It is refused each time with a reason and a counter, nothing leaks, and the next transfer works.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

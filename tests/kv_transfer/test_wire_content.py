@@ -1,7 +1,5 @@
 """Chunks of prefix caches on the wire: what a second implementation asks for, gets and sends."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

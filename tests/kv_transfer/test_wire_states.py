@@ -1,7 +1,5 @@
 """States on the wire, with `second_wire` as the peer: each side of a session, and exported memory."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A real transfer process, and what the engine and service processes of its worker hold of it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

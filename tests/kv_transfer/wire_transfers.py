@@ -1,7 +1,5 @@
 """Parts of transfers with `second_wire`, which the tests of the wire share."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The engine process of a prefill worker, as far as its prefill role: the engine, sender, receiver and tables
 are real, and the test plays the service process and the transfer process."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -2,8 +2,6 @@
 
 Messages come for attempts of another kind, twice, after the end, and for ids that are not known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

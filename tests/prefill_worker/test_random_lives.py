@@ -3,8 +3,6 @@
 The test plays routers, the transfer processes and other workers. In the end nothing is left: `Worker.settle`.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The prefill role: orders of events, cancels, ends, and what it gives to a decode on its worker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

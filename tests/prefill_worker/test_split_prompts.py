@@ -1,7 +1,5 @@
 """Parts of a split prompt: two workers compute one prompt, in all orders of events, and lose each other."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

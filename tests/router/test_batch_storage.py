@@ -1,7 +1,5 @@
 """What is on disk of files and batches: after a kill at any step, while the disk is full, and in time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

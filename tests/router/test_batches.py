@@ -1,7 +1,5 @@
 """Files and batches with OpenAI's client, a real router and fake workers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

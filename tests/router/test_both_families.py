@@ -1,7 +1,5 @@
 """A router and a picker that listen on `::` serve clients of IPv4 and of IPv6."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from urllib.parse import urlsplit
 

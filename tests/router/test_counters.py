@@ -1,7 +1,5 @@
 """What `/metrics` counts, and from when on."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

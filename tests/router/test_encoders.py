@@ -1,7 +1,5 @@
 """Images of prompts at the encoders: which one gets an image, and what follows when encoders fail."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 from typing import Any, cast

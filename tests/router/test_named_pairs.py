@@ -1,7 +1,5 @@
 """The header x-handover: two named workers hand a request over. So `baton doctor` proves each pair."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from baton.cluster.options.clients import DoctorOptions, EndpointOptions

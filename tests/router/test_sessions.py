@@ -1,7 +1,5 @@
 """The turns of a session have one name, whatever header or field of their client says it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One request is one trace: the spans of a router over HTTP and gRPC, and when workers fail."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Uploads of files: their forms, and clients that leave."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

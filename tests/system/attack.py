@@ -8,8 +8,6 @@ prints counts: how often it struck each blow, how many of them got no answer, an
 served although it must refuse them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """One real cluster for all system tests that do not break it: `baton serve`, embedded model, float32."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

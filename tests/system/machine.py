@@ -1,7 +1,5 @@
 """What tests that start and stop whole clusters share: a machine of their own, and a look at its traces."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

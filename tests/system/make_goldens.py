@@ -6,8 +6,6 @@ A prompt whose best and second-best logit ever come closer than MIN_MARGIN is re
 then change the answer, and the test would say nothing about Baton.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import distribution
 from pathlib import Path

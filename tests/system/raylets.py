@@ -5,8 +5,6 @@ settings and processes stay out of the test's, and nothing outlives it. GCS pers
 that wants to survive its head's restart has to be told (`RAY_gcs_storage`).
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

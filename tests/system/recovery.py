@@ -1,7 +1,5 @@
 """A cluster to be broken, and streams that must not notice: what the tests of recovery share."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One `baton serve`, as a user's shell would have it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

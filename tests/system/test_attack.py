@@ -1,7 +1,5 @@
 """Under attack the streams of other clients go on undisturbed, and nothing grows, restarts or leaks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

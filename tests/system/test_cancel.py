@@ -1,7 +1,5 @@
 """Clients that go at any moment: nothing fails or leaks."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import replace

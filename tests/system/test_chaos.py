@@ -3,8 +3,6 @@
 The short form cuts lanes once and flips a worker of each role. The long ones kill a hundred workers, and the
 router fifty times."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The turns of a chat land on different workers: the same tokens as without a cache, little is computed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """Whatever a request asks for: a run whose workers are killed says what a run in quiet says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

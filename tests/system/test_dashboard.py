@@ -1,7 +1,5 @@
 """The dashboard of a real cluster under load, while a worker is killed in the middle of answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """Drafts in a cluster: several answers to a prompt, what usage says, and kills while a head drafts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The scripts of examples/ and the commands of docs/quickstart.md print what they promise."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Mixtures of experts, hybrid models and those with latents in a cluster: its tokens are transformers'."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -3,8 +3,6 @@
 Killed is SIGKILL, stopped is SIGSTOP: the process hangs. It goes on only if the cluster does not end it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

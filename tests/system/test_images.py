@@ -1,7 +1,5 @@
 """Chats with images in a cluster: their tokens are transformers', also after a worker was killed."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

@@ -1,8 +1,6 @@
 """`baton weights` on a real cluster: streams go on, no prefix of other weights is used, and a fault changes
 nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`baton bench` against the router: agents and traces as a user measures them, at the smallest size."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,8 +1,6 @@
 """One request, seen from outside: its trace, its log lines and what it adds to the metrics agree with what
 its client got."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

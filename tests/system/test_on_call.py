@@ -1,7 +1,5 @@
 """The commands of docs/on-call.md, typed as written on a cluster on Ray that has lost a worker."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

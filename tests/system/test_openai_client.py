@@ -1,7 +1,5 @@
 """The official openai client runs unchanged: chat and completions, streaming and not, and its errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

@@ -4,8 +4,6 @@ The cluster outlives the command that started it, and no client notices that wor
 or GCS die: every stream says, token for token, what it says on a healthy cluster.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Processes of a real cluster are killed and hung under many streams; no client reads another token."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

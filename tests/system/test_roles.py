@@ -1,7 +1,5 @@
 """The three roles by hand, without Ray: docs/quickstart-cluster.md, typed on two loopback addresses."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

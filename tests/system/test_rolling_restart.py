@@ -1,7 +1,5 @@
 """`baton serve` with two workers of each role restarts them all under load: clients see a pause at most."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal

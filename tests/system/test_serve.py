@@ -1,7 +1,5 @@
 """`baton serve` as a user has it: real processes, real signals; and nothing left when it has ended."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,8 +1,6 @@
 """`baton serve` with all that guards it: TLS everywhere, keys, two router processes, an admin port. It ends
 by SIGTERM, in the middle of an answer."""
 
-from __future__ import annotations
-
 import signal
 import ssl
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The cluster gives the tokens of one engine, in float32: greedy, seeded, structured, mixed, chunked."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

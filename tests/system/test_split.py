@@ -1,7 +1,5 @@
 """Prompts that several workers compute at once, through a router: the tokens are those of one worker."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

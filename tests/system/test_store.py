@@ -1,7 +1,5 @@
 """`baton serve --kv-store local`: chats go on after all workers and their store were restarted."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

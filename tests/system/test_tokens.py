@@ -1,7 +1,5 @@
 """Through the whole cluster, greedy tokens in float32 are those of transformers (see make_goldens.py)."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

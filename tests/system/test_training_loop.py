@@ -1,8 +1,6 @@
 """A trainer and a cluster on one machine: rollouts, a few steps of torch, new weights, and again. The log
 probabilities of each rollout are those that the trainer computes with the same weights."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shell scripts of examples/ start vLLM servers and workers. On GPUs, or on CPUs as here."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Addresses of both families: where a process listens, and how a host stands before its port."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

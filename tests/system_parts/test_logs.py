@@ -1,7 +1,5 @@
 """One line per record, as text or JSON, that names the process and the request."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

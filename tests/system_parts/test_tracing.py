@@ -1,7 +1,5 @@
 """Tracers: off, with a wrong endpoint, without OpenTelemetry, and with a receiver that does not answer."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

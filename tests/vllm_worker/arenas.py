@@ -1,7 +1,5 @@
 """What a service process makes, and its engine process inherits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from baton.kv_transfer import ArenaEnd, Arenas, WorkerEnds

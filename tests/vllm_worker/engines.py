@@ -1,7 +1,5 @@
 """Real vLLM engines, and what transformers says of the same model."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Groups of layers as vLLM's `KVCacheConfig` has them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Objects of vLLM, and of modules that import it, as tests play them. Their members are looked up in the
 source, since the environment of the tests cannot import vLLM."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """A cluster of vLLM workers for tests, started as a user would, and what transformers says in its place."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

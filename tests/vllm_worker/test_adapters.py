@@ -1,7 +1,5 @@
 """Adapters (LoRA) of real vLLM workers: tokens are those of transformers with merged weights."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

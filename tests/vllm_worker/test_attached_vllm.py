@@ -1,7 +1,5 @@
 """Two real vLLM engines whose connectors are attached to workers. The test is both workers and the router."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

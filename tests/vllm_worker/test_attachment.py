@@ -1,7 +1,5 @@
 """The engine process of a worker and connectors, over real sockets. A connector is a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """`baton.bench.vllm` with real engines on CPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """vLLM's events about its prefix cache, as routers hear of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """vLLM's cache tensors, as KV transfer sees them."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from types import SimpleNamespace

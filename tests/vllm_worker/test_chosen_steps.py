@@ -1,7 +1,5 @@
 """Which requests vLLM gets at its start, and what `mixed_steps` learns from their steps."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -3,8 +3,6 @@
 The model reasons, with random weights: only a budget ends its reasoning.
 """
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -1,7 +1,5 @@
 """Groups of vLLM workers that share experts: real engines, and tokens of transformers."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """vLLM engines that draft tokens hand over KV, that of draft layers, too. Tokens are those without drafts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """How the engine process ends if vLLM does, and what its service then knows. vLLM is played."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import AsyncGenerator

@@ -1,8 +1,6 @@
 """`examples/vllm_proxy.sh` with the proxy of vLLM's source, which `VLLM_PROXY` names:
 `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import urllib.error

@@ -1,7 +1,5 @@
 """Workers with vLLM hand over models whose layers are in several groups: with windows, and with states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

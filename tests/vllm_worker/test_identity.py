@@ -1,7 +1,5 @@
 """Servers know by a fingerprint whether their KV means the same, whatever options vLLM has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

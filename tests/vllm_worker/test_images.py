@@ -1,8 +1,6 @@
 """Chats with images through vLLM workers: tokens are those of transformers, and only a worker that computes a
 prompt encodes its images."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 computes only some of the kinds; a test of these runs there by its name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

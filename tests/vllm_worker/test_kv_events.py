@@ -1,7 +1,5 @@
 """A worker with vLLM publishes vLLM's own events about its prefix cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

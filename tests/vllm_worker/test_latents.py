@@ -1,7 +1,5 @@
 """Real vLLM engines hand over the latents of a model with multi-head latent attention."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The files of adapters, and which of them vLLM has. Without vLLM itself."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Callable

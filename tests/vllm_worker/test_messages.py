@@ -1,8 +1,6 @@
 """No message of a router, in no state of an attempt, ends a vLLM worker. The messages are those of
 tests/prefill_worker/test_messages.py, for the roles of Baton's engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What vLLM's scheduler tells its workers: of prompts that decode servers fetch, and that they fetch."""
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """vLLM's command line from the options of a worker, and its version."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

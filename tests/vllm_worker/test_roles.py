@@ -1,7 +1,5 @@
 """Prefills and decodes over a vLLM that the test plays: admission, tokens, reports, ends."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,7 +1,5 @@
 """Requests of Baton in vLLM's words, and its log probabilities in Baton's."""
 
-from __future__ import annotations
-
 import json
 import random
 from array import array

@@ -1,7 +1,5 @@
 """Prompts of models with states that begin with one token, as vLLM's own function counts them."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

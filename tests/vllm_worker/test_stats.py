@@ -1,7 +1,5 @@
 """What routers learn of a vLLM engine's load and speed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """KV between two servers, with real transfer processes. The test has vLLM's part: blocks, steps, layers."""
 
-from __future__ import annotations
-
 import math
 import random
 import threading

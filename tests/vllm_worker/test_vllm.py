@@ -2,8 +2,6 @@
 
 They stand behind a proxy that was made for vLLM's NixlConnector: the test sends what it sends."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`baton serve --engine vllm`: streams are those of transformers, whatever process dies."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A rank dies or hangs at a state of a handover, and the request goes on as a router would arrange it."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Embeddings of images from an encoder to a worker, over the transfer processes of both."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import select

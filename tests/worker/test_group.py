@@ -1,7 +1,5 @@
 """Workers of a group end when all have drained."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 

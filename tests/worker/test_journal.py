@@ -1,7 +1,5 @@
 """The logs and traces of attempts, which the journal makes from the messages of the engine."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

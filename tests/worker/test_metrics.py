@@ -1,7 +1,5 @@
 """The metrics port of a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

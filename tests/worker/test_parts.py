@@ -1,7 +1,5 @@
 """Prompts that several workers compute at the same time: real workers, driven as a router would."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """Peers of one host read slices where they were gathered; over TCP where they cannot."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A worker dies, hangs or comes back. No KV is wrong, no block is lost."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

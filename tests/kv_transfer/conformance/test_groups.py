@@ -1,7 +1,5 @@
 """Transfers between tensor parallel groups: their numbers of ranks may differ."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Iterator

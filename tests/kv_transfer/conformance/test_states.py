@@ -1,7 +1,5 @@
 """States travel with the KV of a prefill, bit for bit, and are not used before all of them have come."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Whole transfers between real transfer processes. KV arrives bit for bit or not at all."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

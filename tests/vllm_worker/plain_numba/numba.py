@@ -1,7 +1,5 @@
 """In the place of numba, which vLLM's environment for tests lacks: what it would compile runs as Python."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
