@@ -58,7 +58,7 @@ class ChildPool:
         try:
             return await self.call(key, *parts)
         except ChildDied as died:
-            if died.caused_by_request:
+            if died.then == "refused":
                 raise too_much from died
             raise ApiError(f"the router has no process for this request: {died}") from died
 
@@ -74,8 +74,10 @@ class ChildPool:
         try:
             return await self._call(key, parts)
         except ChildDied as died:
-            died.caused_by_request |= died.killed and oom_kills() > kills
-            if died.caused_by_request or not died.killed:
+            if died.then != "sent again":
+                raise
+            if oom_kills() > kills:
+                died.then = "refused"
                 raise
         return await self._call(key, parts)
 

@@ -1,7 +1,7 @@
 """Children of a helper, as the event loop of their caller has them.
 
 Life of a child: started by its first request → request → reply → … → dead → started again by the next
-request. Beside a reply it may leave bytes in a file in memory that both have.
+request. `ENDS` has what follows. Beside a reply it may leave bytes in a file in memory that both have.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
+from typing import Literal
 
 import numpy as np
 
@@ -37,19 +38,35 @@ _SLICE_BYTES = 256 << 10
 """Bytes of one write. To copy a whole body into a transport would block the loop for milliseconds."""
 
 
+Phase = Literal["starting", "idle", "busy"]
+End = Literal["killed", "ended", "hung"]
+Then = Literal["replaced", "sent again", "fails", "refused"]
+
+ENDS: dict[tuple[Phase, End], Then] = {
+    ("starting", "killed"): "sent again",
+    ("starting", "ended"): "fails",
+    ("starting", "hung"): "fails",
+    ("idle", "killed"): "replaced",
+    ("idle", "ended"): "replaced",
+    ("busy", "killed"): "sent again",
+    ("busy", "ended"): "refused",
+    ("busy", "hung"): "refused",
+}
+"""What follows for the request that a child has, or for the next one. A person or the kernel kills by SIGKILL
+or SIGTERM. A limit or a crash of a library ends a child by another signal: a request may be the cause."""
+
+
 class ChildDied(Exception):
     """The child died, or could not start.
 
     Attributes:
-        killed: SIGKILL or SIGTERM ended it, which a person or the kernel sends. A limit or a crash of a
-            library ends it by another signal.
-        caused_by_request: the request may be the cause.
+        then: as in `ENDS`.
     """
 
-    def __init__(self, code: int, *, started: bool, hung: bool = False) -> None:
+    def __init__(self, phase: Phase, code: int, *, hung: bool = False) -> None:
         super().__init__(f"no reply for {HANG_SECONDS:g} s" if hung else f"exit code {code}")
-        self.killed = code in (-signal.SIGKILL, -signal.SIGTERM) and not hung
-        self.caused_by_request = started and not self.killed
+        end: End = "hung" if hung else "killed" if code in (-signal.SIGKILL, -signal.SIGTERM) else "ended"
+        self.then: Then = ENDS[phase, end]
 
 
 class ForkServer:
@@ -235,7 +252,7 @@ class Child:
             try:
                 process = self._process = await self._server.fork(self._kind)
             except OSError as error:  # the machine has no memory or no process left
-                raise ChildDied(error.errno or 0, started=False) from error
+                raise ChildDied("starting", error.errno or 0) from error
             process.pid = int(await self._exchange(process, None))
         process = self._process
         reply = await self._exchange(process, parts)
@@ -243,11 +260,12 @@ class Child:
             return reply, await process.take(self._shared_bytes)
         except OSError:
             await self.end()
-            raise ChildDied(-signal.SIGKILL, started=True) from None
+            raise ChildDied("busy", -signal.SIGKILL) from None
 
     async def _exchange(self, process: _Process, parts: Sequence[Frame] | None) -> bytes:
         """Sends a frame, unless `parts` is None, and reads one."""
-        requests, replies, started = process.requests, process.replies, parts is not None
+        requests, replies = process.requests, process.replies
+        phase: Phase = "starting" if parts is None else "busy"
         try:
             async with asyncio.timeout(HANG_SECONDS):
                 if parts is not None:
@@ -259,7 +277,7 @@ class Child:
                 return await replies.readexactly(*LENGTH.unpack(await replies.readexactly(LENGTH.size)))
         except TimeoutError:
             await self.end()
-            raise ChildDied(-signal.SIGKILL, started=started, hung=True) from None
+            raise ChildDied(phase, -signal.SIGKILL, hung=True) from None
         except (OSError, asyncio.IncompleteReadError, RuntimeError):  # uvloop: RuntimeError for a closed pipe
             # The socket is closed, so the process is about to end. A kill now would hide its exit code.
             code = None
@@ -267,7 +285,7 @@ class Child:
                 async with asyncio.timeout(_DYING_SECONDS):
                     code = await process.ended()
             await self.end()
-            raise ChildDied(-signal.SIGKILL if code is None else code, started=started) from None
+            raise ChildDied(phase, -signal.SIGKILL if code is None else code) from None
 
     async def end(self) -> None:
         """Kills the process if it is alive."""

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 LAB = ROOT / "bench" / "lab"
 TINY = "one-small-layer"
 SHORT = (
+    "children",
     "choices",
     "disagg",
     "elastic",

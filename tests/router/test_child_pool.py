@@ -15,7 +15,7 @@ import psutil
 import pytest
 import uvloop
 
-from baton.processes.sandbox.client import Child, ChildDied, ForkServer
+from baton.processes.sandbox.client import ENDS, Child, ChildDied, End, ForkServer, Phase
 from baton.router.child_pool import ChildPool
 from tests.within import WITHIN
 
@@ -23,6 +23,7 @@ from tests.within import WITHIN
 # "hang PATH" makes this file first.
 # "scatter" frees 100 MiB, of which the allocator can shrink nothing.
 # "kill PATH" adds a line to the file and kills the child, if the file has fewer than two lines.
+# With the state "starts PATH", a child does first what the file says. No process is left if PATH.no exists.
 # With the state "ends PATH", the process that forks kills itself at the step that the file names, and removes
 # the file before. A step has a kind of child: "queued test", "received check".
 SCRIPT = """
@@ -31,13 +32,20 @@ import msgspec
 from baton.processes.sandbox import helper
 from baton.router import child_pool
 state = sys.stdin.buffer.read()
-if state == b"never":
-    sys.exit(3)
-if state == b"no process":
-    def fork_later(fork=os.fork):
-        os.fork = fork
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-    os.fork = fork_later
+def take(path):
+    try:
+        with open(path) as file:
+            os.unlink(path)
+            return file.read()
+    except FileNotFoundError:
+        return ""
+if state[:7] == b"starts ":
+    def fork_or_not(fork=os.fork):
+        if os.path.exists(state[7:] + b".no"):
+            os.unlink(state[7:] + b".no")
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+    os.fork = fork_or_not
 if state[:5] == b"ends ":
     forker, kind, kinds = os.getpid(), "", {}
     def at(step, kind):
@@ -98,7 +106,16 @@ def reply(request):
         time.sleep(0.2)
     secret = os.environ.get("BATON_API_KEY", "").encode()
     return msgspec.msgpack.encode(b"%d %b %b %b" % (os.getpid(), state, request, secret))
-helper.fork_children(int(sys.argv[1]), "test", {"test": lambda: child_pool.serve(reply, 10.0)}, 1 << 32)
+def serve():
+    match state[:7] == b"starts " and take(state[7:]):
+        case "killed":
+            os.kill(os.getpid(), 9)
+        case "ended":
+            sys.exit(4)
+        case "hung":
+            time.sleep(1000)
+    child_pool.serve(reply, 10.0)
+helper.fork_children(int(sys.argv[1]), "test", {"test": serve}, 1 << 32)
 """
 
 COMMAND = ["-c", SCRIPT]
@@ -185,14 +202,63 @@ async def test_what_a_child_leaves_beside_an_answer_comes_with_it(
 
 
 async def test_a_machine_without_a_free_process_fails_one_request(
-    make: Make, caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ):
-    pool = make(state=b"no process")
+    pool = make(state=b"starts " + bytes(tmp_path / "row"))
+    (tmp_path / "row.no").touch()
     with pytest.raises(ChildDied, match="exit code 11") as died:
         await call(pool, b"a")
-    assert not died.value.caused_by_request
-    assert (await call(pool, b"a"))[1] == b"no process a "
+    assert died.value.then == "fails"
+    assert (await call(pool, b"a"))[1].endswith(b" a ")
     assert not caplog.records, "the process that forks went on"
+
+
+@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_what_follows_when_a_child_ends(
+    loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Each row of the table. One that hangs sleeps, so no limit of its CPU time ends it."""
+
+    async def walk(pool: ChildPool, phase: Phase, end: End) -> None:
+        request = b"a"
+        if phase == "starting":
+            await pool._idle[0].end()
+            (tmp_path / "row").write_text(end)
+        elif phase == "idle":
+            pid, _ = await call(pool, b"a")
+            os.kill(pid, signal.SIGKILL if end == "killed" else signal.SIGSEGV)
+            [child] = pool._idle
+            while child._process is not None and not child._process.is_dead:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        else:
+            await call(pool, b"a")
+            (tmp_path / "kills").write_text("\n")
+            request = {"killed": b"kill " + bytes(tmp_path / "kills"), "ended": b"die", "hung": b"hang"}[end]
+        patience = 0.2 if end == "hung" else WITHIN
+        monkeypatch.setattr("baton.processes.sandbox.client.HANG_SECONDS", patience)
+        if ENDS[phase, end] in ("replaced", "sent again"):
+            assert (await call(pool, request))[1].endswith(request + b" ")
+        else:
+            with pytest.raises(
+                ChildDied, match="no reply for 0.2 s" if end == "hung" else "exit code 4"
+            ) as died:
+                await call(pool, request)
+            assert died.value.then == ENDS[phase, end]
+        (tmp_path / "row").unlink(missing_ok=True)
+        monkeypatch.setattr("baton.processes.sandbox.client.HANG_SECONDS", WITHIN)
+        assert (await call(pool, b"b"))[1].endswith(b" b "), "the next request has a child"
+
+    async def check() -> None:
+        monkeypatch.setattr("baton.processes.sandbox.client._CHECK_SECONDS", 10 * WITHIN)
+        server = ForkServer(COMMAND, b"starts " + bytes(tmp_path / "row"))
+        pool = ChildPool(server, "test", 1)
+        for phase, end in ENDS:
+            await walk(pool, phase, end)
+        await pool.close()
+        await server.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(check())
 
 
 async def test_a_child_gives_back_what_a_request_has_freed(make: Make):
@@ -204,82 +270,13 @@ async def test_a_child_gives_back_what_a_request_has_freed(make: Make):
     assert psutil.Process(pid).memory_info().rss - before < 20 << 20
 
 
-@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
-def test_a_child_that_died_between_requests_is_replaced(loop: Callable[[], asyncio.AbstractEventLoop]):
-    async def check() -> None:
-        server = ForkServer(COMMAND, b"hello")
-        pool = ChildPool(server, "test", 1)
-        first, _ = await call(pool, b"a")
-        os.kill(first, signal.SIGSEGV)
-        [child] = pool._idle
-        while child._process is not None and not child._process.is_dead:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        second, _ = await call(pool, b"a")
-        assert second != first
-        await pool.close()
-        await server.close()
-
-    with asyncio.Runner(loop_factory=loop) as runner:
-        runner.run(check())
-
-
-async def test_a_child_that_died_of_a_request_is_replaced(make: Make):
-    pool = make()
-    with pytest.raises(ChildDied) as died:
-        await call(pool, b"die")
-    assert died.value.caused_by_request
-    assert (await call(pool, b"a"))[1] == b"hello a "
-
-
-async def test_a_child_that_hangs_is_replaced_and_the_request_is_not_sent_again(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-):
-    """It sleeps, so no limit of its CPU time ends it. Requests behind it must get a child."""
-    pool = make()
-    first, _ = await call(pool, b"a")
-    exchange = Child._exchange
-
-    async def exchanged(child: Child, process: Any, parts: Any) -> bytes:
-        patience = 0.2 if parts == (b"hang",) else WITHIN
-        monkeypatch.setattr("baton.processes.sandbox.client.HANG_SECONDS", patience)
-        return await exchange(child, process, parts)
-
-    monkeypatch.setattr(Child, "_exchange", exchanged)
-    hangs = asyncio.create_task(call(pool, b"hang"))
-    behind = asyncio.create_task(call(pool, b"b"))
-    with pytest.raises(ChildDied, match=r"no reply for 0.2 s") as died:
-        await hangs
-    assert died.value.caused_by_request
-    assert not died.value.killed
-    second, rest = await behind
-    assert second != first
-    assert rest == b"hello b "
-
-
 @pytest.mark.all
-async def test_a_child_that_does_not_start_is_not_caused_by_the_request(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("baton.processes.sandbox.client.HANG_SECONDS", 0.2)
-    pool = make(state=b"never")
-    for _ in range(2):
-        with pytest.raises(ChildDied) as died:
-            await call(pool, b"a")
-        assert not died.value.caused_by_request
-
-
-@pytest.mark.all
-async def test_a_request_whose_child_is_killed_is_sent_once_more(make: Make, tmp_path: Path):
+async def test_a_request_whose_child_is_killed_twice_fails(make: Make, tmp_path: Path):
     pool = make()
-    for lines, killed in (("\n", False), ("", True)):
-        (tmp_path / "kills").write_text(lines)
-        request = b"kill " + bytes(tmp_path / "kills")
-        if killed:
-            with pytest.raises(ChildDied, match="exit code -9") as died:
-                await call(pool, request)
-            assert not died.value.caused_by_request
-        else:
-            assert (await call(pool, request))[1] == b"hello " + request + b" "
+    (tmp_path / "kills").write_text("")
+    with pytest.raises(ChildDied, match="exit code -9") as died:
+        await call(pool, b"kill " + bytes(tmp_path / "kills"))
+    assert died.value.then == "sent again"
 
 
 async def test_a_cancelled_request_does_not_confuse_replies(make: Make):
@@ -450,7 +447,7 @@ async def test_the_process_that_forks_may_end_at_each_step(
             if name.endswith("test"):
                 with pytest.raises(ChildDied) as died:
                     await call(pool, b"die")
-                assert died.value.caused_by_request, name
+                assert died.value.then == "refused", name
             else:
                 [child] = pool._idle  # of the process that is to end
                 while child._process is not None and not child._process.is_dead:  # noqa: ASYNC110
