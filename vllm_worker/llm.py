@@ -223,6 +223,7 @@ class VLLM:
             block_size=attach.pool.block_size,
             num_blocks=attach.pool.num_blocks,
             vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(self._tokenizer)),
+            exchanges_prefixes=attach.pool.prefixes_move and self._engine.enable_prefix_caching,
             max_adapters=self.adapters.most,
             adapters=adapters,
         )

@@ -132,8 +132,7 @@ class Roles(Handler):
         self._needed = NeededBlocks(pool)
         self._used = Tombstones[bool](TransferDeadlines().tombstone)
         self._moved = asyncio.Event()  # an attempt has a token, or has ended
-        moves = pool.prefixes_move and config.engine.enable_prefix_caching
-        block_size = pool.block_size if moves else None
+        block_size = pool.block_size if ready.description.exchanges_prefixes else None
         self._prefixes = VLLMPrefixes(
             attempts, cached.chunks, self.load, self._run_prefix, block_size=block_size,
             at_once=not config.rank_arenas,

@@ -71,7 +71,6 @@ class Both(Worker):
                 SharedStore,
                 fetch_content=lambda fetch_id, *, owner, **_: self.asked_store.update({fetch_id: owner}),
                 cancel=lambda fetch_id: self.store_says(fetch_id, Closed(fetch_id)),
-                began=lambda fetch_id: False,
                 ends=lambda fetch_id: 0.0,
             )
             source = StoreSource(self.engine, self.engine.prefix_exchange, lambda _: store)

@@ -86,7 +86,10 @@ class Worker:
                 engine=stand_in(EngineConfig, max_num_seqs=3, enable_prefix_caching=True),
             ),
             messages.EngineReady(
-                pb.WorkerDescription(num_blocks=11, block_size=16, max_model_len=200, content_root=b"root"),
+                pb.WorkerDescription(
+                    num_blocks=11, block_size=16, max_model_len=200, content_root=b"root",
+                    exchanges_prefixes=True,
+                ),
                 kv_layout(1, 1, 8, "float32"),
             ),
         )  # fmt: skip
