@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from baton.kv_names.cache_kinds import FP8, ITEM_BYTES, CacheArray, Range
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 """In each header. Two sides of different versions refuse each other."""
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -31,7 +31,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
     """
 
     num_layers: int
-    arrays: tuple[CacheArray, ...]  # by `Slice.array`, with the heads of all ranks
+    arrays: tuple[CacheArray, ...]  # by `Piece.array`, with the heads of all ranks
     layers: tuple[tuple[int, ...], ...]  # that keep each array, ascending
 
     @classmethod
@@ -131,8 +131,8 @@ def convertible(sent: str, kept: str) -> bool:
     return sent == kept or (sent == FP8) != (kept == FP8)
 
 
-class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One payload: heads of one array of one layer, of each token in a range or of a request."""
+class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Which KV or state: heads of one array of one layer, of each token in a range or of a request."""
 
     layer: U16
     head_start: U16
@@ -151,7 +151,7 @@ def intersect(start: int, stop: int, ranges: Iterable[Range]) -> Iterator[Range]
 
 def cut(
     layout: KVLayout, layer: int, tokens: Range, heads: Range, slot_bytes: int, array: int = 0
-) -> Iterator[Slice]:
+) -> Iterator[Piece]:
     """Cut a token range × head range of one layer into as few slices of at most `slot_bytes` as it takes.
 
     Heads of an array of each request are cut in place of tokens. It covers positions up to the end of
@@ -159,7 +159,7 @@ def cut(
     (per_token, head_bytes), (first, last) = layout.sizes[array], heads
     if not per_token:
         for start, count in _equal_pieces(first, last, slot_bytes // head_bytes):
-            yield Slice(layer, start, count, tokens[1], 0, array)
+            yield Piece(layer, start, count, tokens[1], 0, array)
         return
     position_bytes = (last - first) * head_bytes
     if slot_bytes < position_bytes:
@@ -168,7 +168,7 @@ def cut(
             f"({position_bytes} bytes): use larger slots"
         )
     for start, count in _equal_pieces(*tokens, slot_bytes // position_bytes):
-        yield Slice(layer, first, last - first, start, count, array)
+        yield Piece(layer, first, last - first, start, count, array)
 
 
 def _equal_pieces(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
@@ -187,7 +187,7 @@ def rank_of(layout: KVLayout, head: int, ranks: int, array: int) -> int:
     return next(rank for rank in range(ranks) if head in range(*held(rank, ranks)))
 
 
-def slice_bytes(layout: KVLayout, piece: Slice) -> int:
+def slice_bytes(layout: KVLayout, piece: Piece) -> int:
     per_token, head_bytes = layout.sizes[piece.array]
     return (piece.token_count if per_token else 1) * piece.head_count * head_bytes
 

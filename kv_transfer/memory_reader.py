@@ -5,21 +5,15 @@ To add one, write its class and name it in `READERS`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.protocol.messages import Export
+from baton.kv_transfer.slices import Slice
 
 READERS = {"nixl": "baton.kv_transfer.nixl.memory:NixlMemory"}
 """By the value of `--kv-connector`: module and class."""
-
-
-class SliceToRead(NamedTuple):
-    peer_slot: int  # slot of the peer
-    slot: int  # of ours
-    length: int
-    checksum: int  # of slots without marks
 
 
 class MemoryReader(Protocol):
@@ -60,7 +54,7 @@ class MemoryReader(Protocol):
         """Why no peer can be told of the memory; empty: peers can."""
 
     def checksum(self, payload: memoryview) -> int:
-        """Of a slice in the arena. Stands in SLICES as the generation, which has 63 bits."""
+        """Of a slice in the arena: its `sum` in SLICES, which has 63 bits."""
 
     def open(self, session: int, incarnation: int, export: Export) -> str:
         """Starts to read the token of the memory. Returns why it cannot be read; empty: `opened` tells."""
@@ -71,8 +65,8 @@ class MemoryReader(Protocol):
     def close(self, session: int) -> None:
         """Its reads go on: their slots are used until `finished` names them."""
 
-    def read(self, session: int, slices: Sequence[SliceToRead]) -> None:
-        """Starts to read slices of the peer. `finished` tells how each ends."""
+    def read(self, session: int, slices: Sequence[Slice]) -> None:
+        """Starts to read slices that lie `there` into their slots. `finished` tells how each ends."""
 
     def finished(self) -> Mapping[int, bool]:
         """The slots whose read is over, and whether they are as SLICES said."""

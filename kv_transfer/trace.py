@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from baton.kv_transfer.protocol.frame import Header
+from baton.kv_transfer.slices import Slice
 
 _FLUSH_EVERY = 256
 
@@ -45,10 +45,10 @@ class TraceWriter:
         if self.enabled:
             self._add({"ph": "X", "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args})
 
-    def frame(self, name: str, header: Header, start: float, end: float) -> None:
-        """A frame, or a slice that a peer reads, on its way."""
+    def moved(self, name: str, s: Slice, start: float, end: float) -> None:
+        """A slice on its way to a peer, or from one."""
         if self.enabled:
-            self.span(name, start, end, layer=header.piece.layer, seq=header.seq)
+            self.span(name, start, end, layer=s.piece.layer, seq=s.seq)
 
     def instant(self, name: str, **args: Any) -> None:
         if self.enabled:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.kv_transfer.layout import KVLayout, Range, Slice
+from baton.kv_transfer.layout import KVLayout, Piece, Range
 from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import FirstToken
 
@@ -65,7 +65,7 @@ class PagedKV:
         sizes = [self.block_size_of(number) for number, array in arrays if array.per_token]
         return not sizes or num_tokens <= len(block_ids) // self.num_tables * max(sizes)
 
-    def part(self, piece: Slice, entries: int) -> Range:
+    def part(self, piece: Piece, entries: int) -> Range:
         """Where the blocks of a slice lie, or its slot, in `entries` block ids with a slot behind them."""
         per_token, _ = self.layout.sizes[piece.array]
         if not self.tables:
@@ -74,7 +74,7 @@ class PagedKV:
         start = self.tables[piece.array][piece.layer] * each
         return start, start + (each if per_token else 1)
 
-    def blocks(self, piece: Slice, block_ids: Sequence[int], state_slot: int) -> tuple[Sequence[int], int]:
+    def blocks(self, piece: Piece, block_ids: Sequence[int], state_slot: int) -> tuple[Sequence[int], int]:
         """The blocks with the positions of a slice, and where it begins in the first one; or its slot, and
         0."""
         array, (start, stop) = self.layout.arrays[piece.array], self.part(piece, len(block_ids) + 1)

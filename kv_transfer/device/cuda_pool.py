@@ -9,11 +9,12 @@ import torch
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import ExportedMemory, PeerDeviceMemory, Slots
-from baton.kv_transfer.device.pool import Event, Outcome, Remainder, Staged
+from baton.kv_transfer.device.pool import Event, Outcome, Remainder
 from baton.kv_transfer.device.slice_kernels import RequestTable, SliceKernels
 from baton.kv_transfer.device.tables import Tables, pin, unpin
 from baton.kv_transfer.peer_memory import PeerMemories, Unreachable
 from baton.kv_transfer.protocol.messages import Export
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.staging import (
     GATHER_BYTES,
     LANDINGS,
@@ -108,13 +109,13 @@ class CudaPool:
     def passed(self, event: Event) -> bool:
         return event.query()
 
-    def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
+    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> Event:
         with torch.cuda.stream(self._stream):
             for event in {id(event): event for event in after if event is not None}.values():
                 self._stream.wait_event(event)
-            if exported := [item for item in batch if item.generation]:
+            if exported := [item for item in batch if item.memory]:
                 self._gather_exported(exported)
-            if batch := [item for item in batch if not item.generation]:
+            if batch := [item for item in batch if not item.memory]:
                 batch, offsets, copies = self._stage(batch, self._in_arena, self._slot_bytes)
                 dense = self._dense(copies)
                 self._kernels.copy(_at(batch, dense, offsets), into_pool=False)
@@ -122,7 +123,7 @@ class CudaPool:
                     copy(slot, dense.data_ptr() + at, size, self._stream.cuda_stream)
             return self._record()
 
-    def _gather_exported(self, batch: Sequence[Staged]) -> None:
+    def _gather_exported(self, batch: Sequence[Slice]) -> None:
         assert self._exported is not None
         batch = sorted(batch, key=lambda x: x.slot)
         runs: list[tuple[int, int]] = []  # of marks: (address, words)
@@ -132,12 +133,12 @@ class CudaPool:
                 runs[-1] = runs[-1][0], runs[-1][1] + 2
             else:
                 runs.append((mark, 2))
-        self._tables.write([word for item in batch for word in (item.generation, 0)], runs)
+        self._tables.write([word for item in batch for word in (item.sum, 0)], runs)
         items = [(item, self._exported.slot(item.slot)) for item in batch]
         sums = [self._exported.mark(item.slot) + 8 for item in batch]
         self._kernels.copy(items, into_pool=False, sums=sums)
 
-    def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
+    def scatter(self, batch: Sequence[Slice]) -> tuple[Event, Event]:
         with torch.cuda.stream(self._stream):
             batch, offsets, copies = self._stage(batch, self._in_arena, self._slot_bytes)
             dense = self._dense(copies)
@@ -201,23 +202,23 @@ class CudaPool:
     def opened(self, memory: object) -> bool:
         return True
 
-    def pull(self, memory: PeerMemories[PeerDeviceMemory], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
+    def pull(self, memory: PeerMemories[PeerDeviceMemory], batch: Sequence[Slice]) -> tuple[Event, Outcome]:
         """The kernel that scatters the slices reads this rank's heads in the memory of the peer, and sums
         them. The marks are copied after that, on a stream of their own, so the next kernel does not wait.
 
         Each byte is read once, since a second look may find other bytes. Slices that are converted are read
         by two kernels, so they are copied here first."""
         asked = batch
-        places = {item.slot: memory.place(item.slot) for item in batch}
+        places = {item.there: memory.place(item.there) for item in batch}
         sources = list({source.address: source for source, _ in places.values()}.values())
 
-        def address_of(slot: int) -> int:
-            source, number = places[slot]
+        def address_of(item: Slice) -> int:
+            source, number = places[item.there]
             return source.slot(number)
 
         landing = None
         if not any(self._kernels.is_converted(item) for item in batch):
-            items = [(item, address_of(item.slot)) for item in batch]
+            items = [(item, address_of(item)) for item in batch]
         else:
             landing, items = self._land(batch, address_of, memory.slot_bytes)
             batch = [item for item, _ in items]
@@ -248,24 +249,24 @@ class CudaPool:
         def outcome() -> list[Remainder]:
             words = table.words[:count].tolist()
             self._tables.give(table)
-            sums = {item.slot: words[i] for i, item in enumerate(batch)}
+            sums = {item.there: words[i] for i, item in enumerate(batch)}
             first = {source.address: marks_at + i * each for i, source in enumerate(sources)}
             remainders: list[Remainder] = []
             for item in asked:
-                source, number = places[item.slot]
+                source, number = places[item.there]
                 mark = first[source.address] + 2 * number
                 generation, checksum = words[mark : mark + 2]
                 if not (self._kernels.window(item.piece).is_first or self._kernels.is_converted(item)):
                     checksum = 0  # another rank has it
-                right = generation == item.generation
-                remainders.append((checksum - sums[item.slot]) % (1 << 64) if right else None)
+                right = generation == item.sum
+                remainders.append((checksum - sums[item.there]) % (1 << 64) if right else None)
             return remainders
 
         return event, outcome
 
     def _land(
-        self, batch: Sequence[Staged], address_of: Callable[[int], int], slot_bytes: int
-    ) -> tuple[_Landing, list[tuple[Staged, int]]]:
+        self, batch: Sequence[Slice], address_of: Callable[[Slice], int], slot_bytes: int
+    ) -> tuple[_Landing, list[tuple[Slice, int]]]:
         """Copies slices of a peer to memory here. Copies have a stream of their own: the next ones run while
         a kernel scatters the slices before. Raises Unreachable."""
         self._make_landings()
@@ -289,14 +290,14 @@ class CudaPool:
         self._landings.clear()
         self._arena = torch.empty(0)
 
-    def _in_arena(self, slot: int) -> int:
-        return self._arena.data_ptr() + slot * self._slot_bytes
+    def _in_arena(self, item: Slice) -> int:
+        return self._arena.data_ptr() + item.slot * self._slot_bytes
 
     def _stage(
-        self, batch: Sequence[Staged], address_of: Callable[[int], int], slot_bytes: int
-    ) -> tuple[list[Staged], list[int], list[tuple[int, int, int]]]:
+        self, batch: Sequence[Slice], address_of: Callable[[Slice], int], slot_bytes: int
+    ) -> tuple[list[Slice], list[int], list[tuple[int, int, int]]]:
         """By address, the byte of each in dense memory, and the copies between slots and that memory."""
-        placed = sorted([(address_of(x.slot), x) for x in batch], key=itemgetter(0))
+        placed = sorted([(address_of(x), x) for x in batch], key=itemgetter(0))
         copies, offsets = coalesce([(at, self._kernels.slice_bytes(x)) for at, x in placed], slot_bytes)
         return [x for _, x in placed], offsets, copies
 
@@ -311,6 +312,6 @@ def _event(stream: torch.cuda.Stream) -> Event:
     return event
 
 
-def _at(batch: Sequence[Staged], dense: torch.Tensor, offsets: Sequence[int]) -> list[tuple[Staged, int]]:
+def _at(batch: Sequence[Slice], dense: torch.Tensor, offsets: Sequence[int]) -> list[tuple[Slice, int]]:
     """Each with its address in `dense`."""
     return [(item, dense.data_ptr() + at) for item, at in zip(batch, offsets, strict=True)]

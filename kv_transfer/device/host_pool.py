@@ -22,7 +22,6 @@ from baton.kv_transfer.device.pool import (
     Outcome,
     Pool,
     Remainder,
-    Staged,
     Window,
     arrays_sent,
     planes,
@@ -31,6 +30,7 @@ from baton.kv_transfer.device.pool import (
 from baton.kv_transfer.layout import runs, slice_bytes
 from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, export_arena, mark
 from baton.kv_transfer.protocol.messages import Export
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.transport import PagedKV
 
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -85,16 +85,16 @@ class HostPool:
     def passed(self, event: Event) -> bool:
         return True
 
-    def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
+    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> Event:
         for item in batch:
             if self._exported:  # a late reader sees that it was late, also if these bytes go over TCP
-                mark(self._arena, item.slot, item.generation, 0)
+                mark(self._arena, item.slot, item.sum, 0)
             self._gather(item, self._arena.slot(item.slot))
-            if item.generation:
+            if item.memory:
                 filled = self._arena.slot(item.slot)[: slice_bytes(self._layout, item.piece)]
-                mark(self._arena, item.slot, item.generation, xxhash.xxh3_64_intdigest(filled))
+                mark(self._arena, item.slot, item.sum, xxhash.xxh3_64_intdigest(filled))
 
-    def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
+    def scatter(self, batch: Sequence[Slice]) -> tuple[Event, Event]:
         for item in batch:
             self._scatter(item, self._arena.slot(item.slot))
         return None, None
@@ -112,28 +112,28 @@ class HostPool:
     def opened(self, memory: Any) -> bool:
         return True
 
-    def pull(self, memory: PeerMemories[PeerArena], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
+    def pull(self, memory: PeerMemories[PeerArena], batch: Sequence[Slice]) -> tuple[Event, Outcome]:
         remainders: list[Remainder] = []
-        for item, (arena, number) in [(item, memory.place(item.slot)) for item in batch]:
+        for item, (arena, number) in [(item, memory.place(item.there)) for item in batch]:
             array = self._arrays[item.piece.array, item.dtype]
             slot = arena.slot(number)[: array.bytes_of(item.piece.head_count, item.piece.token_count)]
             checksum = xxhash.xxh3_64_intdigest(slot)
             self._scatter(item, slot)
-            right = arena.mark(number) == (item.generation, checksum)
+            right = arena.mark(number) == (item.sum, checksum)
             remainders.append(0 if right else None)
         return None, lambda: remainders
 
     def close(self) -> None:
         self._planes.clear()
 
-    def _gather(self, item: Staged, slot: memoryview) -> None:
+    def _gather(self, item: Slice, slot: memoryview) -> None:
         array = self._layout.arrays[item.piece.array]
         part = window(item.piece, array, self._heads[item.piece.array])
         dense = dense_planes(slot, array, part.dense_positions, part.dense_heads)
         for pool, staged in self._runs(item, part, dense):
             staged[:] = pool
 
-    def _scatter(self, item: Staged, slot: memoryview) -> None:
+    def _scatter(self, item: Slice, slot: memoryview) -> None:
         kept, array = self._layout.arrays[item.piece.array], self._arrays[item.piece.array, item.dtype]
         part = window(item.piece, array, self._heads[item.piece.array])
         dense = dense_planes(slot, array, part.dense_positions, part.dense_heads)
@@ -143,7 +143,7 @@ class HostPool:
             pool[:] = staged
 
     def _runs(
-        self, item: Staged, part: Window, dense: Sequence[np.ndarray]
+        self, item: Slice, part: Window, dense: Sequence[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Neighbouring positions of the pool with the heads that are held, and where they are in `dense`."""
         number = item.piece.array
@@ -200,8 +200,8 @@ class NoPool(HostPool):
     ) -> tuple[Sequence[int], int]:
         return block_ids, state_slot
 
-    def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
+    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> Event:
         return None
 
-    def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
+    def scatter(self, batch: Sequence[Slice]) -> tuple[Event, Event]:
         return None, None

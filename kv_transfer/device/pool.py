@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import torch
 
 from baton.kv_names.cache_kinds import FP8, ITEM_BYTES, CacheArray, Range
-from baton.kv_transfer.layout import KVLayout, Slice
+from baton.kv_transfer.layout import KVLayout, Piece
 from baton.kv_transfer.peer_memory import PeerMemory
-from baton.kv_transfer.protocol.local_messages import Staged
 from baton.kv_transfer.protocol.messages import Export
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.transport import PagedKV
 
 if TYPE_CHECKING:
@@ -51,20 +51,20 @@ class Pool(Protocol):
     gather_most: int
     """How many slices are worth gathering together."""
 
-    def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
+    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> Event:
         """Pool → slots. When the event that is returned has passed, the slots are filled and the pool is no
         longer read. `after`: nothing, or for each slice the event after which it may be read. None: at
         once."""
 
-    def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
+    def scatter(self, batch: Sequence[Slice]) -> tuple[Event, Event]:
         """Slots → pool. First event: the slots are free; second: the pool holds the bytes."""
 
     def export(self) -> Export:
-        """Lets peers on this host read slots with a generation. Raises Unreachable if that is not supported
-        here. With several ranks it waits for the others."""
+        """Lets peers on this host read slices of the memory `EXPORTED`. Raises Unreachable if that is not
+        supported here. With several ranks it waits for the others."""
 
     def adopt(self, export: Export) -> None:
-        """Instead of `export`: slices with a generation go to these slots, which are the transfer process's.
+        """Instead of `export`: these slices go to slots of the transfer process.
         Raises Unreachable. With several ranks it waits for the others."""
 
     def open(self, export: Export, dtype: str) -> PeerMemory:
@@ -74,8 +74,8 @@ class Pool(Protocol):
         """Whether all ranks can read `memory`, which `open` returned. False: not all have answered yet.
         Raises Unreachable if a rank cannot read it."""
 
-    def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        """Copies slots of `memory`, which is open, to the pool.
+    def pull(self, memory: Any, batch: Sequence[Slice]) -> tuple[Event, Outcome]:
+        """Copies slices that lie `there`, in a memory that is open, to the pool.
 
         When the event has passed, the slots may be used again and the outcome is known. Only the outcome says
         whether the bytes in the pool are right. Raises Unreachable if the memory cannot be read any more."""
@@ -110,7 +110,7 @@ class Window(NamedTuple):
         return not (self.dense_start or self.dense_head)
 
 
-def window(piece: Slice, array: CacheArray, rank_heads: Range) -> Window:
+def window(piece: Piece, array: CacheArray, rank_heads: Range) -> Window:
     """`rank_heads`: the heads of the array that this rank has."""
     start, stop = rank_heads
     first, last = max(piece.head_start, start), min(piece.head_start + piece.head_count, stop)
@@ -156,7 +156,7 @@ def tensor_planes(kv: PagedKV) -> list[list[dict[int, torch.Tensor]]]:
 
 
 def arrays_sent(layout: KVLayout) -> dict[tuple[int, str | None], CacheArray]:
-    """Each array as it may come, by `Slice.array` and `Staged.dtype`."""
+    """Each array as it may come, by `Piece.array` and `Slice.dtype`."""
     return {
         (number, dtype): array
         for dtype in (None, *ITEM_BYTES)

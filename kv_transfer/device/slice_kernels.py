@@ -10,12 +10,13 @@ import torch
 from baton.kv_names.cache_kinds import ITEM_BYTES, CacheArray
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
-from baton.kv_transfer.device.pool import Staged, Window, arrays_sent, tensor_planes, window
+from baton.kv_transfer.device.pool import Window, arrays_sent, tensor_planes, window
 from baton.kv_transfer.device.tables import Table, Tables
-from baton.kv_transfer.layout import Slice, convertible, slice_bytes
+from baton.kv_transfer.layout import Piece, convertible, slice_bytes
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.transport import PagedKV
 
-_Summed = tuple[Staged, int, int]
+_Summed = tuple[Slice, int, int]
 """With the address of its dense memory, and where its checksum is added."""
 _Launch = tuple[Callable[..., None], list[list[int]]]
 """Of a kernel, with its lines of the table."""
@@ -43,7 +44,7 @@ class RequestTable:
     def device(self) -> torch.device:
         return self._table.device
 
-    def address(self, piece: Slice, array: CacheArray) -> int:
+    def address(self, piece: Piece, array: CacheArray) -> int:
         """Of int64 [blocks] in this array, or of the slot of an array of each request. It lives as long as
         this object."""
         window_blocks, block_size = self._kv.window_blocks, self._kv.block_size
@@ -94,12 +95,12 @@ class SliceKernels:
         # the same bytes.
         device = table.device
         pieces = [
-            Slice(layout.layers[number][0], first, last - first if array.per_token else 1, 0, 1, number)
+            Piece(layout.layers[number][0], first, last - first if array.per_token else 1, 0, 1, number)
             for number, (array, (first, last)) in enumerate(zip(layout.arrays, kv.heads, strict=True))
         ]
         size = max(slice_bytes(layout, piece) for piece in pieces)
         dense = torch.empty((len(pieces), -(-size // 16) * 16), dtype=torch.uint8, device=device)
-        items = [(Staged(piece, 0, table), x.data_ptr()) for piece, x in zip(pieces, dense, strict=True)]
+        items = [(Slice(piece, table=table), x.data_ptr()) for piece, x in zip(pieces, dense, strict=True)]
         for into_pool in (False, True):
             self.copy(items, into_pool=into_pool)
         if exported:
@@ -109,7 +110,7 @@ class SliceKernels:
                 self.copy(items, into_pool=into_pool, sums=[at] * len(items))
             copy_kernels.launch_sums(tables.send([dense.data_ptr(), 1, at]).view(1, -1), 1)
         for piece, array in zip(pieces, layout.arrays, strict=True):
-            nothing = Staged(msgspec.structs.replace(piece, token_count=0), 0, table)
+            nothing = Slice(msgspec.structs.replace(piece, token_count=0), table=table)
             for dtype in ITEM_BYTES if array.kind.converts else ():
                 if dtype != array.dtype and convertible(dtype, array.dtype):
                     self._convert([(nothing, dense.data_ptr())], dtype)
@@ -123,23 +124,23 @@ class SliceKernels:
         self._planes.clear()
         self._pools.clear()
 
-    def slice_bytes(self, item: Staged) -> int:
+    def slice_bytes(self, item: Slice) -> int:
         array = self._arrays[item.piece.array, item.dtype]
         return array.bytes_of(item.piece.head_count, item.piece.token_count)
 
-    def is_converted(self, item: Staged) -> bool:
+    def is_converted(self, item: Slice) -> bool:
         """Whether the slice is in another dtype than the pool.
 
         If so, this rank computes the checksum of all of it. Else the kernel that scatters the slice sums the
         heads that this rank holds."""
         return self._arrays[item.piece.array, item.dtype] != self._layout.arrays[item.piece.array]
 
-    def window(self, piece: Slice) -> Window:
+    def window(self, piece: Piece) -> Window:
         return window(piece, self._layout.arrays[piece.array], self._heads[piece.array])
 
-    def into_pool(self, items: Sequence[tuple[Staged, int]], sums: Sequence[int] = ()) -> None:
+    def into_pool(self, items: Sequence[tuple[Slice, int]], sums: Sequence[int] = ()) -> None:
         """As `copy`, into the pool, from memory in any dtype."""
-        alike: dict[tuple[str | None, int], list[tuple[tuple[Staged, int], int]]] = {}
+        alike: dict[tuple[str | None, int], list[tuple[tuple[Slice, int], int]]] = {}
         for item, checksum in zip(items, sums or [0] * len(items), strict=True):
             converted = self.is_converted(item[0])
             key = (item[0].dtype, item[0].piece.array) if converted else (None, 0)
@@ -157,7 +158,7 @@ class SliceKernels:
             self._convert(of_dtype, dtype)
 
     def copy(
-        self, items: Sequence[tuple[Staged, int]], *, into_pool: bool, sums: Sequence[int] = (),
+        self, items: Sequence[tuple[Slice, int]], *, into_pool: bool, sums: Sequence[int] = (),
         behind_sums: Table | None = None,
     ) -> None:  # fmt: skip
         """Copies between the pool and dense memory in the dtype of the pool. `sums`: for each item, the
@@ -199,7 +200,7 @@ class SliceKernels:
             before = array.rows * array.head_dim * ITEM_BYTES[array.dtype]
         return launches
 
-    def _convert(self, items: Sequence[tuple[Staged, int]], dtype: str) -> None:
+    def _convert(self, items: Sequence[tuple[Slice, int]], dtype: str) -> None:
         """As `into_pool`, for slices of one array, from memory in another dtype."""
         number = items[0][0].piece.array
         values, *scales = self._pools[number]

@@ -14,6 +14,7 @@ from baton.kv_transfer.endpoint.live_fetch import LiveFetch
 from baton.kv_transfer.endpoint.pulls import Pulls
 from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol import local_messages as local
+from baton.kv_transfer.slices import ARENA, Slice
 from baton.kv_transfer.staging import scattered_at_once
 from baton.kv_transfer.trace import TraceWriter
 
@@ -26,7 +27,7 @@ PATIENCE = 0.02  # seconds after which launches wait for a slice: on a busy host
 
 
 class Injector:
-    """What has arrived, and what is copied. It has a slot from `arrived` until `take` returns it.
+    """What has arrived, and what is copied. It has a slot from `arrived` until `emptied` names it.
 
     Attributes:
         live: the fetches that still get slices, by transfer id. The receiver adds and removes them.
@@ -44,65 +45,65 @@ class Injector:
         self._layout = layout
         self._trace = trace
         self._at_once = scattered_at_once(slot_bytes)
-        self.arrivals: deque[local.Arrived] = deque()
+        self.arrivals: deque[Slice] = deque()
         self._oldest = 0.0  # when the first of them came
         self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees
+        self._dropped: list[int] = []  # slots of ended transfers
 
     def __bool__(self) -> bool:
         """Whether anything has arrived and is not in its place."""
         return bool(self.arrivals or self._copies or self.pulls)
 
-    def arrived(self, message: local.Arrived) -> None:
-        fetch = self.live.get(message.header.transfer_id)
+    def arrived(self, s: Slice) -> None:
+        fetch = self.live.get(s.transfer_id)
         if fetch is not None and fetch.layers is not None:
-            fetch.layers.arrived(message.header.piece)
+            fetch.layers.arrived(s.piece)
         self._oldest = self._oldest if self.arrivals else time.monotonic()
-        self.arrivals.append(message)
+        self.arrivals.append(s)
 
-    def pulled(self) -> list[local.PulledIn]:
-        """What has been read of exported memory since the last call, for the transfer process."""
-        said = []
-        for arrived, intact in self.pulls.ended():
-            said.append(local.PulledIn([m.slot for m in arrived], intact))
-            for m, right in zip(arrived, intact, strict=True):
-                if right and (fetch := self.live.get(m.header.transfer_id)):
+    def emptied(self) -> list[local.Emptied]:
+        """The slots that nothing reads any more, since the last call: of copies that are over, and of ended
+        transfers."""
+        slots, self._dropped = self._dropped, []
+        damaged: list[int] = []
+        while self._copies and self._pool.passed(self._copies[0][0]):
+            slots += self._copies.popleft()[1]
+        for slices, intact in self.pulls.ended():
+            slots += [s.slot for s in slices]
+            for s, right in zip(slices, intact, strict=True):
+                if not right:
+                    damaged.append(s.slot)
+                elif fetch := self.live.get(s.transfer_id):
                     fetch.unread -= 1
                     if fetch.layers is not None:
-                        fetch.layers.written(m.header.piece)
-        return said
+                        fetch.layers.written(s.piece)
+        return [local.Emptied(slots, damaged)] if slots else []
 
-    def take(self, spare: float) -> list[int]:
+    def take(self, spare: float) -> None:
         """Injects what arrived, as far as there is time. `spare`: seconds until the next step must be
-        launched. Returns the slots that are free now: of ended transfers, and of copies that are over."""
+        launched."""
         taken_at = time.monotonic()
         if self.arrivals and taken_at - self._oldest > PATIENCE:
             spare = math.inf
-        until, free = taken_at + spare - INJECTING, []
-        last = self._layout.num_layers - 1
+        until, last = taken_at + spare - INJECTING, self._layout.num_layers - 1
         complete = any(fetch.complete for fetch in self.live.values())
-        is_late = spare == math.inf or complete or any(m.header.piece.layer == last for m in self.arrivals)
+        is_late = spare == math.inf or complete or any(s.piece.layer == last for s in self.arrivals)
         while self.arrivals and (now := time.monotonic()) <= until:
             if not is_late and now - self._oldest < HOLD:
                 break
-            taken = [self.arrivals.popleft() for _ in range(min(len(self.arrivals), self._at_once))]
-            by_session: dict[int | None, list[local.Arrived]] = {}
-            for m in taken:
-                if m.header.transfer_id in self.live:
-                    by_session.setdefault(m.session, []).append(m)
+            by_memory: dict[int, list[Slice]] = {}
+            for s in [self.arrivals.popleft() for _ in range(min(len(self.arrivals), self._at_once))]:
+                if s.transfer_id in self.live:
+                    by_memory.setdefault(s.memory, []).append(s)
                 else:  # cancelled, or fetched anew
-                    free.append(m.slot)
-            for session, arrived in by_session.items():
-                if session is None:
-                    fetches = [self.live[m.header.transfer_id] for m in arrived]
-                    self._inject([self._staged(m, m.slot, taken_at) for m in arrived], fetches)
-                else:
-                    self._pull(session, arrived, taken_at)
-        while self._copies and self._pool.passed(self._copies[0][0]):
-            free += self._copies.popleft()[1]
-        return free
+                    self._dropped.append(s.slot)
+            for slices in by_memory.values():
+                for s in slices:
+                    self._place(s, taken_at)
+                self._inject(slices)
 
-    def _staged(self, m: local.Arrived, slot: int, taken_at: float) -> local.Staged:
-        fetch, piece = self.live[m.header.transfer_id], m.header.piece
+    def _place(self, s: Slice, taken_at: float) -> None:
+        fetch, piece = self.live[s.transfer_id], s.piece
         # The transfer process has refused what does not fit; a write outside the reservation must not happen.
         if (array := self._layout.arrays[piece.array]).per_token:
             ranges = (array.in_blocks(*each) for each in fetch.request.ranges)
@@ -113,33 +114,26 @@ class Injector:
             assert stop in fetch.request.states_at, piece
         assert piece.layer < self._layout.num_layers, piece
         fetch.frames += 1
-        fetch.bytes += m.header.length
+        fetch.bytes += s.stored
         if piece.token_start + piece.token_count == stop and not (fetch.request.chunks or fetch.layers):
             fetch.pace.came(piece.layer, self._layout.num_layers, taken_at)
-        return local.Staged(piece, slot, fetch.table, m.dtype, m.generation)
+        s.table = fetch.table
 
-    def _inject(self, batch: list[local.Staged], fetches: Sequence[LiveFetch]) -> None:
-        now = time.monotonic()
-        with self._trace.measure("inject", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
-            copied, scattered = self._pool.scatter(batch)
-        self._copies.append((copied, [x.slot for x in batch]))
-        self._note_scatter(batch, scattered, now)
-        for fetch, item in zip(fetches, batch, strict=True):
-            if fetch.layers is not None:
-                fetch.layers.scattered(scattered, item.piece)
-
-    def _pull(self, session: int, arrived: Sequence[local.Arrived], taken_at: float) -> None:
-        now, batch = time.monotonic(), [self._staged(m, m.peer_slot, taken_at) for m in arrived]
-        with self._trace.measure("pull", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
-            scattered = self.pulls.start(session, batch, arrived)
-        for m in arrived:
-            self.live[m.header.transfer_id].unread += 1
-        if scattered:
-            self._note_scatter(batch, *scattered, now)
-
-    def _note_scatter(self, batch: Sequence[local.Staged], scattered: Any, now: float) -> None:
-        tables = {id(x.table) for x in batch}
-        for fetch in self.live.values():
-            if id(fetch.table) in tables:
-                fetch.last_scatter = scattered
-                fetch.scatter_at = fetch.scatter_at or now
+    def _inject(self, slices: Sequence[Slice]) -> None:
+        """Slices of one memory."""
+        now, in_arena = time.monotonic(), slices[0].memory == ARENA
+        layers = sorted({s.piece.layer for s in slices}) if self._trace.enabled else ()
+        fetches = [self.live[s.transfer_id] for s in slices]
+        with self._trace.measure("inject" if in_arena else "pull", slices=len(slices), layers=layers):
+            if in_arena:
+                copied, *scattered = self._pool.scatter(slices)
+                self._copies.append((copied, [s.slot for s in slices]))
+            else:
+                scattered = self.pulls.start(slices)
+        for fetch, s in zip(fetches, slices, strict=True):
+            if not in_arena:
+                fetch.unread += 1
+            if scattered:
+                fetch.last_scatter, fetch.scatter_at = scattered[0], fetch.scatter_at or now
+                if in_arena and fetch.layers is not None:
+                    fetch.layers.scattered(scattered[0], s.piece)

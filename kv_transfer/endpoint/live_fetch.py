@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.kv_transfer.layout import KVLayout, Range, Slice
+from baton.kv_transfer.layout import KVLayout, Piece, Range
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.transport import Closed, FetchFailed
 
@@ -54,13 +54,13 @@ class LayersThere:
                     self._missing[layer][i] += array.heads * sum(stop - start for start, stop in read)
                 else:
                     self._missing[layer - 1][i] += array.heads * (each[1] in states_at)
-        self._scatters: deque[tuple[Any, Slice]] = deque()  # under way, with their events
+        self._scatters: deque[tuple[Any, Piece]] = deque()  # under way, with their events
         of_ranges = zip(ranges, zip(*self._missing.values(), strict=True), strict=True)
         # Ends of ranges of which something came, or of which no layer gets anything, until `began`.
         self.beginning = {stop for (_, stop), missing in of_ranges if not any(missing)}
         self._no_kv = {stop for _, stop in ranges} - self.beginning  # ends of ranges of which nothing came
 
-    def arrived(self, piece: Slice) -> None:
+    def arrived(self, piece: Piece) -> None:
         stop = piece.token_start + piece.token_count
         if stop in self._no_kv:
             self._no_kv.remove(stop)
@@ -72,10 +72,10 @@ class LayersThere:
         self.beginning.difference_update(ends)
         return ends
 
-    def scattered(self, event: Any, piece: Slice) -> None:
+    def scattered(self, event: Any, piece: Piece) -> None:
         self._scatters.append((event, piece))
 
-    def written(self, piece: Slice) -> None:
+    def written(self, piece: Piece) -> None:
         last = piece.token_start + piece.token_count
         index = next(i for i, (_, stop) in enumerate(self._ranges) if last <= stop)
         layer = piece.layer if piece.token_count else piece.layer - 1

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from baton.kv_names.cache_kinds import overlaps
-from baton.kv_transfer.layout import KVLayout, Range, Slice, cut, intersect, rank_of, slice_bytes
+from baton.kv_transfer.layout import KVLayout, Range, cut, intersect, rank_of, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderAccount
 from baton.kv_transfer.protocol.messages import FirstToken
+from baton.kv_transfer.slices import Slice
 
 
 class ReadyLayer(NamedTuple):
@@ -56,7 +57,6 @@ class OutgoingTransfer:
     pending: deque[tuple[Slice, Any]] = field(default_factory=deque)  # with the event that makes it ready
     frames: int = 0  # pending and handed over
     bytes: int = 0
-    seq: int = 0
     goes_on: bool = True  # the peer computes after these positions, and needs states
 
 
@@ -77,9 +77,9 @@ class Slicing:
             for number, array in enumerate(layout.arrays)
         ]
 
-    def rank(self, piece: Slice) -> int:
+    def rank(self, s: Slice) -> int:
         """The first rank that holds the heads of a slice."""
-        return self._ranks[piece.array][piece.head_start]
+        return self._ranks[s.piece.array][s.piece.head_start]
 
     def can_serve(self, transfer: OutgoingTransfer) -> bool:
         """Whether the prefill has what the transfer asks for, and a slot holds the least that a frame has."""
@@ -97,7 +97,7 @@ class Slicing:
         return [[*array.read_of(ranges, next_positions)] for array in self._layout.arrays]
 
     def add(self, transfer: OutgoingTransfer, ready: ReadyLayer) -> None:
-        """Adds the slices of all arrays of the layer to the transfer."""
+        """Makes the slices of all arrays of the layer."""
         if not (transfer.ranges or transfer.goes_on):
             return
         layout, pieces = self._layout, []
@@ -114,8 +114,10 @@ class Slicing:
                 ranges = [(a, b) for a, b in transfer.ranges if ready.states and b == ready.stop]
             for tokens, held in itertools.product(ranges, self._heads[number]):
                 pieces += cut(layout, ready.layer, tokens, held, transfer.slot_bytes, number)
-        transfer.bytes += sum(slice_bytes(layout, piece) for piece in pieces)
-        transfer.pending.extend((piece, ready.event) for piece in pieces)
+        for seq, piece in enumerate(pieces, transfer.frames):
+            size = slice_bytes(layout, piece)
+            transfer.pending.append((Slice(piece, transfer.id, seq, size, size), ready.event))
+            transfer.bytes += size
         transfer.frames += len(pieces)
 
 
@@ -137,8 +139,8 @@ class Turns:
         """The first transfer with credit, window and a slice that is ready. With `ahead`, a slice of the last
         layer need not be ready. A transfer that is skipped keeps its turn."""
         for transfer in sorted(self._with_room(), key=lambda t: not t.prefill.launched):
-            piece, event = transfer.pending[0]
-            if event is None or (ahead and piece.layer == self._last_layer) or passed(event):
+            s, event = transfer.pending[0]
+            if event is None or (ahead and s.piece.layer == self._last_layer) or passed(event):
                 self._ring.remove(transfer)
                 self._ring.append(transfer)
                 return transfer

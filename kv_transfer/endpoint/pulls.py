@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from baton.kv_transfer.peer_memory import TCP_ONLY, PeerMemory, Unreachable
-from baton.kv_transfer.protocol.local_messages import Arrived, Exported, ExportGone, ExportIn, Opened, Staged
+from baton.kv_transfer.protocol.local_messages import Exported, ExportGone, ExportIn, Opened
 from baton.kv_transfer.protocol.messages import Export
+from baton.kv_transfer.slices import Slice
 
 if TYPE_CHECKING:
     from baton.kv_transfer.device.pool import Outcome, Pool
 
-Ended = tuple[Sequence[Arrived], list[bool]]
+Ended = tuple[Sequence[Slice], list[bool]]
 """Slices that were read, and whether the generation and the checksum of each were right."""
 
 
@@ -40,7 +41,7 @@ class _Source:
 class _Pull:
     source: _Source
     event: Any
-    arrived: Sequence[Arrived]
+    slices: Sequence[Slice]
     outcome: "Outcome"
 
 
@@ -89,24 +90,24 @@ class Pulls:
             del self._opening[session]
         return answers
 
-    def start(self, session: int, batch: Sequence[Staged], arrived: Sequence[Arrived]) -> tuple[Any] | None:
-        """Copies from the memory of a session. Returns the event after which all is in the pool. None: it
-        cannot be read any more."""
-        source = self._sources[session]
+    def start(self, slices: Sequence[Slice]) -> tuple[Any] | None:
+        """Copies slices of one memory. Returns the event after which all is in the pool. None: it cannot be
+        read any more."""
+        source = self._sources[slices[0].memory]
         try:
-            event, outcome = self._pool.pull(source.memory, batch)
+            event, outcome = self._pool.pull(source.memory, slices)
         except Unreachable:
-            self._lost.append((arrived, [False] * len(arrived)))
+            self._lost.append((slices, [False] * len(slices)))
             return None
         source.pulls += 1
-        self._pulls.append(_Pull(source, event, arrived, outcome))
+        self._pulls.append(_Pull(source, event, slices, outcome))
         return (event,)
 
     def ended(self) -> list[Ended]:
         ended, self._lost = self._lost, []
         while self._pulls and self._pool.passed(self._pulls[0].event):
             pull = self._pulls.popleft()
-            ended.append((pull.arrived, [remainder == 0 for remainder in pull.outcome()]))
+            ended.append((pull.slices, [remainder == 0 for remainder in pull.outcome()]))
             pull.source.pulls -= 1
             self._close_unused(pull.source)
         return ended

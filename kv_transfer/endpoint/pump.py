@@ -2,20 +2,20 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.endpoint import orders
 from baton.kv_transfer.endpoint.other_ranks import SENDING, OtherRanks
 from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, ReadyLayer, Slicing, Turns
 from baton.kv_transfer.endpoint.pulls import exported
-from baton.kv_transfer.layout import slice_bytes
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.credits import SenderSlots
-from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
+from baton.kv_transfer.slices import EXPORTED, Slice
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import ContentWanted, PagedKV, Released
 from baton.kv_transfer.wait import EVENT_POLL
@@ -25,16 +25,16 @@ LOOK = 0.002
 from the thread that launches a forward pass, and that pass hides the transfer."""
 NO_TOKEN = FirstToken(0)
 """In COMMIT of a transfer by content. It means nothing."""
-_Taken = tuple[OutgoingPrefill, local.Staged, local.SliceOut]
-"""A slice to gather, and the message that hands it over."""
+_Taken = tuple[OutgoingPrefill, Slice]
 
 
 class Pump:
-    """What a sender knows of its prefills, and what is under way of them. Only the holder of the lock of the
-    sender touches it, but for the attributes.
+    """What a sender knows of its prefills, and what is under way of them. Only the thread of the sender
+    touches it, but for the attributes.
 
     Attributes:
-        commands: calls of its methods that are due, with their arguments.
+        orders: of the engine's thread, which appends.
+        stopped: `Stop` came.
         pool: the KV of the engine, and the slots.
         channel: to the transfer process.
         last_layer: its number.
@@ -56,7 +56,8 @@ class Pump:
         from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
         self.pool = open_ranks(kv, end.arena, ranks, SENDING, exported=exports)
-        self.commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self.orders: deque[orders.Order] = deque()
+        self.stopped = False
         self.channel = Channel(end.channel, local.ToSender)
         self.last_layer = kv.layout.num_layers - 1
         self.fetched: set[bytes] = set()
@@ -68,7 +69,7 @@ class Pump:
         self._turns = Turns(kv.layout.num_layers)
         self._slots = SenderSlots(end.arena.num_slots)
         # In stream order, with the events.
-        self._gathers: deque[tuple[Any, list[tuple[OutgoingPrefill, local.SliceOut]]]] = deque()
+        self._gathers: deque[tuple[Any, list[_Taken]]] = deque()
         self._generations = itertools.count(1)
         self._exports = exports and not adopts
         self._adopts = adopts
@@ -77,7 +78,7 @@ class Pump:
     @property
     def idle(self) -> bool:
         """No prefill is open or expected, and no memory of the transport is in use."""
-        return not self.commands and not self._prefills and self._slots.all_free
+        return not self.orders and not self._prefills and self._slots.all_free
 
     def begin(self) -> None:
         """The thread begins."""
@@ -86,11 +87,12 @@ class Pump:
             self._send_export(exported(self.pool))
 
     def turn(self) -> float | None:
-        """Handles commands and messages, and starts gathers. Returns the seconds until the next look at the
+        """Handles orders and messages, and starts gathers. Returns the seconds until the next look at the
         device. None: it need not be looked at."""
         self.channel.flush()
         while True:
-            self.do_commands()
+            while self.orders:
+                self._do(self.orders.popleft())
             while messages := self.channel.receive():
                 for message in messages:
                     self._handle(message)
@@ -102,11 +104,6 @@ class Pump:
             return None
         return EVENT_POLL if self._turns.urgent else LOOK
 
-    def do_commands(self) -> None:
-        while self.commands:
-            function, args = self.commands.popleft()
-            function(*args)
-
     def _gather_next(self) -> bool:
         """Starts a gather of the few slices that are next in turn. Returns False if there are none."""
         if self._turns.urgent and self._is_first():
@@ -116,27 +113,24 @@ class Pump:
             batch, after = self._next_batch(ahead=True)
         if not batch:
             return False
-        staged = [item for _, item, _ in batch]
+        slices = [s for _, s in batch]
         with self._trace.measure(
-            "gather", slices=len(staged), layers=sorted({x.piece.layer for x in staged})
+            "gather", slices=len(slices), layers=sorted({s.piece.layer for s in slices})
         ):
-            done = self.pool.gather(staged, after)
-        handed = [(prefill, message) for prefill, _, message in batch]
+            done = self.pool.gather(slices, after)
         if done is None:
-            self._gathered(handed)
+            self._gathered(batch)
         else:
-            self._gathers.append((done, handed))
+            self._gathers.append((done, batch))
         return True
 
     def _is_first(self) -> bool:
         """Whether a gather is under way, and its reader has no other slice. Then the next gather waits until
         its slices are handed over: the launch would take as long as the gather."""
-        slices = [message for _, handed in self._gathers for _, message in handed]
-        return 0 < len(slices) == self._slots.in_use and all(message.generation for message in slices)
+        slices = [s for _, batch in self._gathers for _, s in batch]
+        return 0 < len(slices) == self._slots.in_use and all(s.memory for s in slices)
 
-    def _next_batch(
-        self, *, ahead: bool
-    ) -> tuple[list[tuple[OutgoingPrefill, local.Staged, local.SliceOut]], list[Any]]:
+    def _next_batch(self, *, ahead: bool) -> tuple[list[_Taken], list[Any]]:
         """The slices next in turn, and their events.
 
         With `ahead`, a gather of the last layer is launched before its event, and waits on the device. A
@@ -153,59 +147,65 @@ class Pump:
 
     def _take(self, transfer: OutgoingTransfer) -> _Taken:
         """Takes the next slice of a transfer, with a credit and a slot for it."""
-        piece, _ = transfer.pending.popleft()
-        slot = self._slots.take(transfer.account)
+        s, _ = transfer.pending.popleft()
+        s.slot, s.table = self._slots.take(transfer.account), transfer.prefill.table
         transfer.prefill.gathers += 1
-        generation = rank = 0
         if transfer.account.reached or transfer.large:
-            generation = next(self._generations)
-            if not self._adopts:  # else all ranks fill the same slots
-                rank = self._slicing.rank(piece)
-        length = slice_bytes(self._layout, piece)
-        header = Header(FrameType.KV, transfer.id, piece, transfer.seq, length)
-        message = local.SliceOut(header, slot, generation, rank)
-        transfer.seq += 1
-        staged = local.Staged(piece, slot, transfer.prefill.table, generation=generation)
-        return transfer.prefill, staged, message
+            s.memory, s.sum = EXPORTED, next(self._generations)
+        return transfer.prefill, s
 
-    def _gathered(self, handed: list[tuple[OutgoingPrefill, local.SliceOut]]) -> None:
+    def _gathered(self, batch: list[_Taken]) -> None:
         """The slots are filled: hands them over. The transfer process drops slices of ended transfers."""
-        self.channel.send(local.SlicesOut([message for _, message in handed]))
-        for prefill, _ in handed:
+        for _, s in batch:
+            s.table = None
+            if s.memory and not self._adopts:  # else all ranks fill the same slots
+                s.slot += self._slicing.rank(s) * self._slots.total
+        self.channel.send(local.SlicesOut([s for _, s in batch]))
+        for prefill, _ in batch:
             prefill.gathers -= 1
             if prefill.ended is not None:
                 self._end(prefill, prefill.ended)
 
-    # ------------------------------------------------------------ commands
+    # ------------------------------------------------------------ orders
 
-    def expect(self, prefill_id: bytes) -> None:
+    def _do(self, order: orders.Order) -> None:
+        match order:
+            case orders.Ready():
+                self._ready(order)
+            case orders.Expect(prefill_id):
+                self._expect(prefill_id)
+            case orders.Open():
+                self._open(order)
+            case orders.Extend(prefill_id, table):
+                if (prefill := self._prefills.get(prefill_id)) is not None:
+                    prefill.table = table
+            case orders.Serve():
+                self._serve(order)
+            case orders.Commit(prefill_id, first_token):
+                self._commit(prefill_id, first_token)
+            case orders.Close(prefill_id, reason):
+                self._close(prefill_id, reason)
+            case orders.Stop():
+                self.stopped = True
+
+    def _expect(self, prefill_id: bytes) -> None:
         if prefill_id not in self._prefills:
             self._prefills[prefill_id] = OutgoingPrefill(prefill_id)
             self.channel.send(local.Offer(prefill_id))
 
-    def open(
-        self,
-        prefill_id: bytes,
-        table: Any,
-        num_tokens: int,
-        states_at: Sequence[int] | None,
-        next_positions: Sequence[int],
-        owner: Any,
-    ) -> None:
-        self.expect(prefill_id)
-        prefill = self._prefills[prefill_id]
+    def _open(self, order: orders.Open) -> None:
+        self._expect(order.prefill_id)
+        prefill, states_at = self._prefills[order.prefill_id], order.states_at
         assert prefill.table is None, "a prefill was opened twice"
-        prefill.table, prefill.num_tokens, prefill.is_part = table, num_tokens, states_at is not None
-        prefill.states_at = (num_tokens,) if states_at is None else tuple(states_at)
-        prefill.next_positions, prefill.owner = tuple(next_positions), owner
+        prefill.table, prefill.num_tokens, prefill.owner = order.table, order.num_tokens, order.owner
+        prefill.is_part = states_at is not None
+        prefill.states_at = (order.num_tokens,) if states_at is None else tuple(states_at)
+        prefill.next_positions = tuple(order.next_positions)
         if prefill.transfer is not None:
             self._slice_ready(prefill.transfer)
 
-    def extend(self, prefill_id: bytes, table: Any) -> None:
-        if (prefill := self._prefills.get(prefill_id)) is not None:
-            prefill.table = table
-
-    def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int, event: Any) -> None:
+    def _ready(self, order: orders.Ready) -> None:
+        prefill_id, layer, start, stop, event = order
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.ended is not None:
             return  # closed meanwhile
@@ -220,8 +220,8 @@ class Pump:
             if prefill.transfer is not None:
                 self._slicing.add(prefill.transfer, entry)
 
-    def serve(self, pin_id: bytes, table: Any, start: int, stop: int, owner: Any, event: Any) -> None:
-        """`event` None: the steps that wrote the KV are over, and it need not wait for those under way."""
+    def _serve(self, order: orders.Serve) -> None:
+        pin_id, table, start, stop, owner, event = order
         layers = range(self._layout.num_layers)
         ready = [ReadyLayer(layer, start, stop, event, states=True) for layer in layers]
         self._prefills[pin_id] = OutgoingPrefill(
@@ -229,7 +229,7 @@ class Pump:
         )
         self.channel.send(local.Pinned(pin_id, (stop - start) // CHUNK_TOKENS))
 
-    def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
+    def _commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.ended is not None:
             return
@@ -239,7 +239,7 @@ class Pump:
             self.channel.post(self._commit_of(prefill.transfer, first_token))
         self.channel.send(local.Finished(prefill_id))
 
-    def close(self, prefill_id: bytes, reason: Reason) -> None:
+    def _close(self, prefill_id: bytes, reason: Reason) -> None:
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.ended is None:
             self.channel.send(local.CloseOut(prefill_id, reason))
@@ -251,7 +251,7 @@ class Pump:
     def _handle(self, message: Any) -> None:
         match message:
             case local.SlotFree(slot, unsent):
-                self._slots.give_back(slot, unsent=unsent)
+                self._slots.give_back(slot % self._slots.total, unsent=unsent)
             case local.Granted():
                 self._granted(message)
             case local.Reached(number, reached):

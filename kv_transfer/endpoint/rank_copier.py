@@ -26,9 +26,9 @@ from baton.kv_transfer.protocol.local_messages import (
     ExportIn,
     FromRank,
     Opened,
-    Staged,
     ToRank,
 )
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.staging import scattered_at_once
 from baton.kv_transfer.stores import CellStore
 from baton.kv_transfer.transport import PagedKV
@@ -181,23 +181,24 @@ class _Slices:
         return batch
 
     def _start(self, batch: Sequence[Copy]) -> tuple[Event, Outcome]:
-        staged = [self._staged(order.item) for order in batch]
-        if (memory := batch[0].session) is not None:
+        slices = [self._with_table(order.slice) for order in batch]
+        into_pool, memory = _kind(batch[0])
+        if into_pool and memory:
             try:
-                return self.pool.pull(self._memories[memory], staged)
+                return self.pool.pull(self._memories[memory], slices)
             except Unreachable:
                 return None, lambda: [None] * len(batch)
-        if batch[0].into_pool:
-            done = self.pool.scatter(staged)[1]
+        if into_pool:
+            done = self.pool.scatter(slices)[1]
         else:
             events = map(self._copier.event_of, batch)
-            done = self.pool.gather(staged, [event for event in events if event is not None])
+            done = self.pool.gather(slices, [event for event in events if event is not None])
         return done, lambda: [0] * len(batch)
 
-    def _staged(self, item: Staged) -> Staged:
-        block_ids, state_slot = item.table
-        num_tokens = item.piece.token_start + item.piece.token_count
-        return replace(item, table=self._table(tuple(block_ids), num_tokens, state_slot))
+    def _with_table(self, s: Slice) -> Slice:
+        block_ids, state_slot = s.table
+        num_tokens = s.piece.token_start + s.piece.token_count
+        return replace(s, table=self._table(tuple(block_ids), num_tokens, state_slot))
 
     def close(self) -> None:
         self.pool.close()
@@ -248,8 +249,8 @@ class _Cells:
         self._store.close()
 
 
-def _kind(order: Copy) -> tuple[bool, int | None]:
-    return order.into_pool, order.session
+def _kind(order: Copy) -> tuple[bool, int]:
+    return order.into_pool, order.slice.memory
 
 
 def _copied(remainders: Sequence[Remainder]) -> Copied:

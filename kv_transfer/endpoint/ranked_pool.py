@@ -29,11 +29,11 @@ from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Event, Outcome, Pool, Remainder
 from baton.kv_transfer.endpoint.other_ranks import Line, OtherRanks
-from baton.kv_transfer.layout import Range, Slice, rank_of
+from baton.kv_transfer.layout import Piece, Range, rank_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable, join
 from baton.kv_transfer.protocol import local_messages as local
-from baton.kv_transfer.protocol.local_messages import Staged
 from baton.kv_transfer.protocol.messages import Export
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.transport import PagedKV
 
 LOOK = 0.002
@@ -67,7 +67,7 @@ class RankedTable(NamedTuple):
 
 
 class _Order(NamedTuple):
-    item: Staged
+    item: Slice
     ready: _Ready  # of a gather: its layer
 
 
@@ -125,7 +125,7 @@ class RankedPool:
         self._receive()
         return self._line.over(event.ordered) and (event.rank0 is None or self._rank0.passed(event.rank0))
 
-    def gather(self, batch: Sequence[Staged], after: Sequence[_Ready | None] = ()) -> _Copies:
+    def gather(self, batch: Sequence[Slice], after: Sequence[_Ready | None] = ()) -> _Copies:
         by_rank = self._by_rank()
         for item, ready in zip(batch, after or [None] * len(batch), strict=True):
             rank = rank_of(self._layout, item.piece.head_start, self._ranks, item.piece.array)
@@ -134,7 +134,7 @@ class RankedPool:
         rank0, events = _of_rank0(by_rank[0]), [order.ready.rank0 for order in by_rank[0]]
         return self._copies(self._rank0.gather(rank0, events if after else ()) if rank0 else None)
 
-    def scatter(self, batch: Sequence[Staged]) -> tuple[_Copies, _Copies]:
+    def scatter(self, batch: Sequence[Slice]) -> tuple[_Copies, _Copies]:
         by_rank = self._by_rank()
         for item in batch:
             for rank in self._holders(item.piece):
@@ -190,7 +190,7 @@ class RankedPool:
             del self._opening[number]
         return all(answers)
 
-    def pull(self, memory: RankedMemory, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
+    def pull(self, memory: RankedMemory, batch: Sequence[Slice]) -> tuple[Event, Outcome]:
         by_rank, ordered = self._by_rank(), (0, *self._line.ordered)
         readers: list[list[tuple[int, int]]] = []  # of each slice: ranks, and the numbers of their orders
         for item in batch:
@@ -216,7 +216,7 @@ class RankedPool:
     def close(self) -> None:
         self._rank0.close()
 
-    def _holders(self, piece: Slice) -> list[int]:
+    def _holders(self, piece: Piece) -> list[int]:
         """The ranks that hold heads of the slice."""
         start, stop = piece.head_start, piece.head_start + piece.head_count
         heads = self._heads[piece.array]
@@ -234,21 +234,20 @@ class RankedPool:
                 case local.Opened(number) if number in self._opening:
                     self._opening[number][rank] = answer
 
-    def _order(
-        self, by_rank: Sequence[Sequence[_Order]], *, into_pool: bool, memory: int | None = None
-    ) -> None:
-        """`memory`: slots are there, and not in the arena."""
+    def _order(self, by_rank: Sequence[Sequence[_Order]], *, into_pool: bool, memory: int = 0) -> None:
+        """`memory`: as the other ranks number it, if slices lie there."""
         for rank, batch in enumerate(by_rank[1:]):
             if batch:
                 self._line.order(rank, [self._copy(*order, memory, into_pool=into_pool) for order in batch])
 
-    def _copy(self, item: Staged, ready: _Ready, memory: int | None, *, into_pool: bool) -> local.Copy:
+    def _copy(self, item: Slice, ready: _Ready, memory: int, *, into_pool: bool) -> local.Copy:
         """With the blocks of the slice alone, which all tables of the other rank get."""
         of = item.table
         blocks, start = self._kv.blocks(item.piece, of.block_ids, of.state_slot)
         table = [*blocks] * self._kv.num_tables, of.state_slot
-        item = replace(item, piece=replace(item.piece, token_start=start), table=table)
-        return local.Copy(item, into_pool, ready.layers_ready, memory)
+        piece = replace(item.piece, token_start=start)
+        item = replace(item, piece=piece, table=table, memory=memory or item.memory)
+        return local.Copy(item, into_pool, ready.layers_ready)
 
     def _copies(self, rank0: Event | None) -> _Copies:
         return _Copies(rank0, tuple(self._line.ordered))
@@ -260,5 +259,5 @@ def _joined(read: Collection[tuple[Range, Remainder]]) -> Remainder:
     return sum(known) % (1 << 64) if len(known) == len(read) else None
 
 
-def _of_rank0(batch: Sequence[_Order]) -> list[Staged]:
+def _of_rank0(batch: Sequence[_Order]) -> list[Slice]:
     return [replace(item, table=item.table.rank0) for item, _ in batch]

@@ -211,19 +211,17 @@ class Receiver:
 
         `spare`: seconds until the next step must be launched. Infinite: no step is computed now.
         """
-        injector, channel, free = self._injector, self._channel, list[int]()
-        channel.send(*injector.pulled())  # first: the sender waits for these, and the next copies take long
+        injector, channel = self._injector, self._channel
+        channel.send(*injector.emptied())  # first: the sender waits for these, and the next copies take long
         while messages := channel.receive():
             for message in messages:
                 if isinstance(message, local.ExportIn | local.ExportGone):
-                    free += injector.take(math.inf)  # slices of the session that has ended may be there
+                    injector.take(math.inf)  # slices of the session that has ended may be there
                     injector.pulls.handle(message)
                 else:
                     self._handle(message)
-        free += injector.take(spare)
-        if free:
-            channel.send(local.SlotsFree(free))
-        channel.send(*injector.pulls.opened(), *injector.pulled())
+        injector.take(spare)
+        channel.send(*injector.emptied(), *injector.pulls.opened())
         channel.flush()
         return self._ended()
 
@@ -276,8 +274,8 @@ class Receiver:
             case local.Complete(transfer_id):
                 if transfer_id in live:
                     live[transfer_id].complete = message
-            case local.Arrived():
-                self._injector.arrived(message)
+            case local.Arrived(s):
+                self._injector.arrived(s)
 
     def _failed(self, fetch: LiveFetch, reason: str, retry: bool) -> None:
         del self._injector.live[fetch.request.transfer_id]

@@ -1,19 +1,19 @@
 """The engine's half of the sending side: what is ready, and the thread that moves it into the arena.
 
-The engine's thread appends to the commands of the pump, and takes from `_events`. Both deques are safe for
-one producer and one consumer. The sender's thread has all else of the pump while it holds `_awake`. The
-engine's thread takes this lock only if the other one sleeps, and never waits for it.
+The engine's thread appends orders for the pump, and takes from `_events`. Both deques are safe for one
+producer and one consumer. All else of the pump belongs to the sender's thread.
 """
 
 import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import ChannelClosed
+from baton.kv_transfer.endpoint import orders
 from baton.kv_transfer.endpoint.other_ranks import NO_RANKS, OtherRanks
 from baton.kv_transfer.endpoint.pump import LOOK, Pump
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
@@ -42,8 +42,6 @@ class Sender:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # `poll` has something
         self._asleep = False  # until it is woken
-        self._awake = threading.Lock()  # held unless the thread sleeps
-        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kv pump", daemon=True)
         self._thread.start()
 
@@ -69,7 +67,7 @@ class Sender:
 
     def shutdown(self) -> None:
         """Stops reading blocks and closes the sender."""
-        self._order(self._stop)
+        self._order(orders.Stop())
         self._thread.join()
         self._pump.pool.close()
         self._pump.channel.sock.close()
@@ -78,7 +76,7 @@ class Sender:
 
     def expect(self, prefill_id: bytes) -> None:
         """The prefill is accepted but not scheduled yet. Its FETCH waits without a deadline."""
-        self._order(self._pump.expect, prefill_id)
+        self._order(orders.Expect(prefill_id))
 
     def open(
         self,
@@ -98,13 +96,13 @@ class Sender:
         `next_positions`: of a part, the positions where peers go on, ascending. Of arrays with windows it has
         what is read there."""
         table = self._pump.pool.table(block_ids, num_tokens, state_slot)
-        self._order(self._pump.open, prefill_id, table, num_tokens, states_at, next_positions, owner)
+        self._order(orders.Open(prefill_id, table, num_tokens, states_at, next_positions, owner))
 
     def extend(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int) -> None:
         """The prefill has these blocks now: more than at `open`, for an engine that allocates chunk by chunk.
         Call it before `ready` for positions in the new blocks."""
         table = self._pump.pool.table(block_ids, num_tokens)
-        self._order(self._pump.extend, prefill_id, table, wakes=False)
+        self._order(orders.Extend(prefill_id, table), wakes=False)
 
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
         """K and V of [start, stop) are written when the current stream gets here. `layer` None: of all layers
@@ -114,15 +112,15 @@ class Sender:
             # time until its next look.
             pump = self._pump
             is_last, event = layer == pump.last_layer, pump.pool.record()
-            self._order(pump.ready, prefill_id, layer, start, stop, event, wakes=is_last)
+            self._order(orders.Ready(prefill_id, layer, start, stop, event), wakes=is_last)
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         """All positions of all layers are ready. The prefill is held until the decode worker's ACK."""
-        self._order_now(self._pump.commit, prefill_id, first_token)
+        self._order(orders.Commit(prefill_id, first_token))
 
     def close(self, prefill_id: bytes, reason: Reason) -> None:
         """The engine ends the prefill. Idempotent, also for ids that were never opened."""
-        self._order(self._pump.close, prefill_id, reason)
+        self._order(orders.Close(prefill_id, reason))
 
     def serve(
         self,
@@ -142,7 +140,7 @@ class Sender:
         complete when the current stream gets here."""
         pool = self._pump.pool
         table, event = pool.table(block_ids, stop, state_slot), pool.record() if after_steps else None
-        self._order(self._pump.serve, pin_id, table, start, stop, owner, event)
+        self._order(orders.Serve(pin_id, table, start, stop, owner, event))
 
     def has_fetch(self, prefill_id: bytes) -> bool:
         """A decode worker asks for the prefill. This may be true before `open`."""
@@ -150,32 +148,11 @@ class Sender:
 
     # ------------------------------------------------------------ to and from the thread
 
-    def _order(self, command: Callable[..., None], *args: Any, wakes: bool = True) -> None:
-        """Makes the thread call one of the pump's commands. `wakes` False: an awake thread looks when it does
-        anyway."""
-        self._pump.commands.append((command, args))
-        if wakes or self._asleep:  # looked at after the command is there: the thread looks in the other order
+    def _order(self, order: orders.Order, *, wakes: bool = True) -> None:
+        """`wakes` False: an awake thread looks when it does anyway."""
+        self._pump.orders.append(order)
+        if wakes or self._asleep:  # looked at after the order is there: the thread looks in the other order
             os.eventfd_write(self._wake, 1)
-
-    def _order_now(self, command: Callable[..., None], *args: Any) -> None:
-        """As `_order`, but in this thread if the other one sleeps: a request waits, and to wake a thread
-        takes 0.1 ms."""
-        pump = self._pump
-        pump.commands.append((command, args))
-        if self._awake.acquire(blocking=False):
-            is_alone = len(pump.commands) == 1
-            try:
-                pump.do_commands()
-                if is_alone and not pump.channel.pending:
-                    return  # the thread has nothing to do, and would compete for the GIL
-            except ChannelClosed as e:
-                self.error = e
-            finally:
-                self._awake.release()
-        os.eventfd_write(self._wake, 1)
-
-    def _stop(self) -> None:
-        self._stopping = True
 
     def _report(self, event: Released | ContentWanted) -> None:
         self._events.append(event)
@@ -184,20 +161,18 @@ class Sender:
     def _run(self) -> None:
         try:
             pump, channel, look = self._pump, self._pump.channel, None
-            with self._awake:
-                pump.begin()
+            pump.begin()
             fd = channel.fileno()
-            while not self._stopping:
+            while not pump.stopped:
                 # While nothing is urgent, messages about free slots can wait, too.
                 watched = [self._wake] if look == LOOK else [self._wake, fd]
                 self._asleep = look is None
-                limit = 0 if pump.commands else look  # commands from before it was seen to be asleep
+                limit = 0 if pump.orders else look  # orders from before it was seen to be asleep
                 ready = wait(watched, limit, [fd] if channel.pending else [])
                 self._asleep = False
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                with self._awake:
-                    look = pump.turn()
+                look = pump.turn()
         except Exception as e:  # noqa: BLE001  any error: poll() raises it in the engine's thread
             self.error = e
             os.eventfd_write(self._notify, 1)

@@ -11,13 +11,13 @@ from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.device.pool import Event, Pool
 from baton.kv_transfer.protocol.local_messages import (
-    Staged,
     StoreAnswer,
     StoreLayout,
     StoreOpened,
     StoreOrder,
 )
 from baton.kv_transfer.shared_store import Units
+from baton.kv_transfer.slices import Slice
 
 Answer = Callable[[list[bool]], None]
 
@@ -102,7 +102,7 @@ class StoreOrders:
 
     def staged(
         self, unit: int, section: int, chunk: int, table: Any, *, by_rank: bool = False
-    ) -> list[Staged]:
+    ) -> list[Slice]:
         """The slices of an object. `by_rank`: those that each rank writes."""
         units, start, items = self.units, chunk * CHUNK_TOKENS, []
         for slot, piece in enumerate(units.objects[section], unit * units.slots):
@@ -110,5 +110,5 @@ class StoreOrders:
                 piece = replace(piece, token_start=start)
             of_ranks = units.of_ranks(piece) if by_rank else [piece]
             for number, each in enumerate(of_ranks, 1 if len(of_ranks) > 1 else 0):
-                items.append(Staged(each, slot + number * units.object_slots, table))
+                items.append(Slice(each, slot=slot + number * units.object_slots, table=table))
         return items

@@ -32,9 +32,10 @@ import xxhash
 
 from baton.kv_transfer.arena import MARK, TOKEN, Arena
 from baton.kv_transfer.config import PAGE, TransferConfig
-from baton.kv_transfer.memory_reader import MemoryReader, SliceToRead
+from baton.kv_transfer.memory_reader import MemoryReader
 from baton.kv_transfer.nixl.slots import NixlSlots, make_slots
 from baton.kv_transfer.protocol.messages import MAX_HANDLE_BYTES, Export
+from baton.kv_transfer.slices import Slice
 from baton.system import usable_cpus
 from baton.system.cuda_driver import CudaError
 
@@ -233,20 +234,20 @@ class NixlMemory(MemoryReader):
 
     # ------------------------------------------------------------ slices
 
-    def read(self, session: int, slices: Sequence[SliceToRead]) -> None:
+    def read(self, session: int, slices: Sequence[Slice]) -> None:
         peer, incoming = self._open[session], self._local
         export = peer.export
         if not incoming.mark_bytes:  # each is verified and free again as soon as it is there
             for x in slices:
-                piece = incoming.slot(x.slot), peer.address + x.peer_slot * export.slot_bytes, x.length
-                is_right = partial(self._is_right, incoming.arena.slot(x.slot)[: x.length], x.checksum)
+                piece = incoming.slot(x.slot), peer.address + x.there * export.slot_bytes, x.stored
+                is_right = partial(self._is_right, incoming.arena.slot(x.slot)[: x.stored], x.sum)
                 self._start(peer, [piece], is_right, slots=[x.slot])
             return
         pieces: list[tuple[int, int, int]] = []
         marks = peer.address + export.num_slots * export.slot_bytes
         for x in slices:
-            pieces.append((incoming.slot(x.slot), peer.address + x.peer_slot * export.slot_bytes, x.length))
-            pieces.append((incoming.mark(x.slot), marks + x.peer_slot * MARK, MARK))
+            pieces.append((incoming.slot(x.slot), peer.address + x.there * export.slot_bytes, x.stored))
+            pieces.append((incoming.mark(x.slot), marks + x.there * MARK, MARK))
         if pieces:
             self._start(peer, pieces, None, slots=[x.slot for x in slices])
 

@@ -1,7 +1,7 @@
-"""Frames and slices that come: their slots, credits and transfers, up to the engine.
+"""Slices that come: their slots, credits and transfers, up to the engine.
 
-`ReceiverSlots` has the free slots. A slot that a lane receives into belongs to that lane, and is in
-`_receiving`. A slot named in `Arrived` belongs to the engine until `SlotsFree`.
+`ReceiverSlots` has the free slots. A slot in `_slices` belongs to the lane or reader that fills it, and from
+`Arrived` on to the engine.
 """
 
 import time
@@ -23,9 +23,9 @@ from baton.kv_transfer.protocol.fetches import (
     Refuse,
     Transfer,
 )
-from baton.kv_transfer.protocol.frame import Header
 from baton.kv_transfer.protocol.local_messages import Arrived, Complete, FailedIn
 from baton.kv_transfer.protocol.shared import Expired, Send
+from baton.kv_transfer.slices import ARENA, Slice
 
 
 class Arrivals:
@@ -40,18 +40,19 @@ class Arrivals:
         self.slots = ReceiverSlots(config.num_slots)
         self.fetches = Fetches(config.deadlines, config.layout, config.slot_bytes)
         self.pipe = pipe
-        # By slot. None: the frame is read away.
-        self._receiving: dict[int, Transfer | None] = {}
+        # By slot. Without a transfer the slice is read away.
+        self._slices: dict[int, tuple[Slice, Transfer | None]] = {}
         self._channel = channel
         self._counters = counters
         self._peers = peers
 
-    def kv_begins(self, session: Session, header: Header, slot: int) -> None:
-        """A frame comes into this slot, or a slice for which the slot was taken. `kv_ends` follows."""
+    def begins(self, session: Session, s: Slice) -> None:
+        """A slice begins to come into its slot, or its slot was taken for it. `came` follows, or `hand_over`,
+        or `emptied`."""
         transfer = None
         try:
             self.slots.arrive(session.number)
-            transfer = self.fetches.begin(session.number, header, time.monotonic())
+            transfer = self.fetches.begin(session.number, s, time.monotonic())
         except CreditExceeded as e:
             if session.number in self._peers.by_session:
                 self._counters.refuse("credit", str(e))
@@ -61,59 +62,62 @@ class Arrivals:
                 self.apply(e.effects)
                 if any(isinstance(effect, FailedIn) for effect in e.effects):
                     self.settle()  # else the credit of a late frame is granted again with the next event
-        self._receiving[slot] = transfer
+        self._slices[s.slot] = s, transfer
 
-    def open_transfer(self, slot: int) -> Transfer | None:
-        """Of the frame or slice in this slot. None: it is read away, or its transfer has ended."""
-        transfer = self._receiving[slot]
+    def transfer_of(self, slot: int) -> Transfer | None:
+        """Of the slice in this slot. None: the slice is read away, or its transfer has ended."""
+        transfer = self._slices[slot][1]
         return transfer and self.fetches.open.get(transfer.id)
 
-    def kv_ends(self, header: Header, slot: int, intact: bool | None) -> None:
-        """`intact`: whether the checksum matched; None: the lane closed before."""
-        if self._receiving[slot] is None:
-            self._end(slot)  # granted again with the next event, not for each such frame
+    def came(self, s: Slice, intact: bool | None) -> None:
+        """A slice is in its slot. `intact`: whether its checksum matched; None: its lane closed before."""
+        if self._slices[s.slot][1] is None:
+            self.emptied(s.slot, None)  # granted again with the next event, not for each such frame
             return
-        transfer = self.open_transfer(slot)
+        transfer = self.transfer_of(s.slot)
         if transfer is not None and transfer.incoming.live and intact is not None:
-            self._verified(header, transfer, right=intact)
-            if intact and self.hand_over(transfer, Arrived(header, slot, transfer.incoming.layout.dtype)):
-                del self._receiving[slot]
+            self._judge(s, transfer, right=intact)
+            if intact and self.hand_over(transfer, s):
                 return
-        self._end(slot)
+        self.emptied(s.slot, None)
         self.settle()
 
-    def hand_over(self, transfer: Transfer, arrived: Arrived) -> bool:
-        """Counts a frame or slice, and names it to the engine. Returns False if its transfer refuses it.
+    def hand_over(self, transfer: Transfer, s: Slice) -> bool:
+        """Counts a slice, and gives it to the engine until `emptied`. Returns False if its transfer refuses
+        it.
 
         The engine verifies a slice in memory that a peer exports. It counts as verified at once, so no
         further message must follow the last slice. If a slice is wrong, the engine does not inject its
         transfer."""
         try:
-            complete = self.fetches.verified(transfer, arrived.header, time.monotonic())
+            complete = self.fetches.verified(transfer, s, time.monotonic())
         except FrameRefused as e:
             self.apply(e.effects)
             return False
-        (self._channel.hold if arrived.session is None else self._channel.post)(arrived)
+        s.dtype = transfer.incoming.layout.dtype
+        (self._channel.hold if s.memory == ARENA else self._channel.post)(Arrived(s))
         if complete:
             self._channel.send(transfer.complete())
         return True
 
-    def read(self, header: Header, slot: int, *, right: bool) -> None:
-        """A slice that was handed over in exported memory is read, or dropped."""
-        if (transfer := self.open_transfer(slot)) is not None:
-            self._verified(header, transfer, right=right)
-        self._end(slot)
-
-    def _end(self, slot: int) -> None:
-        del self._receiving[slot]
+    def emptied(self, slot: int, right: bool | None) -> None:
+        """Nothing uses the slot any more. `right`: as the engine found the slice, if it lay in memory of a
+        peer; None: no process has looked."""
+        if (
+            right is not None
+            and self._slices[slot][0].memory != ARENA
+            and (transfer := self.transfer_of(slot))
+        ):
+            self._judge(self._slices[slot][0], transfer, right=right)
+        del self._slices[slot]
         self.slots.release(slot)
 
-    def _verified(self, header: Header, transfer: Transfer, *, right: bool) -> None:
+    def _judge(self, s: Slice, transfer: Transfer, *, right: bool) -> None:
         if right:
             self._counters.frames_received += 1
-            self._counters.bytes_received += header.length
+            self._counters.bytes_received += s.wire
         else:
-            self._counters.checksum("payload", f"layer {header.piece.layer}, frame {header.seq}")
+            self._counters.checksum("payload", f"layer {s.piece.layer}, frame {s.seq}")
             self.apply(self.fetches.damaged(transfer, time.monotonic()))
 
     # ------------------------------------------------------------ credits and effects

@@ -17,6 +17,7 @@ from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.frame import Header
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.trace import NO_TRACE, TraceWriter
 
 
@@ -58,12 +59,8 @@ class DecodeSide:
     def engine(self, message: local.FromReceiver) -> None:
         now = time.monotonic()
         match message:
-            case local.SlotsFree(slots):
-                for slot in slots:
-                    if not self.exports.drops(slot):
-                        self._slots.release(slot)
-            case local.PulledIn(slots, intact):
-                self.exports.pulled(dict(zip(slots, intact, strict=True)))
+            case local.Emptied(slots, damaged):
+                self.exports.emptied(slots, damaged)
             case local.Opened(number, reached, why):
                 self.exports.opened(number, reached, why)
             case local.FetchIn(_, _, address, incarnation):
@@ -139,12 +136,11 @@ class ReceivingSession(Session["DecodeSide"]):
 
     side: ClassVar[wire.Side] = "receiver"
 
-    def _attach(self, lane: Lane | FarLane) -> None:
-        if isinstance(lane, Lane):
-            lane.slots = self.handler.arrivals.pipe
+    def _attach(self, lane: Lane) -> None:
+        lane.slots = self.handler.arrivals.pipe
 
-    def kv_begins(self, lane: Lane | FarLane, header: Header, slot: int) -> None:
-        self.handler.arrivals.kv_begins(self, header, slot)
+    def kv_begins(self, lane: Lane | FarLane, s: Slice) -> None:
+        self.handler.arrivals.begins(self, s)
 
-    def kv_ends(self, lane: Lane | FarLane, header: Header, slot: int, intact: bool | None) -> None:
-        self.handler.arrivals.kv_ends(header, slot, intact)
+    def kv_ends(self, lane: Lane | FarLane, s: Slice, intact: bool | None) -> None:
+        self.handler.arrivals.came(s, intact)

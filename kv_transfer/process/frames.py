@@ -1,27 +1,17 @@
-"""What a lane moves, and what it reports to: frames to send, and slots for frames that come."""
+"""What a lane reports to, and where it finds slots for slices that come."""
 
 import fcntl
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.protocol.frame import FrameError, Header
+from baton.kv_transfer.slices import Slice
 
 _SLOT = struct.Struct("<I")
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # linux/fcntl.h; the fcntl module has them on some systems only
-
-
-@dataclass(slots=True, eq=False)
-class OutgoingFrame:
-    """A KV frame to send. Its slot is in use until `frame_sent` or `frame_dropped` is called."""
-
-    header: Header
-    payload: memoryview
-    slot: int
-    started: float = 0.0
 
 
 class SlotPipe:
@@ -68,25 +58,22 @@ class LaneOwner(Generic[L]):
 
     # ------------------------------------------------------------ KV frames that come
 
-    def kv_begins(self, lane: L, header: Header, slot: int) -> None:
+    def kv_begins(self, lane: L, s: Slice) -> None:
         """A frame begins, in a slot that the lane took. `kv_ends` follows."""
         raise NotImplementedError
 
-    def kv_ends(self, lane: L, header: Header, slot: int, intact: bool | None) -> None:
+    def kv_ends(self, lane: L, s: Slice, intact: bool | None) -> None:
         """The frame is over. `intact`: whether its checksum matched; None: the lane closed before."""
         raise NotImplementedError
 
     # ------------------------------------------------------------ KV frames that leave
 
-    def frame_begins(self, lane: L, frame: OutgoingFrame) -> bool:
-        """Called before the frame is written. Returns False if its transfer has ended: the lane skips it.
+    def begins(self, s: Slice) -> bool:
+        """Called before the slice is written. Returns False if its transfer has ended: the lane skips it.
 
         The owner has then given back its slot."""
         raise NotImplementedError
 
-    def frame_sent(self, lane: L, frame: OutgoingFrame) -> None:
-        raise NotImplementedError
-
-    def frame_dropped(self, lane: L, frame: OutgoingFrame) -> None:
-        """The lane closed before all of the frame was sent."""
+    def left(self, lane: L, s: Slice, *, sent: bool) -> None:
+        """The lane needs the slot no more. `sent`: all of it was sent. Otherwise the lane closed before."""
         raise NotImplementedError

@@ -15,8 +15,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import ClassVar
 
-from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame, SlotPipe
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.process.frames import LaneOwner, SlotPipe
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.protocol.frame import (
     HEADER_BYTES,
@@ -32,6 +34,7 @@ from baton.kv_transfer.protocol.frame import (
 )
 from baton.kv_transfer.protocol.hello import MAX_HELLO_BYTES
 from baton.kv_transfer.protocol.messages import MAX_CONTROL_BYTES
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.trace import TraceWriter
 
 _PIECE = 1 << 20  # bytes: few enough for a core's cache, and enough for a wakeup
@@ -44,6 +47,11 @@ _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 
 
 class Lane:
+    is_far: ClassVar = False
+    """Whether a mover has it."""
+    has_room: ClassVar = True
+    """For another slice to send."""
+
     def __init__(
         self, sock: socket.socket, loop: Loop, owner: "LaneOwner[Lane]", trace: TraceWriter, *,
         read: bytes = bytes(MAX_TRAILER_BYTES), unwritten: bytes = b"", keys: LaneKeys | None = None,
@@ -58,12 +66,13 @@ class Lane:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
         self.sock = sock
         self.owner = owner
-        self.slots: SlotPipe | None = None  # for KV frames that come; None: none may come
+        self.slots: SlotPipe | None = None  # for slices that come; None: none may come
+        self.sending: Arena | None = None  # of slices that leave
         self.max_payload = 0  # of a KV frame; 0 until HELLO agreed on one
         self.heard = time.monotonic()
         # When bytes of a KV frame last came, or (see `look_at_sent`) were last taken by the peer.
         self.kv_moved = 0.0
-        self._slot: int | None = None  # into which a KV frame is being received
+        self._coming: Slice | None = None  # into its slot
         self.closing: tuple[str, str] | None = None
         self.closed = False  # or gone to another process
         self.loop = loop
@@ -73,11 +82,13 @@ class Lane:
         # Outgoing.
         self._writer = FrameWriter()
         self._control: deque[tuple[bytes, bytes]] = deque()  # header, payload
-        self._frames: deque[OutgoingFrame] = deque()
-        self._frame: OutgoingFrame | None = None  # the first `_at` bytes of its payload are in _out
+        self._slices: deque[Slice] = deque()
+        self._leaving: Slice | None = None  # the first `_at` bytes of `_bytes` are in _out
+        self._bytes = memoryview(b"")
         self._at = 0
-        # To be written, with the frame that ends there.
-        self._out: deque[tuple[memoryview, OutgoingFrame | None]] = deque()
+        # To be written, with the slice that ends there, and when it began.
+        self._out: deque[tuple[memoryview, Slice | None, float]] = deque()
+        self._left_at = 0.0  # when `_leaving` began
         self._waiting = 0  # bytes of payloads that are not in _out yet
         # Bytes, counted from the first that is written here.
         self._laid = 0  # put into _out
@@ -93,7 +104,7 @@ class Lane:
         self._edge_got = len(read)
         self._ahead_room = memoryview(bytearray())  # see `read_ahead`
         self._ahead = self._ahead_room  # bytes that follow those in _edge
-        self._header: Header | None = None  # of the frame being received
+        self._header: Header | Slice | None = None  # of the frame being received
         self._payload = memoryview(b"")
         self._payload_left = 0  # bytes of the payload still to come
         self._began = 0.0
@@ -109,7 +120,7 @@ class Lane:
     @property
     def receiving(self) -> bool:
         """Whether a KV frame has begun to arrive and is not complete."""
-        return self._slot is not None
+        return self._coming is not None
 
     # ------------------------------------------------------------ for its owner
 
@@ -122,9 +133,10 @@ class Lane:
         self._waiting += len(payload)
         self._call()
 
-    def push_frame(self, frame: OutgoingFrame) -> None:
-        self._waiting += len(frame.payload)
-        self._frames.append(frame)
+    def push_slice(self, s: Slice) -> None:
+        """Queue a slice of the arena."""
+        self._waiting += s.wire
+        self._slices.append(s)
         self._call()
 
     def close_soon(self, kind: str, why: str) -> None:
@@ -151,11 +163,11 @@ class Lane:
         Returns its socket, the trailer and the part of the next header that were read, the bytes that are
         still to be written, and its keys."""
         assert self._header is None
-        assert not self._frames
+        assert not self._slices
         self.closed = True
         self.loop.forget(self.sock.fileno())
         self._lay_messages()
-        unwritten = b"".join(view for view, _ in self._out)
+        unwritten = b"".join(view for view, *_ in self._out)
         self._out.clear()
         return self.sock, bytes(self._edge[: self._edge_got]), unwritten, self._keys
 
@@ -195,23 +207,22 @@ class Lane:
         self.closed = True
         self.loop.forget(self.sock.fileno())
         self.sock.close()
-        if self._slot is not None:
-            assert self._header is not None
-            slot, self._slot, self._payload = self._slot, None, memoryview(b"")
-            self.owner.kv_ends(self, self._header, slot, None)
+        if (s := self._coming) is not None:
+            self._coming, self._payload = None, memoryview(b"")
+            self.owner.kv_ends(self, s, None)
         self._drop()
         self.owner.lane_closed(self, kind, why)
 
     def _drop(self) -> None:
-        unsent = [frame for _, frame in self._out if frame is not None]
+        unsent = [s for _, s, _ in self._out if s is not None]
         self._out.clear()
-        if self._frame is not None:
-            unsent.append(self._frame)
-            self._frame = None
-        while self._frames:
-            unsent.append(self._frames.popleft())
-        for frame in unsent:
-            self.owner.frame_dropped(self, frame)
+        if self._leaving is not None:
+            unsent.append(self._leaving)
+            self._leaving = None
+        while self._slices:
+            unsent.append(self._slices.popleft())
+        for s in unsent:
+            self.owner.left(self, s, sent=False)
 
     def _read(self) -> None:
         if self._edge_got == _EDGE_BYTES:  # read in another process
@@ -271,15 +282,14 @@ class Lane:
         if self._edge_got == _EDGE_BYTES and self.closing is None and not self.closed:
             self._begin()
 
-    def relax(self) -> None:
-        """Makes one byte enough for a wakeup. On a slow line, a few bytes are progress."""
-        self._wait_for(1)
-
-    def look_at_sent(self, now: float) -> None:
-        """Notes progress if the peer has acknowledged bytes of KV frames since the last look.
+    def tick(self, now: float) -> None:
+        """Several times a second. On a slow line, a few bytes are progress: from now on one byte of a slice
+        that comes is enough for a wakeup. Bytes of slices that the peer has acknowledged are progress, too.
 
         A write is no progress: the kernel takes megabytes at once. It asks for more when a third of them has
         left, which on a slow line is a minute later."""
+        if self.receiving:
+            self._wait_for(1)
         if self._taken < self._kv_end and not self.closed:
             unsent = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
             taken = self._sent - int.from_bytes(unsent, sys.byteorder)
@@ -294,80 +304,84 @@ class Lane:
     def _begin(self) -> None:
         packed = self._edge[MAX_TRAILER_BYTES:]
         header = parse(packed)
-        kv = header.type is FrameType.KV
+        if isinstance(header, Slice):
+            name, length, most = "KV", header.wire, self.max_payload
+        else:
+            name, length, most = header.type.name, header.length, MAX_CONTROL_BYTES
         if self.max_payload == 0:  # not authenticated yet
-            if header.type is not FrameType.HELLO or header.length > MAX_HELLO_BYTES:
-                raise FrameError("hello", f"{header.type.name} of {header.length} bytes before the handshake")
-        elif header.length > (self.max_payload if kv else MAX_CONTROL_BYTES):
-            raise FrameError("length", f"{header.type.name} of {header.length} bytes")
+            if name != "HELLO" or length > MAX_HELLO_BYTES:
+                raise FrameError("hello", f"{name} of {length} bytes before the handshake")
+        elif length > most:
+            raise FrameError("length", f"{name} of {length} bytes")
         self._reader.begin(packed)
-        self._header, self._payload_left = header, header.length
+        self._header, self._payload_left = header, length
         self._edge_got = MAX_TRAILER_BYTES - self._reader.trailer_bytes
-        if not kv:
-            self._payload = memoryview(bytearray(header.length))
+        if isinstance(header, Header):
+            self._payload = memoryview(bytearray(length))
         elif self.slots is None:
             raise FrameError("direction", "a KV frame came to the sender")
         else:
             self._began = self.kv_moved = time.monotonic()
-            self._slot = self.slots.take()
-            self._payload = self.slots.arena.slot(self._slot)[: header.length]
-            self.owner.kv_begins(self, header, self._slot)
+            header.slot = self.slots.take()
+            self._coming, self._payload = header, self.slots.arena.slot(header.slot)[:length]
+            self.owner.kv_begins(self, header)
 
-    def _end(self, header: Header) -> None:
+    def _end(self, header: Header | Slice) -> None:
         start = MAX_TRAILER_BYTES - self._reader.trailer_bytes
         intact = self._reader.is_intact(self._edge[start:MAX_TRAILER_BYTES])
+        name = header.type.name if isinstance(header, Header) else "KV"
         if self._keys is not None and not intact:  # the header may be forged, too
-            raise FrameError("tag", f"{header.type.name} is not as it was sent")
-        payload, slot = self._payload, self._slot
-        self._header, self._payload, self._slot = None, memoryview(b""), None
-        if slot is None:
+            raise FrameError("tag", f"{name} is not as it was sent")
+        payload = self._payload
+        self._header, self._payload, self._coming = None, memoryview(b""), None
+        if isinstance(header, Header):
             if not intact:
-                raise FrameError("control", f"{header.type.name}: payload checksum does not match")
+                raise FrameError("control", f"{name}: payload checksum does not match")
             self.owner.control(self, header, payload)
         else:
-            self.owner.kv_ends(self, header, slot, intact)
-            self._trace.frame("recv", header, self._began, time.monotonic())
+            self.owner.kv_ends(self, header, intact)
+            self._trace.moved("recv", header, self._began, time.monotonic())
 
     def _write(self) -> None:
         budget = _BURST
         while budget > 0 and self._fill():
             try:
-                sent = self.sock.sendmsg([view for view, _ in self._out])
+                sent = self.sock.sendmsg([view for view, *_ in self._out])
             except BlockingIOError:
                 break
             budget -= sent
             self._sent += sent
             while sent:
-                view, frame = self._out[0]
+                view, s, began = self._out[0]
                 if sent < len(view):
-                    self._out[0] = (view[sent:], frame)
+                    self._out[0] = (view[sent:], s, began)
                     break
                 sent -= len(view)
                 self._out.popleft()
-                if frame is not None:
-                    self.owner.frame_sent(self, frame)
-                    self._trace.frame("send", frame.header, frame.started, time.monotonic())
-        waiting = self._out or self._frame is not None or self._control or self._frames
+                if s is not None:
+                    self._trace.moved("send", s, began, time.monotonic())
+                    self.owner.left(self, s, sent=True)
+        waiting = self._out or self._leaving is not None or self._control or self._slices
         self.loop.watch(self.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if waiting else 0), self.serve)
 
     def _fill(self) -> bool:
         """Move what is queued into `_out`, control first, one piece; False: there is nothing to write."""
         room = _PIECE - (self._laid - self._sent)
         while room > 0 and len(self._out) < _MOST_VIEWS:
-            if (frame := self._frame) is not None:
-                piece = self._writer.piece(frame.payload[self._at : self._at + room])
+            if (s := self._leaving) is not None:
+                piece = self._writer.piece(self._bytes[self._at : self._at + room])
                 self._lay(piece)
                 self._at += len(piece)
                 self._waiting -= len(piece)
                 room -= len(piece)
-                if self._at == len(frame.payload):
-                    self._lay(memoryview(self._writer.end()), frame)
-                    self._frame = None
+                if self._at == s.wire:
+                    self._lay(memoryview(self._writer.end()), s)
+                    self._leaving = None
                 self._kv_end = self._laid
             elif self._control:
                 self._lay_message()
-            elif self._frames and self.closing is None:
-                self._next(self._frames.popleft())
+            elif self._slices and self.closing is None:
+                self._next(self._slices.popleft())
             else:
                 break
         return bool(self._out)
@@ -381,17 +395,18 @@ class Lane:
         self._waiting -= len(payload)
         self._lay(memoryview(header + self._writer.message(header, payload)))
 
-    def _lay(self, view: memoryview, ends: OutgoingFrame | None = None) -> None:
-        self._out.append((view, ends))
+    def _lay(self, view: memoryview, ends: Slice | None = None) -> None:
+        self._out.append((view, ends, self._left_at))
         self._laid += len(view)
 
-    def _next(self, frame: OutgoingFrame) -> None:
-        """Put the frame's header into `_out`, unless its transfer has ended."""
-        if self.owner.frame_begins(self, frame):
-            frame.started = time.monotonic()
-            header = pack(frame.header)
+    def _next(self, s: Slice) -> None:
+        """Put the slice's header into `_out`, unless its transfer has ended."""
+        if self.owner.begins(s):
+            assert self.sending is not None
+            self._left_at = time.monotonic()
+            header = pack(s)
             self._lay(memoryview(header))
             self._writer.begin(header)
-            self._frame, self._at = frame, 0
+            self._leaving, self._bytes, self._at = s, self.sending.slot(s.slot)[: s.wire], 0
         else:
-            self._waiting -= len(frame.payload)
+            self._waiting -= s.wire

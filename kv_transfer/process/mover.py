@@ -11,11 +11,12 @@ import time
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame, SlotPipe
+from baton.kv_transfer.process.frames import LaneOwner, SlotPipe
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header, LaneKeys
 from baton.kv_transfer.protocol.local_messages import Local
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.trace import TraceWriter
 
 _TICK = 0.25  # seconds between `Heard` reports of a lane
@@ -43,11 +44,10 @@ class Say(Local):
 
 
 class Move(Local):
-    """Send this slot as one frame. Answered by Gone, or by the lane's `LaneClosed`."""
+    """Send this slice. Answered by Gone, or by the lane's `LaneClosed`."""
 
     lane: int
-    header: Header
-    slot: int
+    slice: Slice
 
 
 class Close(Local):
@@ -60,22 +60,21 @@ class Close(Local):
 
 
 class Begins(Local):
-    """A frame's header came, and a slot was taken for it. Ends follows."""
+    """A slice begins to come, in a slot that was taken for it. Ends follows."""
 
     lane: int
-    header: Header
-    slot: int
+    slice: Slice
 
 
 class Ends(Local):
-    """The frame is over. `intact`: whether its checksum matched; None: the lane closed before."""
+    """All of the slice came. `intact`: whether its checksum matched; None: the lane closed before."""
 
     lane: int
     intact: bool | None
 
 
 class Gone(Local):
-    """The mover needs the slot no more. `sent`: its frame was sent. Otherwise the lane closed before."""
+    """The mover needs the slot no more. `sent`: its slice was sent. Otherwise the lane closed before."""
 
     lane: int
     slot: int
@@ -155,9 +154,8 @@ class Mover(LaneOwner[Lane]):
                     self._adopt(message)
                 case Say(number, payload) if number in self._lanes:
                     self._lanes[number].push(FrameType.PING, NO_TRANSFER, payload)
-                case Move(number, header, slot) if number in self._lanes:
-                    payload = self._sending.slot(slot)[: header.length]
-                    self._lanes[number].push_frame(OutgoingFrame(header, payload, slot))
+                case Move(number, s) if number in self._lanes:
+                    self._lanes[number].push_slice(s)
                 case Close(number, kind, why) if number in self._lanes:
                     self._lanes[number].close_soon(kind, why)
         self._watch()
@@ -172,36 +170,31 @@ class Mover(LaneOwner[Lane]):
             keys=m.keys,
         )  # fmt: skip
         lane.max_payload = m.max_payload
-        lane.slots = None if m.sends else self._slots
+        lane.slots, lane.sending = (None, self._sending) if m.sends else (self._slots, None)
         self._lanes[m.lane] = lane
         self._ids[lane] = m.lane
         lane.serve(select.EPOLLIN)
 
     def _tick(self, last: float, now: float) -> None:
         for number, lane in self._lanes.items():
-            lane.look_at_sent(now)
+            lane.tick(now)
             if max(lane.heard, lane.kv_moved) >= last:
                 self._channel.post(Heard(number, lane.heard, lane.kv_moved))
-            if lane.receiving:
-                lane.relax()
         self._trace.flush()
 
     # ------------------------------------------------------------ LaneOwner
 
-    def kv_begins(self, lane: Lane, header: Header, slot: int) -> None:
-        self._channel.post(Begins(self._ids[lane], header, slot))
+    def kv_begins(self, lane: Lane, s: Slice) -> None:
+        self._channel.post(Begins(self._ids[lane], s))
 
-    def kv_ends(self, lane: Lane, header: Header, slot: int, intact: bool | None) -> None:
+    def kv_ends(self, lane: Lane, s: Slice, intact: bool | None) -> None:
         self._channel.post(Ends(self._ids[lane], intact))
 
-    def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
+    def begins(self, s: Slice) -> bool:
         return True
 
-    def frame_sent(self, lane: Lane, frame: OutgoingFrame) -> None:
-        self._channel.post(Gone(self._ids[lane], frame.slot, True))
-
-    def frame_dropped(self, lane: Lane, frame: OutgoingFrame) -> None:
-        self._channel.post(Gone(self._ids[lane], frame.slot, False))
+    def left(self, lane: Lane, s: Slice, *, sent: bool) -> None:
+        self._channel.post(Gone(self._ids[lane], s.slot, sent))
 
     def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
         if len(self._channel.pending) >= _MOST_PENDING:

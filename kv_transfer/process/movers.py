@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import setproctitle
 
@@ -17,16 +18,17 @@ from baton.kv_transfer.arena import Arena, channel_pair
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.process import mover
-from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame, SlotPipe
+from baton.kv_transfer.process.frames import LaneOwner, SlotPipe
 from baton.kv_transfer.process.lane import Lane
-from baton.kv_transfer.protocol.frame import FrameType, Header
+from baton.kv_transfer.protocol.frame import FrameType
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import wait
 from baton.processes.children import become
 
 log = logging.getLogger("baton.kv")
 
-FRAMES_AHEAD = 2  # that a lane in a mover has: one that is written, and the next
+SLICES_AHEAD = 2  # that a lane in a mover has: one that is written, and the next
 _STOPS_WITHIN = 3.0  # seconds that a mover takes at most to close a lane, or to end
 
 
@@ -34,6 +36,8 @@ class FarLane:
     """Stands for a lane in a mover. It has the methods of `Lane` that sessions use.
 
     Reports of the mover come late, but in order."""
+
+    is_far: ClassVar = True
 
     def __init__(self, handle: "MoverHandle", number: int, owner: "LaneOwner[FarLane]") -> None:
         self.heard = time.monotonic()
@@ -43,22 +47,25 @@ class FarLane:
         self._handle = handle
         self._number = number
         self._owner = owner
-        self._frames: dict[int, OutgoingFrame] = {}  # by slot
-        self._incoming: tuple[Header, int] | None = None  # the frame under way, and its slot
+        self._leaving: dict[int, Slice] = {}  # by slot
+        self._coming: Slice | None = None
 
     @property
     def has_room(self) -> bool:
-        return len(self._frames) < FRAMES_AHEAD
+        return len(self._leaving) < SLICES_AHEAD
 
     def push(self, kind: FrameType, transfer_id: bytes, payload: bytes) -> None:
         assert kind is FrameType.PING, "other control messages go down lane 0"
         self._handle.channel.post(mover.Say(self._number, payload))
 
-    def push_frame(self, frame: OutgoingFrame) -> None:
-        if self._owner.frame_begins(self, frame):
-            self.unsent += len(frame.payload)
-            self._frames[frame.slot] = frame
-            self._handle.channel.post(mover.Move(self._number, frame.header, frame.slot))
+    def push_slice(self, s: Slice) -> None:
+        if self._owner.begins(s):
+            self.unsent += s.wire
+            self._leaving[s.slot] = s
+            self._handle.channel.post(mover.Move(self._number, s))
+
+    def tick(self, now: float) -> None:
+        """Its mover does it."""
 
     def close_soon(self, kind: str, why: str) -> None:
         if self.closed_by == math.inf:
@@ -71,25 +78,25 @@ class FarLane:
             if not isinstance(message, mover.Said):
                 self.kv_moved = self.heard
         match message:
-            case mover.Begins(_, header, slot):
-                self._incoming = header, slot
-                self._owner.kv_begins(self, header, slot)
+            case mover.Begins(_, s):
+                self._coming = s
+                self._owner.kv_begins(self, s)
             case mover.Ends(_, intact):
-                assert self._incoming is not None
-                (header, slot), self._incoming = self._incoming, None
-                self._owner.kv_ends(self, header, slot, intact)
+                assert self._coming is not None
+                s, self._coming = self._coming, None
+                self._owner.kv_ends(self, s, intact)
             case mover.Gone(_, slot, sent):
-                frame = self._frames.pop(slot)
-                self.unsent -= len(frame.payload)
-                (self._owner.frame_sent if sent else self._owner.frame_dropped)(self, frame)
+                s = self._leaving.pop(slot)
+                self.unsent -= s.wire
+                self._owner.left(self, s, sent=sent)
             case mover.Said(_, header, payload):
                 self._owner.control(self, header, memoryview(payload))
             case mover.Heard(_, at, kv_moved):
                 self.heard, self.kv_moved = at, kv_moved
             case mover.LaneClosed(_, kind, why):
-                assert self._incoming is None
-                for frame in self._frames.values():  # the lane closed before the mover was told of them
-                    self._owner.frame_dropped(self, frame)
+                assert self._coming is None
+                for s in self._leaving.values():  # the lane closed before the mover was told of them
+                    self._owner.left(self, s, sent=False)
                 self._owner.lane_closed(self, kind, why)
 
 

@@ -14,18 +14,19 @@ the moment when `Arrivals` hands the slice over to the engine:
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import MAX_SLOT_BYTES, PAGE
-from baton.kv_transfer.memory_reader import MemoryReader, SliceToRead
+from baton.kv_transfer.memory_reader import MemoryReader
 from baton.kv_transfer.peer_memory import count_slots
 from baton.kv_transfer.process.arrivals import Arrivals
 from baton.kv_transfer.process.tcp_session import Session
-from baton.kv_transfer.protocol.frame import FrameError, FrameType, Header
-from baton.kv_transfer.protocol.local_messages import Arrived, ExportGone, ExportIn
+from baton.kv_transfer.protocol.frame import FrameError
+from baton.kv_transfer.protocol.local_messages import ExportGone, ExportIn
 from baton.kv_transfer.protocol.messages import Export, ProtocolError, Reach, SliceAt, Taken
+from baton.kv_transfer.slices import ARENA, Slice
 from baton.kv_transfer.trace import TraceWriter
 
 RING = 2**63 - 1
@@ -42,14 +43,12 @@ class _Memory:
 
 
 @dataclass(slots=True, eq=False)
-class _Pull:
+class _Read:
     """A slice that is read."""
 
+    slice: Slice
     session: int
     peer_slot: int  # its slot in the memory of the peer
-    generation: int
-    header: Header
-    into_arena: bool
     began: float
     taken: bool = False  # the peer knows that it is read
 
@@ -64,7 +63,7 @@ class PeerExports:
         self._channel = channel
         self._reader = reader
         self._memories: dict[int, _Memory] = {}  # by session
-        self._pulls: dict[int, _Pull] = {}  # by the slot of ours that is set aside
+        self._reads: dict[int, _Read] = {}  # by the slot of ours that is set aside
         self._ring_opened: bool | None = None  # None: the engine has not answered
         self._why_no_ring = ""
         self._wait_for_ring: list[int] = []  # sessions of which the reader has read the token
@@ -120,35 +119,34 @@ class PeerExports:
 
     # ------------------------------------------------------------ slices
 
-    def slices(self, session: Session, transfer_id: bytes, slices: Sequence[SliceAt]) -> None:
+    def slices(self, session: Session, transfer_id: bytes, named: Sequence[SliceAt]) -> None:
         """SLICES came, instead of frames. Raises ProtocolError."""
-        number, reader, now = session.number, self._reader_of(session, slices), time.monotonic()
+        number, reader, now = session.number, self._reader_of(session, named), time.monotonic()
         session.moved(now)
-        to_read: list[SliceToRead] = []
-        for peer_slot, generation, seq, length, piece in slices:
+        to_read: list[Slice] = []
+        for there, checksum, seq, stored, wire, codec, piece in named:
             if number not in self._memories:
                 break  # a slice before this one ended the session
-            header = Header(FrameType.KV, transfer_id, piece, seq, length)
+            s = Slice(piece, transfer_id, seq, stored, wire, codec, memory=number, there=there, sum=checksum)
             try:
-                slot = self._arrivals.pipe.take()
+                s.slot = self._arrivals.pipe.take()
             except FrameError as e:
-                self.pulled({x.slot: False for x in to_read})  # nothing else would give them back
+                self._drop(to_read)  # nothing else would give them back
                 raise ProtocolError("credit", str(e)) from None
-            self._arrivals.kv_begins(session, header, slot)
-            into_arena = reader is not None and reader.for_receiver is None
-            self._pulls[slot] = _Pull(number, peer_slot, generation, header, into_arena, now)
+            self._arrivals.begins(session, s)
+            self._reads[s.slot] = _Read(s, number, there, now)
             if reader is None:
-                self._hand_over(slot, number, peer_slot)
-            elif self._arrivals.open_transfer(slot):
-                to_read.append(SliceToRead(peer_slot, slot, length, generation))
+                self._hand_over(s)
+            elif self._arrivals.transfer_of(s.slot):
+                to_read.append(s)
             else:
-                self.pulled({slot: False})
+                self._drop([s])
         if reader and number in self._memories:
             reader.read(number, to_read)
         else:
-            self.pulled({x.slot: False for x in to_read})
+            self._drop(to_read)
 
-    def _reader_of(self, session: Session, slices: Sequence[SliceAt]) -> MemoryReader | None:
+    def _reader_of(self, session: Session, named: Sequence[SliceAt]) -> MemoryReader | None:
         """What reads the slices; None: the engine. Raises ProtocolError if one of them cannot be there."""
         memory = self._memories.get(session.number)
         if memory is None or not memory.reached:
@@ -156,21 +154,16 @@ class PeerExports:
         most = memory.export.slot_bytes
         if memory.reader:
             most = min(memory.reader.slot_bytes, most)
-        for slot, _, _, length, _ in slices:
-            if slot >= memory.slots or length > most:
-                raise ProtocolError("length", f"a slice of {length} bytes in slot {slot}")
+        for slot, _, _, stored, *_ in named:
+            if slot >= memory.slots or stored > most:
+                raise ProtocolError("length", f"a slice of {stored} bytes in slot {slot}")
         return memory.reader
 
-    def _hand_over(self, slot: int, session: int, peer_slot: int) -> bool:
-        """The engine reads the slice in memory that it has opened. Returns False if it does not need to."""
-        pull, transfer = self._pulls[slot], self._arrivals.open_transfer(slot)
-        if transfer is not None:
-            dtype = transfer.incoming.layout.dtype
-            arrived = Arrived(pull.header, slot, dtype, session, peer_slot, pull.generation)
-            if self._arrivals.hand_over(transfer, arrived):
-                return True
-        self.pulled({slot: False})
-        return False
+    def _hand_over(self, s: Slice) -> None:
+        """The engine reads the slice in memory that it has opened."""
+        transfer = self._arrivals.transfer_of(s.slot)
+        if transfer is None or not self._arrivals.hand_over(transfer, s):
+            self._drop([s])
 
     def take_reads(self) -> float | None:
         """Takes reads that are over. Returns within how many seconds to look again; None: no need."""
@@ -178,49 +171,51 @@ class PeerExports:
             return None
         for number, why in self._reader.opened():
             self._token_read(number, why)
-        read = self._reader.finished()
-        if self._reader.for_receiver is None:
-            self.pulled(read)
-        else:
-            # The peer may use the slots again before the engine has verified them.
-            self._give_back([self._pulls[slot] for slot in read])
-            for slot, came in read.items():
-                if came:
-                    self._hand_over(slot, RING, slot)
-                else:
-                    self.pulled({slot: False})
+        over = self._reader.finished()
+        self._give_back([self._reads[slot] for slot in over])  # the peer may use the slots again
+        for slot, right in over.items():
+            s = self._reads[slot].slice
+            if self._reader.for_receiver is None:
+                self._over(slot, right)
+                s.memory = ARENA
+                self._arrivals.came(s, right)
+            elif right:
+                s.memory, s.there = RING, slot
+                self._hand_over(s)
+            else:
+                self.emptied([slot], [slot])
         return self._reader.look_within()
 
-    def drops(self, slot: int) -> bool:
-        """Whether the engine dropped a slice with this slot: its transfer has ended."""
-        if slot in self._pulls:
-            self.pulled({slot: False})
-            return True
-        return False
+    def emptied(self, slots: Sequence[int], damaged: Collection[int]) -> None:
+        """The engine has read these slots, and found those of `damaged` wrong. Or it dropped them."""
+        self._give_back([self._reads[slot] for slot in slots if slot in self._reads])
+        for slot in slots:
+            right = slot not in damaged
+            if slot in self._reads:
+                self._over(slot, right)
+            self._arrivals.emptied(slot, right)
 
-    def pulled(self, slots: Mapping[int, bool]) -> None:
-        """These slots are read or dropped. The value says whether the slice was right."""
-        if not slots:
-            return
-        pulls = {slot: self._pulls.pop(slot) for slot in slots}
-        self._give_back([pull for pull in pulls.values() if not pull.taken])
-        for slot, pull in pulls.items():
-            right = slots[slot]
-            self._trace.frame("recv", pull.header, pull.began, time.monotonic())
-            memory = self._memories.get(pull.session)
-            if memory and not right and self._arrivals.open_transfer(slot):  # the next transfer is over TCP
-                memory.session.send(Reach(False, "a slice could not be read, or was wrong"))
-            if pull.into_arena:
-                self._arrivals.kv_ends(pull.header, slot, right)
-            else:
-                self._arrivals.read(pull.header, slot, right=right)
+    def _drop(self, slices: Sequence[Slice]) -> None:
+        """Nothing reads them."""
+        self._give_back([self._reads[s.slot] for s in slices])
+        for s in slices:
+            self._over(s.slot, True)
+            self._arrivals.emptied(s.slot, None)
 
-    def _give_back(self, pulls: Sequence[_Pull]) -> None:
+    def _over(self, slot: int, right: bool) -> None:
+        read = self._reads.pop(slot)
+        self._trace.moved("recv", read.slice, read.began, time.monotonic())
+        memory = self._memories.get(read.session)
+        if memory and not right and self._arrivals.transfer_of(slot):  # the next transfer is over TCP
+            memory.session.send(Reach(False, "a slice could not be read, or was wrong"))
+
+    def _give_back(self, reads: Sequence[_Read]) -> None:
         """The peers may use these slots again."""
         taken: dict[int, list[int]] = {}
-        for pull in pulls:
-            pull.taken = True
-            taken.setdefault(pull.session, []).append(pull.peer_slot)
+        for read in reads:
+            if not read.taken:
+                read.taken = True
+                taken.setdefault(read.session, []).append(read.peer_slot)
         for number, there in taken.items():
             if memory := self._memories.get(number):
                 memory.session.moved(time.monotonic())

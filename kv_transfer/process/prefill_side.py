@@ -1,20 +1,18 @@
 """The sending side in its transfer process: between the engine's pump, the held prefills and the sessions."""
 
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
-from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.memory_reader import MemoryReader
-from baton.kv_transfer.peer_memory import TCP_ONLY
-from baton.kv_transfer.process.frames import OutgoingFrame
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.movers import FarLane
+from baton.kv_transfer.process.peer_reads import PeerReads
 from baton.kv_transfer.process.stats import TransferCounters, printable
 from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol import local_messages as local
@@ -23,9 +21,8 @@ from baton.kv_transfer.protocol.credits import window
 from baton.kv_transfer.protocol.frame import HEADER_BYTES, Header
 from baton.kv_transfer.protocol.held import Effect, HeldKV, HeldPrefills, StartTransfer
 from baton.kv_transfer.protocol.shared import Expired, Send
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.trace import NO_TRACE, TraceWriter
-
-log = logging.getLogger("baton.kv")
 
 _MOST_UNREAD = 4 << 20  # bytes of messages that a session may send while the channel is full
 _NAME, _TRANSPORT = 64, 128  # bytes that statistics have of a peer's name, and of what it says: one packet
@@ -41,24 +38,13 @@ class PrefillSide:
         self.table = HeldPrefills(config.deadlines, config.max_waiting, config.max_pins)
         self.slots_out = 0  # handed over by the engine and not given back yet
         self._config = config
-        self._arena = arena
+        self.arena = arena
         self._channel = channel
         self._counters = counters
         self._sessions: dict[int, SendingSession] = {}  # by number
-        self._reader = reader
-        # Peers read the arena with it: the engine fills slots as for TCP.
-        self._of_arena = reader if reader and not reader.for_sender else None
-        self._trace = trace
-        self._export: wire.Export | None = None
-        self._why_tcp = f"{TCP_ONLY} at the sender"  # without an export
-        if reader and reader.for_sender:
-            self._why_tcp = "the sender's engine has not opened the memory yet"
-            channel.post(local.RingOut(reader.for_sender))
-        elif reader:
-            self._set_export(reader.export, "")
-        self._transports: dict[int, str] = {}  # session with a FETCH → how the peer gets KV, and why over TCP
-        # By number over all ranks: slots with a slice, the session that reads it, and since when.
-        self._exported: dict[int, tuple[int, local.SliceOut, float]] = {}
+        self._reads = PeerReads(
+            arena, channel, reader, trace, self._begin, partial(self.sent, soon=True), self.dropped
+        )
         self._unread: Counter[int] = Counter()  # bytes of messages since the channel is full, by session
 
     @property
@@ -80,12 +66,9 @@ class PrefillSide:
         now = time.monotonic()
         match message:
             case local.SlicesOut(slices):
-                self._send(slices, now)
+                self._move(slices, now)
             case local.Exported(export, why):
-                self._set_export(export, why)
-                for number in list(self._transports):
-                    del self._transports[number]
-                    self._offer_memory(self._sessions[number])
+                self._reads.export(export, why, [*self._sessions.values()])
             case local.Offer(prefill_id):
                 self._apply(self.table.offer(prefill_id, now))
             case local.Finished(prefill_id):
@@ -105,95 +88,55 @@ class PrefillSide:
                 if number in self._sessions:
                     self._sessions[number].send(wire.CreditReturned(total, sent))
 
-    def _set_export(self, export: wire.Export | None, why: str) -> None:
-        """`why` there is none."""
-        if self._reader and export:  # the engine, if any of its devices has the slots, has opened it
-            export, why = self._reader.export, self._reader.why_not_exported
-            if why:
-                export = None
-                log.warning("KV goes over TCP: %s", why)
-        self._export, self._why_tcp = export, why
-
-    def _send(self, slices: Sequence[local.SliceOut], now: float) -> None:
-        """A slice goes as a frame, unless the peer reads slots: then SLICES names it. A slice of a transfer
-        that has ended goes back."""
-        marked: dict[bytes, list[tuple[local.SliceOut, int]]] = {}  # by transfer; with their generations
+    def _move(self, slices: Sequence[Slice], now: float) -> None:
+        """By lanes, or read by the peer. A slice of a transfer that has ended goes back."""
+        batches: dict[tuple[int, bool], list[Slice]] = {}
         for s in slices:
             self.slots_out += 1
-            transfer_id = s.header.transfer_id
-            held = self.table.open.get(transfer_id)
+            held = self.table.open.get(s.transfer_id)
             if held is None:
-                self._give_back(s.slot, unsent=True)
+                self.dropped(s)
                 continue
-            self._note_last(s.header.piece, held, now)
-            payload = self._arena.slot(s.slot)[: s.header.length]
-            if self._of_arena and self._reaches(held.session):
-                # The peer reads it while the next checksum is computed.
-                self._announce(transfer_id, [(s, self._of_arena.checksum(payload))], now)
-            elif s.generation:
-                marked.setdefault(transfer_id, []).append((s, s.generation))
+            self._note_last(s, held, now)
+            is_read = self._reads.reads(self._sessions[held.session], s)
+            batches.setdefault((held.session, is_read), []).append(s)
+        for (number, is_read), batch in batches.items():
+            session = self._sessions[number]
+            if is_read:
+                self._reads.move(session, batch)
             else:
-                self._sessions[held.session].send_frame(OutgoingFrame(s.header, payload, s.slot))
-        for transfer_id, numbered in marked.items():
-            self._announce(transfer_id, numbered, now)
+                session.move(batch)
 
-    def _reaches(self, session: int) -> bool:
-        """Whether the peer reads slots."""
-        return not self._transports.get(session, "tcp").startswith("tcp")
-
-    def _note_last(self, piece: Slice, held: HeldKV, now: float) -> None:
-        last_layer = self._config.layout.num_layers - 1
+    def _note_last(self, s: Slice, held: HeldKV, now: float) -> None:
+        piece, last_layer = s.piece, self._config.layout.num_layers - 1
         if piece.layer == last_layer and piece.token_start + piece.token_count == held.stop:
             self.table.all_sent(held, now)
-
-    def _announce(self, transfer_id: bytes, slices: Sequence[tuple[local.SliceOut, int]], now: float) -> None:
-        """Names slices that the peer reads, each with its generation."""
-        session = self._sessions[self.table.open[transfer_id].session]
-        announced: list[wire.SliceAt] = []
-        for s, generation in slices:
-            number = s.rank * self._config.num_slots + s.slot
-            self._exported[number] = session.number, s, now
-            announced.append((number, generation, s.header.seq, s.header.length, s.header.piece))
-        self.table.begin_send(transfer_id, now, len(announced))
-        session.send(wire.Slices(tuple(announced)), transfer_id)
 
     # ------------------------------------------------------------ from sessions
 
     def session_up(self, session: "SendingSession") -> None:
         self._sessions[session.number] = session
 
-    def _offer_memory(self, session: "SendingSession") -> None:
-        """At the first FETCH. When lane 0 is up here, the peer may still wait for its other lanes."""
-        if session.number in self._transports:
-            return
-        if self._export is None:
-            why = self._why_tcp
-        else:
-            why = "the test copy is under way"
-            session.send(self._export)
-        self._transports[session.number] = f"tcp: {why}"
-
     def session_down(self, session: "SendingSession", reason: str, detail: str) -> None:
         del self._sessions[session.number]
-        self._transports.pop(session.number, None)
         self._apply(self.table.session_down(session.number, time.monotonic()))
-        # The peer may still read them. It will find another generation.
-        for slot in [slot for slot, (number, *_) in self._exported.items() if number == session.number]:
-            self._taken(slot)
+        self._reads.close(session)
         self._channel.post(local.SessionGone(session.number))
 
     def control(self, session: "SendingSession", header: Header, message: wire.Control) -> None:
         self._bound_unread(session, header)
         now = time.monotonic()
         if isinstance(message, wire.Fetch | wire.FetchContent):
-            self._offer_memory(session)
+            self._reads.offer(session)
         match message:
             case wire.FetchContent():
                 self._apply(self.table.fetch_content(header.transfer_id, session.number, message, now))
             case wire.Fetch():
                 self._apply(self.table.fetch(header.transfer_id, session.number, message, now))
-            case wire.Reach() | wire.Taken():
-                self._from_reader(session, message, now)
+            case wire.Reach():
+                self._reads.reach(session, message)
+            case wire.Taken():
+                self._reads.taken(session, message)
             case wire.Credit(total, recall):
                 self._channel.post(local.Granted(session.number, total, recall))
             case wire.Ack() | wire.Abort():
@@ -207,26 +150,6 @@ class PrefillSide:
                 else:
                     self._apply(self.table.abort(header.transfer_id, message.reason, now))
 
-    def _from_reader(self, session: "SendingSession", message: wire.Reach | wire.Taken, now: float) -> None:
-        match message:
-            case wire.Reach(reached, why):
-                if self._export is None or session.number not in self._transports:
-                    raise wire.ProtocolError("order", "REACH without EXPORT")
-                self._transports[session.number] = self._export.kind if reached else f"tcp: {why}"
-                if self._of_arena is None:
-                    self._channel.post(local.Reached(session.number, reached))
-            case wire.Taken(slots):
-                for slot in slots:
-                    if self._exported.get(slot, (None,))[0] != session.number:
-                        raise wire.ProtocolError("foreign", f"slot {slot} was not to be read")
-                    header, since = self._taken(slot)
-                    session.moved(now)
-                    self._counters.frames_sent += 1
-                    self._counters.bytes_sent += header.length
-                    session.bytes_sent += header.length
-                    self.table.sent(header.transfer_id, now)
-                    self._trace.frame("send", header, since, now)
-
     def _bound_unread(self, session: "SendingSession", header: Header) -> None:
         """Ends the session if too many of its messages wait here because the engine reads none."""
         if not self._channel.full:
@@ -239,33 +162,30 @@ class PrefillSide:
             )
 
     def session_over(self, session: "SendingSession") -> None:
-        pass  # `frame_dropped` gave back each slot that the lanes held
+        pass  # `dropped` gave back each slot that the lanes held
 
-    def frame_begins(self, frame: OutgoingFrame) -> bool:
-        if self.table.begin_send(frame.header.transfer_id, time.monotonic()):
+    def begins(self, s: Slice) -> bool:
+        """Whether the slice may leave by a lane. If not, its slot is given back."""
+        if self._begin(s.transfer_id, 1):
             return True
-        self._give_back(frame.slot, unsent=True)
+        self.dropped(s)
         return False
 
-    def frame_sent(self, frame: OutgoingFrame) -> None:
+    def _begin(self, transfer_id: bytes, count: int) -> bool:
+        return self.table.begin_send(transfer_id, time.monotonic(), count)
+
+    def sent(self, session: "SendingSession", s: Slice, *, soon: bool = False) -> None:
+        """`soon`: its slot does not wait for others: TAKEN named all slots of a copy."""
         self._counters.frames_sent += 1
-        self._counters.bytes_sent += len(frame.payload)
-        self.table.sent(frame.header.transfer_id, time.monotonic())
-        self._give_back(frame.slot, unsent=False)
-
-    def frame_dropped(self, frame: OutgoingFrame) -> None:
-        self._give_back(frame.slot, unsent=True)
-
-    def _taken(self, number: int) -> tuple[Header, float]:
-        _, taken, since = self._exported.pop(number)
-        self._give_back(taken.slot, unsent=False, soon=True)  # TAKEN named all slots of a copy
-        return taken.header, since
-
-    def _give_back(self, slot: int, *, unsent: bool, soon: bool = False) -> None:
-        """`soon`: do not wait for other slots."""
+        self._counters.bytes_sent += s.wire
+        session.bytes_sent += s.wire
+        self.table.sent(s.transfer_id, time.monotonic())
         self.slots_out -= 1
-        tell = self._channel.post if soon else self._channel.hold
-        tell(local.SlotFree(slot, unsent))
+        (self._channel.post if soon else self._channel.hold)(local.SlotFree(s.slot, unsent=False))
+
+    def dropped(self, s: Slice) -> None:
+        self.slots_out -= 1
+        self._channel.hold(local.SlotFree(s.slot, unsent=True))
 
     # ------------------------------------------------------------ time
 
@@ -276,8 +196,8 @@ class PrefillSide:
     def transports(self) -> dict[str, str]:
         """Of each peer that fetches from here, by name."""
         return {
-            _shown(session.peer.name, _NAME): _shown(self._transports.get(number, "tcp"), _TRANSPORT)
-            for number, session in self._sessions.items()
+            _shown(session.peer.name, _NAME): _shown(self._reads.transport(session), _TRANSPORT)
+            for session in self._sessions.values()
             if session.peer is not None
         }
 
@@ -297,7 +217,7 @@ class PrefillSide:
             match effect:
                 case StartTransfer(prefill_id, transfer_id, number, fetch):
                     session = self._sessions[number]
-                    exported = self._reaches(number)
+                    exported = self._reads.reads(session)
                     slots = window(session.lane_count, self._config.num_slots, exported=exported)
                     self._channel.post(
                         local.StartOut(
@@ -331,47 +251,41 @@ class SendingSession(Session["PrefillSide"]):
 
     def __init__(self, *about: Any) -> None:
         super().__init__(*about)
-        self._far: list[FarLane] = []  # the lanes that movers have
-        self._waiting: deque[OutgoingFrame] = deque()  # for room in a mover
-        self.bytes_sent = 0  # of KV frames
+        self._waiting: deque[Slice] = deque()  # for room in a lane
+        self.bytes_sent = 0  # of slices
 
     @property
     def in_use(self) -> bool:
         return self.handler.table.uses(self.number)
 
-    def _attach(self, lane: Lane | FarLane) -> None:
-        if isinstance(lane, FarLane):
-            self._far.append(lane)
+    def _attach(self, lane: Lane) -> None:
+        lane.sending = self.handler.arena
 
-    def send_frame(self, frame: OutgoingFrame) -> None:
-        """By the lane with the fewest unsent bytes. If movers have lanes, by one of those."""
-        if self._far:
-            self._waiting.append(frame)
-            self._feed()
-        else:
-            min(self.lanes.values(), key=lambda lane: lane.unsent).push_frame(frame)
+    def move(self, slices: Sequence[Slice]) -> None:
+        """Sends slices of the arena: each by the lane with the fewest unsent bytes. Each ends with `sent` or
+        `dropped` of `PrefillSide`."""
+        self._waiting.extend(slices)
+        self._feed()
 
     def _feed(self) -> None:
-        """Give movers no more than they have room for: it shows late which lane is slow."""
-        while self._waiting and (lane := min(self._far, key=lambda lane: lane.unsent)).has_room:
-            lane.push_frame(self._waiting.popleft())
+        """Gives lanes no more than they have room for: a mover shows late that its lane is slow."""
+        while self._waiting and (lane := min(self.kv_lanes, key=lambda lane: lane.unsent)).has_room:
+            lane.push_slice(self._waiting.popleft())
 
     def _over(self) -> None:
         while self._waiting:
-            self.handler.frame_dropped(self._waiting.popleft())
+            self.handler.dropped(self._waiting.popleft())
         super()._over()
 
-    def frame_begins(self, lane: Lane | FarLane, frame: OutgoingFrame) -> bool:
-        return self.handler.frame_begins(frame)
+    def begins(self, s: Slice) -> bool:
+        return self.handler.begins(s)
 
-    def frame_sent(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
-        self.bytes_sent += len(frame.payload)
-        self.handler.frame_sent(frame)
-        if self._waiting:
+    def left(self, lane: Lane | FarLane, s: Slice, *, sent: bool) -> None:
+        if sent:
+            self.handler.sent(self, s)
             self._feed()
-
-    def frame_dropped(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
-        self.handler.frame_dropped(frame)
+        else:
+            self.handler.dropped(s)
 
 
 def _shown(text: str, most: int) -> str:

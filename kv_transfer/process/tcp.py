@@ -139,10 +139,7 @@ class TcpConnector:
                 for lane in session.lanes.values():
                     if ping is not None:
                         lane.push(FrameType.PING, NO_TRANSFER, ping)
-                    if isinstance(lane, Lane):
-                        lane.look_at_sent(now)
-                        if lane.receiving:
-                            lane.relax()
+                    lane.tick(now)
 
     def stop(self) -> None:
         """End all sessions: their lanes say what is queued, and close."""

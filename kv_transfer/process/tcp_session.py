@@ -88,6 +88,7 @@ class Session(LaneOwner[Lane | FarLane], Generic[H]):
         self.id = session_id
         self.lane_count = lane_count
         self.lanes: dict[int, Lane | FarLane] = {}  # by lane number
+        self.kv_lanes: list[Lane | FarLane] = []  # those that movers have; all of them if none has one
         self.joining: list[Lane] = []  # lanes that this side opened, until they are authenticated or closed
         self.address = "an unknown address"  # where this side connected to
         self.peer: wire.Identity | None = None  # known from `session_up` on
@@ -143,21 +144,22 @@ class Session(LaneOwner[Lane | FarLane], Generic[H]):
         self.peer = peer
         self.slot_bytes = min(peer.slot_bytes, self._sessions.config.slot_bytes)
         lane.owner, lane.max_payload = self, self.slot_bytes
+        self._attach(lane)
         if number == 0:  # with the messages of the session
             lane.read_ahead()
             placed = lane
         else:
             placed = self._sessions.place(lane, self)
         self.lanes[number] = placed
-        self._attach(placed)
+        self.kv_lanes = [x for x in self.lanes.values() if x.is_far] or [*self.lanes.values()]
         self._open += 1
         enough = 0 in self.lanes if self.side == "sender" else len(self.lanes) == self.lane_count
         if enough and not self.up:
             self.up = True
             self._sessions.is_up(self)
 
-    def _attach(self, lane: Lane | FarLane) -> None:
-        """Prepares a lane for KV frames in the direction of the session."""
+    def _attach(self, lane: Lane) -> None:
+        """Prepares a lane for slices in the direction of the session."""
         raise NotImplementedError
 
     # ------------------------------------------------------------ LaneOwner

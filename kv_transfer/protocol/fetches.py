@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.layout import KVLayout
-from baton.kv_transfer.protocol.frame import Header
 from baton.kv_transfer.protocol.incoming import Fault, Incoming
 from baton.kv_transfer.protocol.local_messages import Complete, FailedIn, FetchIn
 from baton.kv_transfer.protocol.messages import Abort, Aborted, Commit, Fetch, FetchContent, Have, Reason
 from baton.kv_transfer.protocol.shared import Expired, Send, Tombstones
+from baton.kv_transfer.slices import Slice
 
 PeerKey = int  # the incarnation of a prefill worker, which may have several addresses
 
@@ -236,26 +236,26 @@ class Fetches:
 
     # ------------------------------------------------------------ frames
 
-    def begin(self, session: int, header: Header, now: float) -> Transfer:
-        """A frame's header came. Returns the transfer that the frame is part of; raises FrameRefused."""
-        transfer = self._live(session, header.transfer_id)
+    def begin(self, session: int, s: Slice, now: float) -> Transfer:
+        """A slice begins to come. Returns the transfer that it is part of; raises FrameRefused."""
+        transfer = self._live(session, s.transfer_id)
         if transfer is None:
-            raise FrameRefused([self._stale(session, header.transfer_id, "KV")])
+            raise FrameRefused([self._stale(session, s.transfer_id, "KV")])
         try:
-            transfer.incoming.begin(header)
+            transfer.incoming.begin(s)
         except Fault as e:
             raise FrameRefused(self._broken(transfer, e.kind, str(e), now)) from None
         if transfer.first_frame_at == 0:
             transfer.first_frame_at = now
         return transfer
 
-    def verified(self, transfer: Transfer, header: Header, now: float) -> bool:
-        """A frame of this live transfer is whole, or the engine will say if it is not. True: the transfer is
+    def verified(self, transfer: Transfer, s: Slice, now: float) -> bool:
+        """A slice of this live transfer is whole, or the engine will say if it is not. True: the transfer is
         complete. Raises FrameRefused."""
         transfer.moved = transfer.last_frame_at = transfer.source.moved = now
         incoming = transfer.incoming
         try:
-            complete = incoming.verified(header)
+            complete = incoming.verified(s)
         except Fault as e:
             raise FrameRefused(self._broken(transfer, e.kind, str(e), now)) from None
         if not (complete or incoming.missing_frames):

@@ -15,16 +15,16 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from baton.kv_transfer.layout import WIRE_VERSION, Slice
+from baton.kv_transfer.layout import WIRE_VERSION, Piece
+from baton.kv_transfer.slices import NO_TRANSFER, Slice
 
 MAGIC = b"BtKV"
 HEADER_BYTES = 64
 MAX_TRAILER_BYTES = 16
-NO_TRANSFER = bytes(16)
 
-_BODY = struct.Struct("<4sBBH16sHHHHIIII12s")  # the 60 bytes that the last field covers
+_BODY = struct.Struct("<4sBBH16sHHHHIIIIIB7s")  # the 60 bytes that the last field covers
 _CHECK = struct.Struct("<I")
-_ZEROS = bytes(12)
+_ZEROS = bytes(7)
 assert _BODY.size + _CHECK.size == HEADER_BYTES
 _TRAILER = struct.Struct("<Q")
 
@@ -66,34 +66,40 @@ class FrameError(Refusal):
     """The lane can no longer be read."""
 
 
-_NO_SLICE = Slice(0, 0, 0, 0, 0)
-
-
 class Header(NamedTuple):
-    """Of a frame, or of a slice that travels as if it were one."""
+    """Of a control message."""
 
     type: FrameType
     transfer_id: bytes = NO_TRANSFER
-    piece: Slice = _NO_SLICE  # of KV frames
-    seq: int = 0
     length: int = 0
 
 
-def pack(h: Header) -> bytes:
-    piece = h.piece
-    body = _BODY.pack(
-        MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, piece.layer, piece.array, piece.head_start,
-        piece.head_count, piece.token_start, piece.token_count, h.seq, h.length, _ZEROS,
-    )  # fmt: skip
+def pack(frame: Header | Slice) -> bytes:
+    """The 64 bytes before the payload of a control message, or of a slice."""
+    if isinstance(frame, Slice):
+        piece = frame.piece
+        body = _BODY.pack(
+            MAGIC, WIRE_VERSION, FrameType.KV, 0, frame.transfer_id, piece.layer, piece.array,
+            piece.head_start, piece.head_count, piece.token_start, piece.token_count, frame.seq, frame.wire,
+            frame.stored, frame.codec, _ZEROS,
+        )  # fmt: skip
+    else:
+        of_slice = (0, 0, 0, 0, 0, 0, 0)
+        body = _BODY.pack(
+            MAGIC, WIRE_VERSION, frame.type, 0, frame.transfer_id, *of_slice, frame.length, 0, 0, _ZEROS
+        )
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body) & 0xFFFF_FFFF)
 
 
-def parse(buffer: bytearray | bytes | memoryview) -> Header:
-    """Parse 64 bytes; FrameError if they are not a header of this version, whole and undamaged."""
+def parse(buffer: bytearray | bytes | memoryview) -> Header | Slice:
+    """Parse 64 bytes; FrameError if they are not a header of this version, whole and undamaged. Of a KV frame
+    the slice is returned, without a place."""
     view = memoryview(buffer)
     if xxhash.xxh3_64_intdigest(view[: _BODY.size]) & 0xFFFF_FFFF != _CHECK.unpack_from(view, _BODY.size)[0]:
         raise FrameError("header", "header checksum does not match")
-    magic, version, number, flags, transfer_id, *of_kv, length, zeros = _BODY.unpack_from(view)
+    magic, version, number, flags, transfer_id, *of_slice, length, stored, codec, zeros = _BODY.unpack_from(
+        view
+    )
     if magic != MAGIC:
         raise FrameError("magic", f"magic is {magic!r}, not {MAGIC!r}")
     if version != WIRE_VERSION:
@@ -101,13 +107,20 @@ def parse(buffer: bytearray | bytes | memoryview) -> Header:
     if number not in _TYPES or flags or zeros != _ZEROS:
         raise FrameError("type", f"unknown frame type {number}, flags {flags:#x} or reserved {zeros.hex()}")
     if number == FrameType.KV:
-        layer, array, head_start, head_count, token_start, token_count, seq = of_kv
-        piece = Slice(layer, head_start, head_count, token_start, token_count, array)
-        return Header(FrameType.KV, transfer_id, piece, seq, length)
-    if any(of_kv) or (transfer_id != NO_TRANSFER and _TYPES[number] not in _OF_TRANSFER):
+        layer, array, head_start, head_count, token_start, token_count, seq = of_slice
+        piece = Piece(layer, head_start, head_count, token_start, token_count, array)
+        return Slice(piece, transfer_id, seq, stored, length, codec)
+    if (
+        any(of_slice)
+        or stored
+        or codec
+        or (transfer_id != NO_TRANSFER and _TYPES[number] not in _OF_TRANSFER)
+    ):
         name = _TYPES[number].name
-        raise FrameError("type", f"{name} with a field that this type does not use: {transfer_id}, {of_kv}")
-    return Header(_TYPES[number], transfer_id, length=length)
+        raise FrameError(
+            "type", f"{name} with a field that this type does not use: {transfer_id}, {of_slice}"
+        )
+    return Header(_TYPES[number], transfer_id, length)
 
 
 FRAMES_OF_A_KEY = 1 << 20

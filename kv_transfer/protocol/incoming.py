@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 from baton.kv_names.cache_kinds import Range
 from baton.kv_transfer.layout import KVLayout
-from baton.kv_transfer.protocol.frame import Header, Refusal
+from baton.kv_transfer.protocol.frame import Refusal
 from baton.kv_transfer.protocol.messages import Commit, FirstToken
+from baton.kv_transfer.slices import PLAIN, Slice
 
 LayerArray = tuple[int, int]
-"""`Slice.array`, and a layer."""
+"""`Piece.array`, and a layer."""
 
 
 class TransferState(enum.Enum):
@@ -111,10 +112,10 @@ class Incoming:
         assert self._commit is not None, "first token asked for before COMMIT"
         return self._commit.first_token
 
-    def begin(self, h: Header) -> None:
-        """A KV frame's header came; Fault unless exactly this frame is still missing."""
+    def begin(self, s: Slice) -> None:
+        """A slice begins to come; Fault unless exactly this one is still missing."""
         assert self.live
-        piece, array = h.piece, (h.piece.array, h.piece.layer)
+        piece, array = s.piece, (s.piece.array, s.piece.layer)
         if array not in self._missing:
             raise Fault("frame_fields", f"no such array of a layer was asked for: {piece}")
         start, stop = piece.token_start, piece.token_start + piece.token_count
@@ -126,29 +127,31 @@ class Incoming:
         else:
             size = kept.head_bytes
             was_asked = start == stop and start in self._states_at
-        if h.length != piece.head_count * size or h.length == 0:
-            raise Fault("frame_length", f"length {h.length} for {piece.token_count} × {piece.head_count}")
+        if s.codec != PLAIN or s.wire != s.stored:
+            raise Fault("frame_length", f"{s.wire} bytes for {s.stored} in codec {s.codec}")
+        if s.stored != piece.head_count * size or s.stored == 0:
+            raise Fault("frame_length", f"length {s.stored} for {piece.token_count} × {piece.head_count}")
         if not first < last <= kept.heads:
             raise Fault("frame_range", f"there are no heads {first}–{last}")
         if not was_asked:
             raise Fault("frame_range", f"positions {start}–{stop} were not asked for")
-        if self._commit is not None and h.seq >= self._commit.frames:
-            raise Fault("sequence", f"frame {h.seq} of {self._commit.frames}")
+        if self._commit is not None and s.seq >= self._commit.frames:
+            raise Fault("sequence", f"frame {s.seq} of {self._commit.frames}")
         if self._narrows and not kept.per_token:
             self._states_at = (start,)  # before HAVE: all others come after this position, too
-        self._mark(h.seq)
+        self._mark(s.seq)
         self._cover(array, (first, last), start, max(stop, start + 1))
         self.state = TransferState.RECEIVING
 
-    def verified(self, h: Header) -> bool:
-        """The frame's payload is whole and undamaged. True: that completed the transfer."""
+    def verified(self, s: Slice) -> bool:
+        """The slice is whole and undamaged. True: that completed the transfer."""
         assert self.state is TransferState.RECEIVING
         self.frames += 1
-        self.bytes += h.length
-        array, size = (h.piece.array, h.piece.layer), self._slot_bytes
+        self.bytes += s.stored
+        array, size = (s.piece.array, s.piece.layer), self._slot_bytes
         before = self._missing[array]
-        self._missing[array] = before - h.length
-        self._missing_frames -= -(-before // size) - -(-(before - h.length) // size)
+        self._missing[array] = before - s.stored
+        self._missing_frames -= -(-before // size) - -(-(before - s.stored) // size)
         return self._check_complete()
 
     def commit(self, commit: Commit) -> bool:

@@ -1,17 +1,16 @@
 """The messages between the processes of one worker: engine, transfer process, movers and ranks.
 
 Each message names what it hands over. A slot named in `SlicesOut` or `Arrived` belongs to the reader from
-then on, until the reader names it in `SlotsFree` (or the transfer process in its `SlotFree`).
+then on, until the reader names it in `Emptied` (or the transfer process in its `SlotFree`).
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
-from baton.kv_transfer.layout import KVLayout, Slice
-from baton.kv_transfer.protocol.frame import Header
+from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol.messages import Export, FirstToken, Reason
+from baton.kv_transfer.slices import Slice
 
 
 class Local(msgspec.Struct, array_like=True, tag=True):
@@ -32,19 +31,10 @@ class Offer(Local):
     prefill_id: bytes
 
 
-class SliceOut(Local):
-    """Send this slot as one frame."""
-
-    header: Header
-    slot: int
-    generation: int = 0  # 0: send the bytes; else the peer reads the slot
-    rank: int = 0  # that has the slice in its exported memory
-
-
 class SlicesOut(Local):
-    """Slices that were gathered together, of any transfers."""
+    """Slices that were gathered together, of any transfers: they lie in slots, and have no table."""
 
-    slices: list[SliceOut]
+    slices: list[Slice]
 
 
 class CommitOut(Local):
@@ -132,7 +122,7 @@ class Reached(Local):
 
 
 class RingOut(Local):
-    """Slots of the transfer process. Slices with a generation go there. Answered by Exported."""
+    """Slots of the transfer process, which peers read. Answered by Exported."""
 
     export: Export
 
@@ -181,10 +171,11 @@ class CancelIn(Local):
     transfer_id: bytes
 
 
-class SlotsFree(Local):
-    """These slots of Arrived are read or dropped."""
+class Emptied(Local):
+    """These slots of Arrived are read, or dropped since their transfers ended."""
 
     slots: list[int]
+    damaged: list[int] = []  # those of slices in memory of peers of which generation or checksum were wrong
 
 
 class Opened(Local):
@@ -193,14 +184,6 @@ class Opened(Local):
     session: int
     reached: bool
     why: str
-
-
-class PulledIn(Local):
-    """Slices in exported memory are read. `intact`: of each, whether its generation and checksum were
-    right."""
-
-    slots: list[int]
-    intact: list[bool]
 
 
 class InjectedIn(Local):
@@ -213,15 +196,10 @@ class InjectedIn(Local):
 
 
 class Arrived(Local):
-    """A verified slice lies in this slot. With `session`, it is not verified and lies in memory that the peer
-    of the session exports: the slot is set aside for it, and stays empty."""
+    """The slice lies in its slot, verified. Or it lies in its memory, which a peer exports, and is not
+    verified: its slot is set aside for it, and stays empty."""
 
-    header: Header
-    slot: int
-    dtype: str  # of the sender's KV, if the slot has KV
-    session: int | None = None
-    peer_slot: int = 0  # its slot in that memory
-    generation: int = 0
+    slice: Slice
 
 
 class ExportIn(Local):
@@ -261,23 +239,13 @@ class FailedIn(Local):
 # ---------------------------------------------------------------- between the ranks of an engine
 
 
-class Staged(msgspec.Struct, frozen=True, array_like=True):
-    """A slice in an arena slot, on its way to or from the pool."""
-
-    piece: Slice
-    slot: int
-    table: Any
-    dtype: str | None = None  # of KV in the slot; None: that of the pool. `scatter` converts
-    generation: int = 0  # of a slot that peers read
-
-
 class Copy(Local):
-    """Copy the heads that the rank holds of the slice in this slot."""
+    """Copy the heads that the rank holds of this slice. Its memory is one that was opened under this number.
+    Its table: the blocks that the slice needs, from position 0 on, and the slot of states."""
 
-    item: Staged  # its table: the blocks that the slice needs, from position 0 on, and the slot of states
+    slice: Slice
     into_pool: bool
     layers_ready: int = 0  # copy only when the rank has counted so many layers
-    session: int | None = None  # the slot is in memory that was opened under this number
 
 
 class CopyCell(Local):
@@ -355,5 +323,5 @@ ToSender = (
     Reached | StartOut | PinOut | StopOut | Granted | RingOut | SlotFree | SessionGone | FetchWaits
     | ReleasedOut
 )  # fmt: skip
-FromReceiver = FetchIn | CancelIn | SlotsFree | InjectedIn | Opened | PulledIn
+FromReceiver = FetchIn | CancelIn | Emptied | InjectedIn | Opened
 ToReceiver = Arrived | Complete | FailedIn | ExportIn | ExportGone

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from baton.kv_transfer.layout import U32, Slice
+from baton.kv_transfer.layout import U32, Piece
 from baton.kv_transfer.protocol.frame import FrameType, Refusal
 
 MAX_CONTROL_BYTES = 64 << 10
@@ -200,8 +200,8 @@ class Reach(Message):
     why: Text
 
 
-SliceAt = tuple[U32, U63, U32, U32, Slice]
-"""Slot, generation, sequence number, length, and the slice."""
+SliceAt = tuple[U32, U63, U32, U32, U32, U8, Piece]
+"""Of a `Slice`: slot, sum, sequence number, stored bytes, wire bytes, codec, and what it is."""
 
 
 class Slices(Message):

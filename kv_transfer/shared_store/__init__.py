@@ -33,7 +33,7 @@ import msgspec
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.config import PAGE
-from baton.kv_transfer.layout import KVLayout, Slice, cut
+from baton.kv_transfer.layout import KVLayout, Piece, cut
 from baton.kv_transfer.shared_store.chunk_object import SEAL_BYTES
 from baton.system import usable_cpus
 
@@ -167,7 +167,7 @@ class Units(msgspec.Struct, frozen=True, dict=True):
         return max(FEWEST_UNITS, min(MOST_UNITS, MEMORY // (self.slots * self.slot_bytes)))
 
     @cached_property
-    def objects(self) -> Sequence[Sequence[Slice]]:
+    def objects(self) -> Sequence[Sequence[Piece]]:
         """The slices of the KV of a chunk, and then of each section of the states, all at position 0."""
         layout, most = self.layout, self.object_slots - 1
         states = [
@@ -180,10 +180,10 @@ class Units(msgspec.Struct, frozen=True, dict=True):
         return [self._kv, *(states[at : at + most] for at in range(0, len(states), most))]
 
     @cached_property
-    def _kv(self) -> Sequence[Slice]:
+    def _kv(self) -> Sequence[Piece]:
         """The slices of what each token of a chunk has."""
         return [
-            Slice(layer, 0, array.heads, 0, CHUNK_TOKENS, number)
+            Piece(layer, 0, array.heads, 0, CHUNK_TOKENS, number)
             for number, array in enumerate(self.layout.arrays)
             if array.per_token
             for layer in self.layout.layers[number]
@@ -192,7 +192,7 @@ class Units(msgspec.Struct, frozen=True, dict=True):
     def object_bytes(self, section: int) -> int:
         return len(self.objects[section]) * self.slot_bytes + SEAL_BYTES
 
-    def of_ranks(self, piece: Slice) -> list[Slice]:
+    def of_ranks(self, piece: Piece) -> list[Piece]:
         """The slice as ranks write it: the heads of each."""
         held = self.layout.arrays[piece.array].heads_of
         stop = piece.head_start + piece.head_count

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tests.within import WITHIN
 
 SECRET = b"a cluster secret for tests"
-LAYOUT = "kv10 layers=3 attention.kv=2x2x16"
+LAYOUT = "kv11 layers=3 attention.kv=2x2x16"
 HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE, *_REST = range(1, 16)
 EXPORT, REACH, SLICES, TAKEN = _REST
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -93,7 +93,7 @@ class Lane:
             (check,) = struct.unpack("<I", raw[60:])
             assert check == xxhash.xxh3_64_intdigest(raw[:60]) & 0xFFFFFFFF
             magic, version, kind, flags = struct.unpack("<4sBBH", raw[:8])
-            assert (magic, version, flags) == (b"BtKV", 10, 0)
+            assert (magic, version, flags) == (b"BtKV", 11, 0)
             names = (
                 "layer",
                 "kind",
@@ -105,7 +105,7 @@ class Lane:
                 "length",
             )
             head = dict(zip(names, struct.unpack("<4H4I", raw[24:48]), strict=True))
-            assert raw[48:60] == bytes(12)
+            assert struct.unpack("<IB7s", raw[48:60]) == (head["length"] if kind == KV else 0, 0, bytes(7))
             rest = self._exactly(head["length"] + (16 if self.incoming else 8))
             if rest is None:
                 return 0, b"", {}, b""
@@ -144,11 +144,13 @@ class Lane:
 
 
 def frame(frame_type: int, body: bytes, transfer: bytes = bytes(16), **h: Any) -> bytes:
-    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 10), frame_type, h.get("flags", 0))
+    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 11), frame_type, h.get("flags", 0))
     head += transfer
     head += struct.pack("<4H", *(h.get(x, 0) for x in ("layer", "kind", "head_start", "head_count")))
     head += struct.pack("<3I", *(h.get(x, 0) for x in ("token_start", "token_count", "seq")))
-    head += struct.pack("<I", h.get("length", len(body))) + bytes(12)
+    length = h.get("length", len(body))
+    stored = h.get("stored", length if frame_type == KV else 0)
+    head += struct.pack("<IIB7s", length, stored, h.get("codec", 0), bytes(7))
     head += struct.pack("<I", h.get("check", xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF))
     return head + body + struct.pack("<Q", h.get("checksum", xxhash.xxh3_64_intdigest(body)))
 

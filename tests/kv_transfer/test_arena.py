@@ -83,7 +83,7 @@ def test_a_channel_holds_back_what_does_not_fit_and_keeps_the_order() -> None:
     receiver = ch.Channel(b, lm.FromReceiver)
     total = 20_000
     for i in range(total):
-        sender.send(lm.SlotsFree([i]))
+        sender.send(lm.Emptied([i]))
     assert blocked
     assert sender.pending, "the socket took everything: the test tests nothing"
     got: list[int] = []
@@ -97,7 +97,7 @@ def test_a_channel_holds_back_what_does_not_fit_and_keeps_the_order() -> None:
     with pytest.raises(ch.ChannelClosed):
         receiver.receive()
     with pytest.raises(ch.ChannelClosed):
-        receiver.send(lm.SlotsFree([1]))
+        receiver.send(lm.Emptied([1]))
 
 
 def test_a_trace_on_a_full_disk_loses_events_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

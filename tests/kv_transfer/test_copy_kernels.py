@@ -9,7 +9,7 @@ from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.host_pool import converted
 from baton.kv_transfer.device.pool import Window, window
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.layout import Piece
 
 from .ranks import ORDERS, as_bytes, in_memory
 
@@ -60,7 +60,7 @@ def test_equal_torch(
         pools.append(words.view(element)[..., :head_dim])
     tables = torch.randperm(2 * blocks, generator=generator).view(2, blocks)
     part = CacheArray(ATTENTION, "kv", rows, heads, head_dim, dtype)
-    pieces = [Slice(layer, *rest) for layer, *rest in slices]
+    pieces = [Piece(layer, *rest) for layer, *rest in slices]
     held = [window(x, part, (0, heads)) for x in pieces]
 
     def places(i: int) -> tuple[slice, torch.Tensor, torch.Tensor, slice]:
@@ -108,7 +108,7 @@ def test_checksums_of_what_is_moved(kernel_device: str, fp8: bool, into_pool: bo
     heads, head_dim, blocks = 3, 16, torch.tensor([7, 2, 5], device=kernel_device)
     element = torch.float8_e4m3fn if fp8 else torch.bfloat16
     part = CacheArray(ATTENTION, "kv", 2, heads, head_dim, str(element).removeprefix("torch."))
-    pieces = [Slice(0, 0, heads, 5, 37), Slice(0, 1, 2, 0, 48)]
+    pieces = [Piece(0, 0, heads, 5, 37), Piece(0, 1, 2, 0, 48)]
     held = [window(piece, part, (0, heads)) for piece in pieces]
     pool = torch.randint(0, 255, (2, 9, 16, heads, head_dim * element.itemsize), dtype=torch.uint8)
     pool = pool.to(kernel_device).view(element)
@@ -144,7 +144,7 @@ def test_states_equal_torch(kernel_device: str, rows: int, heads: int, head_dim:
     width, first_head = (heads - 2) * head_dim, 2
     whole = torch.randint(-(2**31), 2**31 - 1, (4, rows, width + beside), generator=generator).to(torch.int32)
     part = CacheArray(STATE, "ssm", rows, heads, head_dim, "float32")
-    pieces = [Slice(0, 0, 4, 9, 0, 1), Slice(0, 2, heads - 2, 9, 0, 1)]
+    pieces = [Piece(0, 0, 4, 9, 0, 1), Piece(0, 2, heads - 2, 9, 0, 1)]
     held = [window(piece, part, (first_head, heads)) for piece in pieces]
 
     def pool(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_states_equal_torch(kernel_device: str, rows: int, heads: int, head_dim:
 def test_kernel_that_converts(kernel_device: str, order: str, sent: str, to: str, head_dim: int) -> None:
     """Against the torch code. The pool has heads 2 to 5 of 8, and the slice has heads 1 to 4."""
     part = CacheArray(ATTENTION, "kv", 2, 8, head_dim, sent)
-    held = window(Slice(0, 1, 4, 5, 37), part, (2, 6))
+    held = window(Piece(0, 1, 4, 5, 37), part, (2, 6))
     dense = [torch.randn(2, 37, 4, head_dim)]
     dense[0][1, 3] = 0
     if sent == "float8_e4m3fn":

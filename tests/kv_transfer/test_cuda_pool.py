@@ -20,10 +20,11 @@ from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
-from baton.kv_transfer.device.pool import Pool, Remainder, Staged, tensor_planes
+from baton.kv_transfer.device.pool import Pool, Remainder, tensor_planes
 from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, ReadyLayer, Slicing
-from baton.kv_transfer.layout import FP8, KVLayout, Slice, cut, slice_bytes
+from baton.kv_transfer.layout import FP8, KVLayout, Piece, cut, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderSlots
+from baton.kv_transfer.slices import EXPORTED, Slice
 from baton.kv_transfer.transport import PagedKV
 from tests.layouts import kv_layout, paged
 
@@ -82,7 +83,7 @@ def layers_of(kv: PagedKV) -> list[torch.Tensor]:
     return list(tensor_planes(kv)[0][0].values())
 
 
-def pieces(layout: KVLayout, most: int) -> list[Slice]:
+def pieces(layout: KVLayout, most: int) -> list[Piece]:
     found = [p for i in (0, 2) for h in ((0, 3), (3, 4)) for p in cut(layout, i, (7, TOKENS), h, most)]
     return found + [p for part in (1, 2) for p in cut(layout, 1, (0, TOKENS), (0, 4), 300, part)]
 
@@ -102,8 +103,10 @@ def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str, order: s
     sender, receiver = make(source, arena), make(target, arena)
     tables = sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)
     for few in batches(source.layout, 2048):
-        assert over(sender, sender.gather([Staged(piece, slot, tables[0]) for slot, piece in few]))
-        for event in receiver.scatter([Staged(piece, slot, tables[1], sent) for slot, piece in few]):
+        assert over(sender, sender.gather([Slice(piece, slot=slot, table=tables[0]) for slot, piece in few]))
+        for event in receiver.scatter(
+            [Slice(piece, slot=slot, table=tables[1], dtype=sent) for slot, piece in few]
+        ):
             assert over(receiver, event)
     return target
 
@@ -124,19 +127,22 @@ def pulled(
     memory = receiver.open(export, sent)
     tables, whole = (sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)), []
     for generation, few in enumerate(batches(source.layout, SLOT_BYTES + 512), 1):
-        batch = [Staged(piece, slot, tables[0], generation=generation) for slot, piece in few]
+        batch = [
+            Slice(piece, slot=slot, table=tables[0], memory=EXPORTED, sum=generation) for slot, piece in few
+        ]
         assert over(sender, sender.gather(batch))
         if generation == 1:
             damage(PeerDeviceMemory(export))
         event, outcome = receiver.pull(
-            memory, [Staged(piece, slot, tables[1], sent, generation) for slot, piece in few]
+            memory,
+            [Slice(piece, there=slot, table=tables[1], dtype=sent, sum=generation) for slot, piece in few],
         )
         assert over(receiver, event)
         whole += [remainder == 0 for remainder in outcome()]
     return target, whole
 
 
-def batches(layout: KVLayout, most: int) -> list[list[tuple[int, Slice]]]:
+def batches(layout: KVLayout, most: int) -> list[list[tuple[int, Piece]]]:
     """Slices of at most so many bytes with their slots, of which some are neighbours."""
     cuts = pieces(layout, most)
     return [list(zip((7, 3, 4, 5, 9, 11, 12), cuts[i : i + 7], strict=False)) for i in range(0, len(cuts), 7)]
@@ -186,9 +192,15 @@ def test_any_stream_may_be_late(sent: str, kept: str, late: int) -> None:
     computed = torch.randn(kv.shape).to(kv.dtype)
     cuda_on_cpu.launch(lambda: kv.copy_(computed))
     after = [sender.record()]
-    written = [sender.gather([Staged(piece, slot, tables[0], generation=1)], after) for slot, piece in few]
+    written = [
+        sender.gather([Slice(piece, slot=slot, table=tables[0], memory=EXPORTED, sum=1)], after)
+        for slot, piece in few
+    ]
     assert all(over(sender, event) for event in written)
-    pulls = [receiver.pull(memory, [Staged(piece, slot, tables[1], sent, 1)]) for slot, piece in few]
+    pulls = [
+        receiver.pull(memory, [Slice(piece, there=slot, table=tables[1], dtype=sent, sum=1)])
+        for slot, piece in few
+    ]
     assert all(over(receiver, event) for event, _ in pulls)
     assert [remainder for _, outcome in pulls for remainder in outcome()] == [0] * len(pulls)
     torch.cuda.synchronize()
@@ -196,8 +208,8 @@ def test_any_stream_may_be_late(sent: str, kept: str, late: int) -> None:
     ours, theirs = HostPool(source, host), HostPool(expected, host)
     there, here = ours.table(THERE, TOKENS, 2), theirs.table(HERE, TOKENS, 1)
     for slot, piece in few:
-        ours.gather([Staged(piece, slot, there)])
-        theirs.scatter([Staged(piece, slot, here, sent)])
+        ours.gather([Slice(piece, slot=slot, table=there)])
+        theirs.scatter([Slice(piece, slot=slot, table=here, dtype=sent)])
     assert all(map(torch.equal, everything(target), everything(expected)))
 
 
@@ -256,13 +268,17 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
     monkeypatch.setattr(copy_kernels, "launch", counted)
     in_all = 0
     for generation, few in enumerate(batches(source.layout, SLOT_BYTES + 512), 1):
-        sender.gather([Staged(piece, slot, there, generation=generation) for slot, piece in few])
+        sender.gather(
+            [Slice(piece, slot=slot, table=there, memory=EXPORTED, sum=generation) for slot, piece in few]
+        )
         in_all += sum(slice_bytes(source.layout, piece) for _, piece in few)
         remainders = dict.fromkeys(few, 0)
         for rank, memory, table in zip(ranks, memories, here, strict=True):
             windows = [rank._kernels.window(piece) for _, piece in few]
             mine = [item for item, held in zip(few, windows, strict=True) if min(held.count, held.heads) > 0]
-            staged = [Staged(piece, slot, table, sent, generation) for slot, piece in mine]
+            staged = [
+                Slice(piece, there=slot, table=table, dtype=sent, sum=generation) for slot, piece in mine
+            ]
             for item, remainder in zip(mine, rank.pull(memory, staged)[1](), strict=True):
                 assert remainder is not None
                 remainders[item] += remainder
@@ -281,15 +297,16 @@ def test_a_wrong_byte_is_in_the_rest_of_the_rank_that_reads_it() -> None:
     ranks = [
         CudaPool(rank_of_two(source, rank), Arena.create(SLOTS, SLOT_BYTES), exported=True) for rank in (0, 1)
     ]
-    export, piece = sender.export(), Slice(0, 0, 4, 0, 5)
-    sender.gather([Staged(piece, 3, sender.table(THERE, TOKENS, 2), generation=1)])
+    export, piece = sender.export(), Piece(0, 0, 4, 0, 5)
+    sender.gather([Slice(piece, slot=3, table=sender.table(THERE, TOKENS, 2), memory=EXPORTED, sum=1)])
 
     def remainders() -> list[Remainder]:
         return [
             remainder
             for rank in ranks
             for remainder in rank.pull(
-                rank.open(export, "bfloat16"), [Staged(piece, 3, rank.table(HERE, TOKENS, 1), None, 1)]
+                rank.open(export, "bfloat16"),
+                [Slice(piece, there=3, table=rank.table(HERE, TOKENS, 1), sum=1)],
             )[1]()
         ]
 
@@ -308,7 +325,7 @@ def test_an_entry_of_the_registry_makes_a_kind(
     """One vector of each token, which has no heads to share: each of two ranks gets all of it."""
     layout = kv_layout(2, 1, 24, "bfloat16", kind=CacheKind("vector", Unit.TOKEN, copied=True))
     found = layout.fingerprint, layout.bytes_per_token
-    assert found == ("kv10 layers=2 vector.kv=1x1x24:bfloat16", 2 * 24 * 2)
+    assert found == ("kv11 layers=2 vector.kv=1x1x24:bfloat16", 2 * 24 * 2)
 
     def of_rank(rank: int, ranks: int, block_size: int) -> PagedKV:
         layers = [torch.randn(1, BLOCKS, block_size, 1, 24).bfloat16() for _ in range(2)]
@@ -324,13 +341,13 @@ def test_an_entry_of_the_registry_makes_a_kind(
     for layer in (0, 1):
         slices.add(transfer, ReadyLayer(layer, 0, TOKENS, None))
     assert transfer.bytes == (TOKENS - 7) * layout.bytes_per_token
-    sent = [piece for piece, _ in transfer.pending]
+    sent = [s.piece for s, _ in transfer.pending]
     sender = make(source, arena)
-    sender.gather([Staged(x, i, sender.table(THERE, TOKENS)) for i, x in enumerate(sent)])
+    sender.gather([Slice(x, slot=i, table=sender.table(THERE, TOKENS)) for i, x in enumerate(sent)])
     for target in targets:
         receiver = make(target, arena)
         before = [x.clone() for x in layers_of(target)]
-        receiver.scatter([Staged(x, i, receiver.table(HERE, TOKENS)) for i, x in enumerate(sent)])
+        receiver.scatter([Slice(x, slot=i, table=receiver.table(HERE, TOKENS)) for i, x in enumerate(sent)])
         for layer in (0, 1):
             there, here = positions(THERE, 16, 7, TOKENS), positions(HERE, 32, 7, TOKENS)
             expected = before[layer].flatten(1, 2)
@@ -359,9 +376,9 @@ def test_layers_with_windows_have_blocks_of_their_own(make: Callable[[PagedKV, A
     for block, window_block, chunk in ((3, 1, (32, 40)), (1, 2, (48, 56))):
         source.window_blocks[block] = window_block
         for layer in (0, 1):
-            piece = Slice(layer, 0, 4, chunk[0], chunk[1] - chunk[0], layer)
-            sender.gather([Staged(piece, 0, tables[0])])
-            receiver.scatter([Staged(piece, 0, tables[1])])
+            piece = Piece(layer, 0, 4, chunk[0], chunk[1] - chunk[0], layer)
+            sender.gather([Slice(piece, table=tables[0])])
+            receiver.scatter([Slice(piece, table=tables[1])])
     (there, in_window), (here, kept) = (
         [tensor_planes(kv)[layer][0][layer].flatten(1, 2) for layer in (0, 1)] for kv in (source, target)
     )
@@ -386,7 +403,7 @@ def test_a_long_prompt_has_one_table_of_window_blocks(monkeypatch: pytest.Monkey
     assert source.window_blocks is not None
     for index, block in enumerate(THERE):
         source.window_blocks[block] = 1 + index % 2
-        pool.gather([Staged(Slice(1, 0, 4, 16 * index, 8, 1), 0, table)])
+        pool.gather([Slice(Piece(1, 0, 4, 16 * index, 8, 1), table=table)])
     assert kept == [False, False, *[True] * (len(THERE) - 1)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import baton.kv_transfer as kv
 from baton.kv_transfer import channel as ch
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.layout import Piece
 from baton.kv_transfer.nixl.memory import NixlMemory
 from baton.kv_transfer.process import arrivals, decode_side, peer_exports
 from baton.kv_transfer.process.decode_side import DecodeSide
@@ -31,6 +31,7 @@ from baton.kv_transfer.protocol.messages import (
     ProtocolError,
     Slices,
 )
+from baton.kv_transfer.slices import Slice
 from tests.layouts import kv_layout
 from tests.stand_in import implements, stand_in
 
@@ -74,8 +75,10 @@ class Network:
         return cast("Session", self.session)
 
 
-def kv_header(transfer_id: bytes, start: int = 0, count: int = 4, seq: int = 0) -> Header:
-    return Header(FrameType.KV, transfer_id, Slice(0, 0, 1, start, count), seq, 64 * count)
+def kv_slice(slots: SlotPipe, transfer_id: bytes, start: int = 0, count: int = 4, seq: int = 0) -> Slice:
+    """In a slot that is laid out."""
+    size = 64 * count
+    return Slice(Piece(0, 0, 1, start, count), transfer_id, seq, size, size, slot=slots.take())
 
 
 class Side:
@@ -129,15 +132,15 @@ class Side:
     def complete(self, transfer_id: bytes) -> None:
         """All of it comes, and the engine gives the slot back."""
         session = cast("Session", self.network.session)
-        slot = self.slots.take()
-        self.come(session, kv_header(transfer_id), slot)
+        s = kv_slice(self.slots, transfer_id)
+        self.come(session, s)
         self.side.control(session, Header(FrameType.COMMIT, transfer_id), Commit(kv.FirstToken(7), 1, 256))
-        self.side.engine(lm.SlotsFree([slot]))
+        self.side.engine(lm.Emptied([s.slot]))
 
-    def come(self, session: Session, header: Header, slot: int) -> None:
+    def come(self, session: Session, s: Slice) -> None:
         """A frame, whole."""
-        self.side.arrivals.kv_begins(session, header, slot)
-        self.side.arrivals.kv_ends(header, slot, True)
+        self.side.arrivals.begins(session, s)
+        self.side.arrivals.came(s, True)
 
     def inject(self, transfer_id: bytes) -> None:
         """From FETCH to ACK."""
@@ -288,11 +291,10 @@ def test_credit_of_a_session_goes_to_no_other_before_its_lanes_are_closed(
 
     assert [credit(s) for s in sessions] == [[Credit(2), Credit(2, recall=True)], [Credit(2)], []]
     world.side.session_down(lost, "lost", "")
-    header = kv_header(bytes([0]) * 16)
-    slot = world.slots.take()
+    s = kv_slice(world.slots, bytes([0]) * 16)
     assert credit(third) == []
-    world.side.arrivals.kv_begins(lost, header, slot)
-    world.side.arrivals.kv_ends(header, slot, None)
+    world.side.arrivals.begins(lost, s)
+    world.side.arrivals.came(s, None)
     world.side.session_over(lost)
     assert credit(third) == [Credit(2)]
     assert world.side.slots_free() == 4
@@ -359,7 +361,7 @@ def test_a_session_whose_bytes_come_is_not_dry(
     side, peer = world.side, cast("Session", session)
     if other:
         world.now = 1.0
-        world.come(peer, kv_header(b"u" * 16), world.slots.take())
+        world.come(peer, kv_slice(world.slots, b"u" * 16))
         world.told()
     session.kv_moved, world.now = moved, 10.0
     side.control(peer, Header(FrameType.ABORTED, b"t" * 16), Aborted("deadline", 1))
@@ -468,10 +470,10 @@ def test_a_slice_is_at_most_as_large_as_its_slot(
     export = Export(kind, "a host", (b"a handle",), 4, 8192, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
-    head, piece = Header(FrameType.SLICES, b"t" * 16), Slice(0, 0, 1, 0, 4)
+    head, piece = Header(FrameType.SLICES, b"t" * 16), Piece(0, 0, 1, 0, 4)
     with pytest.raises(ProtocolError, match=f"{most + 64} bytes"):
-        world.side.control(session, head, Slices(((0, 1, 0, most + 64, piece),)))
-    world.side.control(session, head, Slices(((0, 1, 0, most, piece),)))
+        world.side.control(session, head, Slices(((0, 1, 0, most + 64, most + 64, 0, piece),)))
+    world.side.control(session, head, Slices(((0, 1, 0, most, most, 0, piece),)))
 
 
 def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +489,7 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
     # Two have credit. The third one ends the session, and what follows it is not looked at.
-    slices = Slices(tuple((seq, 1, seq, 256, Slice(0, 0, 1, 0, 4)) for seq in range(4)))
+    slices = Slices(tuple((seq, 1, seq, 256, 256, 0, Piece(0, 0, 1, 0, 4)) for seq in range(4)))
     world.side.control(session, Header(FrameType.SLICES, bytes(16)), slices)
     assert lm.ExportGone(session.number) in world.told()
     world.side.session_over(session)
@@ -506,7 +508,7 @@ def test_slices_beyond_all_slots_take_none(monkeypatch: pytest.MonkeyPatch) -> N
     export = Export("nixl", "a host", (b"a handle",), 8, 4096, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
-    slices = Slices(tuple((seq, 1, seq, 64, Slice(0, 0, 1, seq, 1)) for seq in range(8)))
+    slices = Slices(tuple((seq, 1, seq, 64, 64, 0, Piece(0, 0, 1, seq, 1)) for seq in range(8)))
     with pytest.raises(ProtocolError, match="no slot is laid out"):
         world.side.control(session, Header(FrameType.SLICES, bytes(16)), slices)
     world.side.session_down(session, "lost", "no slot")
@@ -522,7 +524,7 @@ def test_a_commit_is_due_from_the_last_frame_on(monkeypatch: pytest.MonkeyPatch)
         """Halves of a transfer."""
         for seq in frames:
             session = cast("Session", world.network.session)
-            world.come(session, kv_header(b"t" * 16, 2 * seq, 2, seq), world.slots.take())
+            world.come(session, kv_slice(world.slots, b"t" * 16, 2 * seq, 2, seq))
 
     def commit() -> None:
         session = cast("Session", world.network.session)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.device.host_pool import open_pool
-from baton.kv_transfer.device.pool import Pool, Staged
+from baton.kv_transfer.device.pool import Pool
 from baton.kv_transfer.layout import KVLayout, cut
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.staging import GATHER_BYTES, SCATTER_BYTES, SLACK, at_once, coalesce, landing_bytes
 from tests.layouts import kv_layout, paged
 from tests.within import WITHIN
@@ -70,12 +71,12 @@ def test_from_pool_to_pool(
     tables = sender.table(there, n), receiver.table(here, n)
     pieces = [p for layer in range(2) for h in heads for p in cut(layout, layer, (start, n), h, 8192)]
     for i in range(0, len(pieces), 8):
-        few = [Staged(p, slot, tables[0]) for slot, p in enumerate(pieces[i : i + 8])]
+        few = [Slice(p, slot=slot, table=tables[0]) for slot, p in enumerate(pieces[i : i + 8])]
         for event in (sender.gather(few[:3]), sender.gather(few[3:])) if few[3:] else (sender.gather(few),):
             passed(sender, event)
         if other is not arena:
             other.memory[:] = arena.memory
-        batch = [Staged(p, slot, tables[1]) for slot, p in enumerate(pieces[i : i + 8])]
+        batch = [Slice(p, slot=slot, table=tables[1]) for slot, p in enumerate(pieces[i : i + 8])]
         for event in receiver.scatter(batch):
             passed(receiver, event)
     for layer in range(2):

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
+from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.protocol import frame as frames
-from baton.kv_transfer.protocol.frame import DirectionKey, FrameType, Header, LaneKeys
+from baton.kv_transfer.protocol.frame import DirectionKey, FrameType, LaneKeys
 
 from .conftest import Pair
 from .second_wire import COMMIT, CREDIT, FETCH, KV, Direction, connect, frame
-from .test_lane import OutgoingFrame, Owner, connected, receiving, sending
+from .test_lane import Owner, connected, receiving, sending, slice_of
 from .transfer_process import deadlines
 
 KEY, OTHER = bytes(range(32)), bytes(32)
@@ -140,10 +141,10 @@ def test_a_lane_sends_what_the_second_implementation_reads(monkeypatch: pytest.M
     lane.push(FrameType.HELLO, bytes(16), b"in plain text")
     lane.encrypt(LaneKeys(DirectionKey(KEY), DirectionKey(OTHER)))
     payload = random.Random(1).randbytes((5 << 20) + 7)
+    lane.sending = Arena.create(1, 8 << 20)
+    lane.sending.slot(0)[: len(payload)] = payload
     for seq in range(3):
-        lane.push_frame(
-            OutgoingFrame(Header(FrameType.KV, seq=seq, length=len(payload)), memoryview(payload), seq)
-        )
+        lane.push_slice(slice_of(len(payload), seq))
         lane.push(FrameType.PING, bytes(16), b"ping")
     near.setblocking(False)
     got = b""

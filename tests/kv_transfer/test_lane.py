@@ -8,12 +8,13 @@ from typing import Any, cast
 import pytest
 
 from baton.kv_transfer.arena import Arena
-from baton.kv_transfer.layout import Slice
-from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame, SlotPipe
+from baton.kv_transfer.layout import Piece
+from baton.kv_transfer.process.frames import LaneOwner, SlotPipe
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.process.prefill_side import SendingSession
 from baton.kv_transfer.protocol.frame import FrameError, FrameType, FrameWriter, Header, pack
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import wait
 
@@ -26,25 +27,25 @@ class Owner(LaneOwner[Lane]):
 
     def __init__(self, slots: SlotPipe | None = None) -> None:
         """`slots`: may be those of an owner before it."""
-        self.whole: list[tuple[Header, bytes]] = []
+        self.whole: list[tuple[Slice, bytes]] = []
         self.seen = 0
         self.closed = ""
-        self.sent: list[OutgoingFrame] = []
-        self.dropped: list[OutgoingFrame] = []
+        self.sent: list[Slice] = []
+        self.dropped: list[Slice] = []
         self.slots = SlotPipe(ARENA) if slots is None else slots
         with contextlib.suppress(FrameError):
             while True:
                 self.slots.take()
         self.slots.lay_out([0])
 
-    def kv_begins(self, lane: Lane, header: Header, slot: int) -> None:
+    def kv_begins(self, lane: Lane, s: Slice) -> None:
         pass
 
-    def kv_ends(self, lane: Lane, header: Header, slot: int, intact: bool | None) -> None:
+    def kv_ends(self, lane: Lane, s: Slice, intact: bool | None) -> None:
         self.seen += 1
         if intact:
-            self.whole.append((header, bytes(self.slots.arena.slot(slot)[: header.length])))
-        self.slots.lay_out([slot])
+            self.whole.append((s, bytes(self.slots.arena.slot(s.slot)[: s.wire])))
+        self.slots.lay_out([s.slot])
 
     def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
         raise AssertionError("no control message was sent")
@@ -52,14 +53,15 @@ class Owner(LaneOwner[Lane]):
     def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
         self.closed = kind
 
-    def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
+    def begins(self, s: Slice) -> bool:
         return True
 
-    def frame_sent(self, lane: Lane, frame: OutgoingFrame) -> None:
-        self.sent.append(frame)
+    def left(self, lane: Lane, s: Slice, *, sent: bool) -> None:
+        (self.sent if sent else self.dropped).append(s)
 
-    def frame_dropped(self, lane: Lane, frame: OutgoingFrame) -> None:
-        self.dropped.append(frame)
+
+def slice_of(size: int, seq: int = 0, slot: int = 0) -> Slice:
+    return Slice(Piece(0, 0, 0, 0, 0), seq=seq, stored=size, wire=size, slot=slot)
 
 
 def receiving(sock: socket.socket, loop: Loop, owner: Owner) -> Lane:
@@ -68,8 +70,10 @@ def receiving(sock: socket.socket, loop: Loop, owner: Owner) -> Lane:
     return lane
 
 
-def sending(sock: socket.socket, loop: Loop, owner: Owner) -> Lane:
-    return Lane(sock, loop, owner, TraceWriter(None, ""))
+def sending(sock: socket.socket, loop: Loop, owner: Owner, arena: Arena = ARENA) -> Lane:
+    lane = Lane(sock, loop, owner, TraceWriter(None, ""))
+    lane.sending = arena
+    return lane
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
@@ -86,7 +90,7 @@ def narrow() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-def framed(head: Header, payload: bytes) -> bytes:
+def framed(head: Header | Slice, payload: bytes) -> bytes:
     return pack(head) + FrameWriter().message(b"", payload)
 
 
@@ -112,11 +116,11 @@ def test_a_mutated_frame_is_never_whole(count: int) -> None:
         if rng.random() < 0.5:
             lane.read_ahead()
         burst, right = b"", rng.randrange(BURST - 1)
-        expected: list[tuple[Header, bytes]] = []
+        expected: list[tuple[Slice, bytes]] = []
         for seq in range(BURST):
             payload = rng.randbytes(rng.randrange(4, 1200))  # a burst is more than is read ahead
-            piece = Slice(rng.randrange(9), 0, 0, 0, 0)
-            head = Header(FrameType.KV, rng.randbytes(16), piece, seq, len(payload))
+            piece = Piece(rng.randrange(9), 0, 0, 0, 0)
+            head = Slice(piece, rng.randbytes(16), seq, len(payload), len(payload))
             frame = framed(head, payload)
             if seq == right:
                 expected.append((head, payload))
@@ -146,7 +150,7 @@ def test_a_lane_reads_what_there_is_when_told_to() -> None:
     lane = receiving(far, loop, owner)
     lane.max_payload = 4 << 20
     payload = random.Random(1).randbytes(2 << 20)
-    head = Header(FrameType.KV, length=len(payload))
+    head = slice_of(len(payload))
     data = framed(head, payload)
     lane.serve()
     near.sendall(data[:1064])
@@ -155,7 +159,7 @@ def test_a_lane_reads_what_there_is_when_told_to() -> None:
     heard = lane.heard
     near.sendall(data[1064:2064])
     assert not wait([far.fileno()], 0.2), "it waits for more than that"
-    loop.wake(lane.relax)
+    loop.wake(lambda: lane.tick(0.0))
     while lane.heard == heard:
         loop.turn(1.0)
     near.setblocking(False)
@@ -206,28 +210,25 @@ def test_a_frame_pushed_onto_a_lane_that_has_just_closed_gives_its_slot_back() -
     near.close()
     while not owner.closed:
         loop.turn(1.0)
-    frame = OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 0)
-    lane.push_frame(frame)
+    lane.push_slice(slice_of(4))
     loop.turn(1.0)
-    assert owner.dropped == [frame]
+    assert owner.dropped == [slice_of(4)]
 
 
 def test_a_lane_that_closes_gives_every_slot_back_once() -> None:
     """Of a frame that is being written, too, and of one whose every byte waits to be."""
     near, far = narrow()
     loop, sender = Loop(lambda: None), Owner()
-    lane = sending(far, loop, sender)
-    payload = memoryview(bytes(16 << 20))
+    arena = Arena.create(4, 16 << 20)
+    lane = sending(far, loop, sender, arena)
     sizes = [16 << 20, 100, 200, 16 << 20]  # only the first begins, and the peer does not read
-    frames = [
-        OutgoingFrame(Header(FrameType.KV, seq=i, length=n), payload[:n], i) for i, n in enumerate(sizes)
-    ]
-    for frame in frames:
-        lane.push_frame(frame)
+    slices = [slice_of(size, slot, slot) for slot, size in enumerate(sizes)]
+    for s in slices:
+        lane.push_slice(s)
     loop.turn(1.0)
     assert sum(sizes[1:]) < lane.unsent < sum(sizes), "in the middle of the first"
     lane.close("stopped", "")
-    assert sorted(f.slot for f in sender.dropped) == [0, 1, 2, 3]
+    assert sorted(s.slot for s in sender.dropped) == [0, 1, 2, 3]
     assert sender.sent == []
     near.close()
 
@@ -235,15 +236,15 @@ def test_a_lane_that_closes_gives_every_slot_back_once() -> None:
     far.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
-            far.send(payload)
-    lane = sending(far, loop, sender)
-    for frame in frames[1:]:
-        lane.push_frame(frame)
+            far.send(bytes(1 << 20))
+    lane = sending(far, loop, sender, arena)
+    for s in slices[1:]:
+        lane.push_slice(s)
     loop.turn(0)
     assert lane.unsent == sum(sizes[1:]) + 3 * 64 + 2 * 8, "two wait for the socket, and a part of the third"
     sender.dropped.clear()
     lane.close("stopped", "")
-    assert sorted(f.slot for f in sender.dropped) == [1, 2, 3]
+    assert sorted(s.slot for s in sender.dropped) == [1, 2, 3]
     near.close()
 
 
@@ -252,10 +253,9 @@ def test_a_frame_goes_to_the_lane_with_the_fewest_unsent_bytes() -> None:
     sockets = [connected() for _ in range(3)]
     loop = Loop(lambda: None)  # not running: nothing leaves
     session = SendingSession(cast("Any", None), cast("Any", None), 1, b"s" * 16, 3)
-    session.lanes = {n: sending(far, loop, Owner()) for n, (_, far) in enumerate(sockets)}
-    for size in (5000, 1000, 3000, 1100, 1000, 1):  # to lane 0, 1, 2, 1, 1, then 2 has least
-        session.send_frame(OutgoingFrame(Header(FrameType.KV, length=size), memoryview(bytes(size)), 0))
-    assert [lane.unsent for lane in session.lanes.values()] == [5000, 3100, 3001]
+    session.kv_lanes = [sending(far, loop, Owner()) for _, far in sockets]
+    session.move([slice_of(size) for size in (5000, 1000, 3000, 1100, 1000, 1)])
+    assert [lane.unsent for lane in session.kv_lanes] == [5000, 3100, 3001], "lanes 0, 1, 2, 1, 1, 2"
     for pair in sockets:
         for sock in pair:
             sock.close()
@@ -266,19 +266,18 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
     """Not when the kernel does; and what is no KV is none."""
     near, far = connected()
     far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
-    loop, sender = Loop(lambda: None), Owner()
-    lane = sending(far, loop, sender)
+    loop, sender, arena = Loop(lambda: None), Owner(), Arena.create(1, 16 << 20)
+    lane = sending(far, loop, sender, arena)
 
     def looked(now: float) -> float:
-        lane.look_at_sent(now)
+        lane.tick(now)
         return lane.kv_moved
 
     lane.push(FrameType.PING, b"", b"x")
     loop.turn(1.0)
     assert looked(1.0) == 0, "no KV"
-    payload = memoryview(random.Random(1).randbytes(16 << 20))
     near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-    lane.push_frame(OutgoingFrame(Header(FrameType.KV, length=len(payload)), payload, 0))
+    lane.push_slice(slice_of(16 << 20))
     loop.turn(1.0)
     before = -1
     while lane._taken != before:
@@ -296,7 +295,7 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
         looked(now)
     assert lane.kv_moved == now
     assert lane.unsent == unsent, "nothing was written meanwhile"
-    total = 2 * (64 + 1 + 8) + 64 + len(payload) + 8
+    total = 2 * (64 + 1 + 8) + 64 + (16 << 20) + 8
     while got < total:
         loop.turn(0)
         got += len(near.recv(1 << 20))
@@ -307,7 +306,7 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
     loop.turn(0)
     near.recv(1 << 16)
     assert looked(7.0) == 6.0
-    assert [f.slot for f in sender.sent] == [0]
+    assert [s.slot for s in sender.sent] == [0]
     lane.close("stopped", "")
     assert looked(8.0) == 6.0
     near.close()
@@ -316,12 +315,12 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
 def test_frames_of_ended_transfers_leave_no_trace() -> None:
     near, far = connected()
     loop, sender = Loop(lambda: None), Owner()
-    sender.frame_begins = lambda lane, frame: False  # type: ignore[method-assign]
+    sender.begins = lambda s: False  # type: ignore[method-assign]
     lane = sending(far, loop, sender)
     for _ in range(3):
-        lane.push_frame(OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 0))
+        lane.push_slice(slice_of(4))
     loop.turn(0)
-    lane.look_at_sent(1.0)
+    lane.tick(1.0)
     assert (lane.unsent, lane.kv_moved) == (0, 0.0)
     lane.close("stopped", "")
     near.close()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from baton.kv_names.cache_kinds import LATENT, STATE, CacheArray
 from baton.kv_transfer.layout import (
-    Slice,
+    Piece,
     cut,
     intersect,
     runs,
@@ -34,7 +34,7 @@ def test_cut_covers_exactly_and_fits(start: int, count: int, head: int, heads: i
     pieces = list(cut(LAYOUT, 3, tokens, heads_range, slot_bytes))
     position = start
     for piece in pieces:
-        assert piece == Slice(3, head, heads_range[1] - head, position, piece.token_count)
+        assert piece == Piece(3, head, heads_range[1] - head, position, piece.token_count)
         assert 0 < slice_bytes(LAYOUT, piece) <= slot_bytes
         position += piece.token_count
     assert position == start + count
@@ -68,20 +68,20 @@ def test_intersect() -> None:
 
 def test_a_state_is_cut_by_heads() -> None:
     pieces = [*cut(HYBRID, 3, (0, 77), (32, 128), 1 << 20, 2)]
-    assert pieces == [Slice(3, first, 32, 77, 0, 2) for first in (32, 64, 96)]
+    assert pieces == [Piece(3, first, 32, 77, 0, 2) for first in (32, 64, 96)]
     assert [slice_bytes(HYBRID, piece) for piece in pieces] == [1 << 20] * 3
     assert [slice_bytes(HYBRID, piece) for piece in cut(HYBRID, 0, (0, 9), (0, 2), 4096, 1)] == [2 * 3 * 256]
     assert [HYBRID.arrays[1].heads_of(rank, 4) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
 
 
 def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
-    assert LAYOUT.fingerprint == "kv10 layers=4 attention.kv=2x8x64"
+    assert LAYOUT.fingerprint == "kv11 layers=4 attention.kv=2x8x64"
     states = "state.conv=3x2x128:bfloat16 state.ssm=1x128x8192:float32"
-    assert HYBRID.fingerprint == f"kv10 layers=4 @2 attention.kv=2x8x64 @0-1,3 {states}"
+    assert HYBRID.fingerprint == f"kv11 layers=4 @2 attention.kv=2x8x64 @0-1,3 {states}"
     assert (LAYOUT.bytes_per_token, HYBRID.bytes_per_token) == (8192, 2048)
     assert LAYOUT.arrays[0].bytes == 2 * 8 * 64 * 2
     latents = kv_layout(4, 9, 64, "bfloat16", kind=LATENT)
-    assert latents.fingerprint == "kv10 layers=4 latent.kv=1x9x64"
+    assert latents.fingerprint == "kv11 layers=4 latent.kv=1x9x64"
     assert latents.bytes_per_token == 4 * 1152
     assert kv_layout(4, 9, 64, "float8_e4m3fn", kind=LATENT).bytes_per_token == 4 * (576 + 9 * 4)
     assert [latents.arrays[0].heads_of(rank, 2) for rank in range(2)] == [(0, 9)] * 2, "copies"

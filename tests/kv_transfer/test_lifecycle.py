@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.kv_transfer.config import TransferDeadlines
-from baton.kv_transfer.layout import KVLayout, Slice
+from baton.kv_transfer.layout import KVLayout, Piece
 from baton.kv_transfer.protocol.acks import Acks
 from baton.kv_transfer.protocol.fetches import (
     Acknowledge,
@@ -25,12 +25,12 @@ from baton.kv_transfer.protocol.fetches import (
     Refuse,
     Transfer,
 )
-from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.held import HeldPrefills, StartTransfer
 from baton.kv_transfer.protocol.incoming import TransferState
 from baton.kv_transfer.protocol.local_messages import Complete, FailedIn, FetchIn, ReleasedOut
 from baton.kv_transfer.protocol.messages import Aborted, Ack, Commit, Fetch, FirstToken
 from baton.kv_transfer.protocol.shared import Send
+from baton.kv_transfer.slices import Slice
 from tests.layouts import kv_layout
 
 DEADLINES = TransferDeadlines()
@@ -206,8 +206,8 @@ class World:
     def do_frame(self, i: int) -> None:
         session, transfer_id, seq = self.flying.pop(i)
         self.kv_moved = self.now
-        piece = Slice(seq, 0, 1, self.start, self.stop - self.start)
-        h = Header(FrameType.KV, transfer_id, piece, seq, self.frame_bytes)
+        piece = Piece(seq, 0, 1, self.start, self.stop - self.start)
+        h = Slice(piece, transfer_id, seq, self.frame_bytes, self.frame_bytes)
         try:
             transfer = self.fetches.begin(session, h, self.now)
             if self.fetches.verified(transfer, h, self.now):

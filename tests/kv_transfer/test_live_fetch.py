@@ -6,14 +6,14 @@ from dataclasses import replace
 from baton.kv_names.cache_kinds import ATTENTION, STATE, CacheArray, Window
 from baton.kv_transfer import KVLayout
 from baton.kv_transfer.endpoint.live_fetch import LayersThere
-from baton.kv_transfer.layout import Slice, cut
+from baton.kv_transfer.layout import Piece, cut
 from tests.ledger import LedgerCache
 
 KV = CacheArray(ATTENTION, "kv", 2, 2, 8, "float32")
 LAYOUT = KVLayout.of([(KV,), (KV, *LedgerCache(4).arrays), (CacheArray(STATE, "s", 1, 4, 8, "float32"),)])
 
 
-def slices(layer: int, start: int, stop: int, *, per_token: bool) -> list[Slice]:
+def slices(layer: int, start: int, stop: int, *, per_token: bool) -> list[Piece]:
     """Of the arrays of a layer that each token has, or each request."""
     numbers = [n for n in LAYOUT.numbers[layer] if LAYOUT.arrays[n].per_token == per_token]
     pieces = (cut(LAYOUT, layer, (start, stop), (0, LAYOUT.arrays[n].heads), 512, n) for n in numbers)

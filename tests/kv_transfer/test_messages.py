@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.layout import Piece
 from baton.kv_transfer.protocol import messages as m
 from baton.kv_transfer.protocol.frame import FrameType
 
@@ -25,7 +25,8 @@ TO_RECEIVER = [
     m.CreditReturned(9, 4), m.Commit(m.FirstToken(5, -0.25, (5, 6), (-0.25, -2.0)), 3, 999),
     m.Aborted("gone", 2), m.Have(2),
     m.Export("shared_memory", "a host", (b"a handle",), 64, 4096, ID),
-    m.Slices(((3, 9, 0, 1792, Slice(1, 0, 2, 5, 7)), (4, 10, 1, 64, Slice(0, 0, 2, 5, 0, 2)))),
+    m.Slices(((3, 9, 0, 1792, 1792, 0, Piece(1, 0, 2, 5, 7)),
+              (4, 10, 1, 64, 64, 0, Piece(0, 0, 2, 5, 0, 2)))),
 ]  # fmt: skip
 BOTH = [m.Ping(12)]
 

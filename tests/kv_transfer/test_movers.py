@@ -14,16 +14,16 @@ import torch
 import baton.kv_transfer as kv
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.process import mover
-from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame
+from baton.kv_transfer.process.frames import LaneOwner
 from baton.kv_transfer.process.movers import FarLane, MoverHandle
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
 from baton.kv_transfer.process.tcp_session import Sessions
-from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.wait import wait
 from tests.stand_in import stand_in
 from tests.within import WITHIN
 
 from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack, unpack
+from .test_lane import slice_of
 from .transfer_process import deadlines
 
 TWO: dict[str, Any] = {"movers": 2}
@@ -238,11 +238,11 @@ def test_a_lane_that_a_mover_cannot_take(make_prefill: Any, until: Any) -> None:
 
 def test_a_lane_is_not_heard_by_what_it_sends() -> None:
     """A peer that says nothing is found silent, however much is sent to it."""
-    sender = stand_in(SendingSession, frame_begins=lambda *_: True, frame_sent=lambda *_: None)
+    sender = stand_in(SendingSession, begins=lambda *_: True, left=lambda *_, **__: None)
     handle = stand_in(MoverHandle, channel=stand_in(Channel, post=lambda _: None))
     lane = FarLane(handle, 1, cast("LaneOwner[FarLane]", sender))
     lane.report(mover.Heard(1, 5.0, 0.0))
-    lane.push_frame(OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 3))
+    lane.push_slice(slice_of(4, slot=3))
     lane.report(mover.Gone(1, 3, True))
     assert (lane.heard, lane.unsent) == (5.0, 0)
 
@@ -256,38 +256,36 @@ def test_movers_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
     dropped: list[int] = []
     handler = stand_in(
         PrefillSide,
-        frame_begins=lambda frame: True,
-        frame_sent=lambda frame: sent.append(frame.slot),
-        frame_dropped=lambda frame: dropped.append(frame.slot),
+        begins=lambda s: True,
+        sent=lambda session, s: sent.append(s.slot),
+        dropped=lambda s: dropped.append(s.slot),
         session_over=lambda session: sent.append(-1),
     )
     sessions = stand_in(Sessions, ended=lambda *_: None)
     session = SendingSession(handler, sessions, 1, b"s" * 16, 4)
     far = [FarLane(handle, number, cast("LaneOwner[FarLane]", session)) for number in range(3)]
     session.lanes.update({n + 1: lane for n, lane in enumerate(far)})
-    for lane in far:
-        session._attach(lane)
+    session.kv_lanes.extend(far)
     session._open = 3
 
     def moves() -> list[tuple[int, int]]:
         """(lane, slot) that the movers were told since the last time."""
-        found = [(m.lane, m.slot) for m in told if isinstance(m, mover.Move)]
+        found = [(m.lane, m.slice.slot) for m in told if isinstance(m, mover.Move)]
         told.clear()
         return found
 
-    for slot, size in enumerate((5000, 1000, 3000, 1000, 10)):
-        session.send_frame(OutgoingFrame(Header(FrameType.KV, length=size), memoryview(bytes(size)), slot))
+    sizes = enumerate((5000, 1000, 3000, 1000, 10))
+    session.move([slice_of(size, slot=slot) for slot, size in sizes])
     assert moves() == [(0, 0), (1, 1), (2, 2), (1, 3)], "by unsent bytes, and two at most"
     far[1].report(mover.Gone(1, 1, True))
     assert moves() == [(1, 4)], "it was that lane's turn"
     far[0].report(mover.Gone(0, 0, True))
-    for slot in (5, 6, 7):
-        session.send_frame(OutgoingFrame(Header(FrameType.KV, length=9000), memoryview(bytes(9000)), slot))
+    session.move([slice_of(9000, slot=slot) for slot in (5, 6, 7)])
     assert moves() == [(0, 5)], "lane 1 has least to send then, and as much as it may"
     session.end("lost", "")
     assert sorted(dropped) == [6, 7], "those that no lane had"
     for number, lane in enumerate(far):
-        for slot in list(lane._frames):
+        for slot in list(lane._leaving):
             lane.report(mover.Gone(number, slot, False))
         assert -1 not in sent, "the session is over before its lanes are"
         lane.report(mover.LaneClosed(number, "lost", ""))

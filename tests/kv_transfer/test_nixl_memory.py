@@ -11,10 +11,11 @@ import pytest
 
 import baton.kv_transfer as kv
 from baton.kv_transfer.config import EXPORTED_SLOT_BYTES, TransferConfig
-from baton.kv_transfer.memory_reader import SliceToRead
+from baton.kv_transfer.layout import Piece
 from baton.kv_transfer.nixl import slots as nixl_slots
 from baton.kv_transfer.nixl.memory import NixlMemory, listen_on
 from baton.kv_transfer.protocol.encryption import Seal
+from baton.kv_transfer.slices import Slice
 from baton.system.cuda_driver import CudaError
 from tests.stand_in import stand_in
 
@@ -60,10 +61,27 @@ def test_slots_are_read_and_verified(pair: tuple[NixlMemory, kv.Arena, NixlMemor
     assert opened(reader) == [(1, "")]
     payload = os.urandom(1000)
     there.slot(2)[:1000] = payload
-    reader.read(1, [SliceToRead(2, 3, 1000, reader.checksum(memoryview(payload)))])
+    reader.read(
+        1,
+        [
+            Slice(
+                Piece(0, 0, 1, 0, 16), stored=1000, there=2, slot=3, sum=reader.checksum(memoryview(payload))
+            )
+        ],
+    )
     assert ended(reader, 3)
     assert here.slot(3)[:1000] == payload
-    reader.read(1, [SliceToRead(2, 0, 1000, reader.checksum(memoryview(b"what was there before")))])
+    reader.read(
+        1,
+        [
+            Slice(
+                Piece(0, 0, 1, 0, 16),
+                stored=1000,
+                there=2,
+                sum=reader.checksum(memoryview(b"what was there before")),
+            )
+        ],
+    )
     reader.close(1)  # the session ends, the read goes on
     assert not ended(reader, 0)
     assert not reader.busy

@@ -14,8 +14,7 @@ import baton.kv_transfer as kv
 from baton.kv_transfer import cuda_memory
 from baton.kv_transfer.arena import exported_bytes
 from baton.kv_transfer.device.host_pool import HostPool
-from baton.kv_transfer.device.pool import Staged
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.layout import Piece
 from baton.kv_transfer.peer_memory import (
     PeerArena,
     PeerMemories,
@@ -26,11 +25,12 @@ from baton.kv_transfer.peer_memory import (
     join,
 )
 from baton.kv_transfer.protocol.messages import Export
+from baton.kv_transfer.slices import EXPORTED, Slice
 from baton.system import cuda_driver
 from tests.layouts import kv_layout, paged
 
 LAYOUT = kv_layout(1, 1, 8, "float32")
-PIECE = Slice(0, 0, 1, 0, 16)
+PIECE = Piece(0, 0, 1, 0, 16)
 
 
 @pytest.fixture
@@ -130,16 +130,16 @@ def test_memory_that_may_shrink_is_refused(arena: kv.Arena) -> None:
 def test_a_slice_that_is_not_the_one_named(arena: kv.Arena, change: str) -> None:
     owner, reader = pool(arena), pool(kv.Arena.create(4, 4096))
     memory = reader.open(owner.export(), "")
-    owner.gather([Staged(PIECE, 2, ([1], 0), generation=7)])
+    owner.gather([Slice(PIECE, slot=2, table=([1], 0), memory=EXPORTED, sum=7)])
     if change == "byte":
         arena.slot(2)[9] ^= 4
     elif change == "gathered again":  # the same bytes, too
-        owner.gather([Staged(PIECE, 2, ([1], 0), generation=8)])
+        owner.gather([Slice(PIECE, slot=2, table=([1], 0), memory=EXPORTED, sum=8)])
     elif change == "gathered for TCP":
-        owner.gather([Staged(PIECE, 2, ([1], 0))])
+        owner.gather([Slice(PIECE, slot=2, table=([1], 0))])
     elif change == "marked again":  # and the bytes are about to change
         arena.marks[2 * 16] ^= 1
-    _, outcome = reader.pull(memory, [Staged(PIECE, 2, ([0], 0), generation=7)])
+    _, outcome = reader.pull(memory, [Slice(PIECE, there=2, table=([0], 0), sum=7)])
     assert outcome() == [0 if change == "none" else None]
     memory.close()
 

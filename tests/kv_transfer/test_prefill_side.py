@@ -11,7 +11,7 @@ import pytest
 import baton.kv_transfer as kv
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.layout import Piece
 from baton.kv_transfer.nixl.memory import NixlMemory
 from baton.kv_transfer.process import prefill_side
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
@@ -22,10 +22,10 @@ from baton.kv_transfer.protocol.local_messages import (
     Exported,
     FromSender,
     Offer,
-    SliceOut,
     SlicesOut,
 )
 from baton.kv_transfer.protocol.messages import Credit, Export, Fetch, Identity, ProtocolError, Reach, encode
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.spawn import MAX_MESSAGE
 from tests.layouts import kv_layout
 from tests.stand_in import implements, stand_in
@@ -43,8 +43,8 @@ class Peer:
     def send(self, message: Any, transfer_id: bytes = NO_TRANSFER) -> None:
         self.said.append(message)
 
-    def send_frame(self, frame: Any) -> None:
-        self.said.append(frame)
+    def move(self, slices: Any) -> None:
+        self.said += slices
 
 
 CONFIG = kv.TransferConfig(
@@ -160,8 +160,8 @@ def test_a_commit_is_due_from_the_last_slice_on(monkeypatch: pytest.MonkeyPatch)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     clock, transfer_id = [0.0], b"t" * 16
 
-    def came(layer: int, start: int, stop: int) -> SliceOut:
-        return SliceOut(Header(FrameType.KV, transfer_id, Slice(layer, 0, 1, start, stop - start), 0, 64), 0)
+    def came(layer: int, start: int, stop: int) -> Slice:
+        return Slice(Piece(layer, 0, 1, start, stop - start), transfer_id, 0, 64, 64)
 
     with ours, theirs:
         config = msgspec.structs.replace(CONFIG, layout=kv_layout(2, 1, 16, "float32"))

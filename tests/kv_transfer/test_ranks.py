@@ -14,12 +14,13 @@ import torch
 from baton.kv_transfer.arena import Arena, ArenaEnd, channel_pair
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.device.host_pool import HostPool, open_pool
-from baton.kv_transfer.device.pool import Event, Pool, Staged
+from baton.kv_transfer.device.pool import Event, Pool
 from baton.kv_transfer.endpoint.other_ranks import RECEIVING, SENDING, Line, OtherRanks
 from baton.kv_transfer.endpoint.ranked_pool import RankedMemory, RankedPool, RankedTable, open_ranks
 from baton.kv_transfer.layout import KVLayout, cut
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
 from baton.kv_transfer.protocol.local_messages import Copied, FromRank, Opened, ToRank
+from baton.kv_transfer.slices import Slice
 from tests.layouts import kv_layout, paged
 from tests.stand_in import stand_in
 from tests.within import WITHIN
@@ -73,7 +74,7 @@ def test_a_rank_gathers_a_layer_only_when_it_has_written_it(until: Any, group: G
         group.layer_done_on_rank_0()
         ready.append(group.gathers.record())
         piece = next(cut(layout_of(4), layer, (0, 10), (2, 4), SLOT))
-        batch.append(Staged(piece, layer, table))
+        batch.append(Slice(piece, slot=layer, table=table))
     done = group.gathers.gather(batch, ready)
     time.sleep(0.01)
     assert not group.gathers.passed(done)
@@ -103,7 +104,7 @@ def test_a_rank_makes_one_table_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
             there = pool.table([3, 5], 20)
             for layer in range(2):
                 [piece] = cut(layout_of(4), layer, (0, 20), (2, 4), SLOT)
-                staged = [Staged(piece, 0, there)]
+                staged = [Slice(piece, table=there)]
                 until_passed(pool, pool.gather(staged) if is_gather else pool.scatter(staged)[1])
             assert made == [("MainThread", [3, 5]), ("rank copies", (3, 5))]
 
@@ -130,7 +131,7 @@ def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(remainders: list[int 
     pool = RankedPool(own, paged(layers, 16, layout, "cpu", 0, 4), line)
     table, memory = RankedTable(None, [0], 0), RankedMemory(own, 1, line, {})
     [piece] = cut(layout, 0, (0, 3), (0, 2), SLOT)
-    event, outcome = pool.pull(memory, [Staged(piece, 0, table, None, 1)])
+    event, outcome = pool.pull(memory, [Slice(piece, table=table, sum=1)])
     assert not pool.passed(event)
     for (_, end), remainder in zip(ends, modulo[1:], strict=True):
         Channel(end, ToRank).send(FromRank(RECEIVING, Copied(1, {0: remainder} if remainder != 0 else {})))
@@ -169,7 +170,7 @@ def test_a_rank_reports_all_copies_to_a_rank_0_that_reads_late(
     table, done = group.gathers.table([3], 10), None
     [piece] = cut(layout_of(4), 0, (0, 10), (2, 4), SLOT)
     for slot in range(64):
-        done = group.gathers.gather([Staged(piece, slot, table)])
+        done = group.gathers.gather([Slice(piece, slot=slot, table=table)])
     until_passed(group.gathers, done)
 
 
@@ -178,7 +179,7 @@ def test_a_rank_that_hangs_or_dies_is_an_error(monkeypatch: pytest.MonkeyPatch, 
     piece = next(cut(layout_of(4), 0, (0, 10), (2, 4), SLOT))
     group.layer_done_on_rank_0()
     ready = group.gathers.record()
-    done = group.gathers.gather([Staged(piece, 0, group.gathers.table([3], 10))], [ready])
+    done = group.gathers.gather([Slice(piece, table=group.gathers.table([3], 10))], [ready])
     time.sleep(0.02)
     with pytest.raises(RuntimeError, match="rank 1 has not copied"):
         group.gathers.passed(done)

@@ -13,9 +13,9 @@ from baton.kv_transfer.endpoint import injector
 from baton.kv_transfer.endpoint import receiver as receiver_module
 from baton.kv_transfer.endpoint.live_fetch import LayerPace
 from baton.kv_transfer.endpoint.receiver import Receiver
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.layout import Piece
 from baton.kv_transfer.protocol import local_messages as lm
-from baton.kv_transfer.protocol.frame import FrameType, Header
+from baton.kv_transfer.slices import Slice
 
 from .late_pool import Bench, LatePool, late_pools
 
@@ -77,8 +77,9 @@ def arrive(bench: Bench, transfer_id: bytes, slot: int, layer: int) -> bytes:
 
 
 def arrived(transfer_id: bytes, slot: int, layer: int, start: int, count: int) -> lm.Arrived:
-    piece = Slice(layer, 0, 1, start, count)
-    return lm.Arrived(Header(FrameType.KV, transfer_id, piece, layer, count * 64), slot, "float32")
+    piece = Piece(layer, 0, 1, start, count)
+    size = count * 64
+    return lm.Arrived(Slice(piece, transfer_id, layer, size, size, slot=slot, dtype="float32"))
 
 
 def complete(bench: Bench, transfer_id: bytes) -> None:
@@ -95,7 +96,7 @@ def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> Non
     assert bench.silent(), "slots given back before they were copied"
     pool.go()
     assert receiver.poll() == []
-    assert bench.next(until, lm.SlotsFree).slots == [4, 2]
+    assert bench.next(until, lm.Emptied).slots == [4, 2]
     assert bench.silent(), "ACK before the scatter was over"
     pool.go()
     (event,) = receiver.poll()
@@ -205,7 +206,7 @@ def test_what_waits_for_others_is_not_written_once_it_is_cancelled(receiving: An
     assert receiver.poll() == []
     assert pool.work == []
     bench.next(until, lm.CancelIn)
-    assert bench.next(until, lm.SlotsFree).slots == [4]
+    assert bench.next(until, lm.Emptied).slots == [4]
     assert receiver.idle
 
 
@@ -229,9 +230,9 @@ def test_blocks_are_given_back_only_after_the_last_scatter(receiving: Any, until
     assert receiver.poll() == [expected]
     receiver.cancel(b"d")
     assert receiver.poll() == []
-    freed = bench.next(until, lm.SlotsFree).slots
+    freed = bench.next(until, lm.Emptied).slots
     if how == "cancel":
-        freed += bench.next(until, lm.SlotsFree).slots
+        freed += bench.next(until, lm.Emptied).slots
     assert sorted(freed) == ([3, 5] if how == "cancel" else [3])
     assert receiver.idle
     assert pool.work == []
@@ -268,10 +269,11 @@ def test_it_asks_again_twice_and_drops_late_slices_of_the_old_transfer(receiving
         arrive(bench, transfer_id, 2, 1)
         pool.go(2)
         assert receiver.poll() == []
+        assert bench.next(until, lm.Emptied).slots == [1]
         again = bench.next(until, lm.FetchIn)
         assert again.transfer_id != transfer_id
         assert (again.prefill_id, again.ranges) == (b"p", ((0, 20),))
-        assert sorted(bench.next(until, lm.SlotsFree).slots) == [1, 2]
+        assert bench.next(until, lm.Emptied).slots == [2]
         transfer_id = again.transfer_id
     bench.channel.send(lm.FailedIn(transfer_id, "integrity", retry=True))
     assert receiver.poll() == [kv.FetchFailed(b"d", "integrity")]
@@ -285,6 +287,7 @@ def test_what_is_said_of_a_transfer_is_of_no_earlier_one(receiving: Any, until: 
     pool.go(2)
     bench.channel.send(lm.FailedIn(transfer_id, "integrity", retry=True))
     receiver.poll()
+    assert bench.next(until, lm.Emptied).slots == [1]
     transfer_id, asked_again = bench.next(until, lm.FetchIn).transfer_id, now.seconds
     now.seconds += 1.0
     for slot, layer in ((2, 0), (3, 1)):
@@ -351,9 +354,9 @@ def test_what_ends_during_a_wait_is_reported_once_and_by_the_next_poll(receiving
     transfer_id = share(bench, until)
     data = [(0, 4, 8), (0, 20, 20), (1, 4, 8), (1, 20, 20)]
     for seq, (layer, start, count) in enumerate(data):
-        piece = Slice(layer, 0, 1, start, count)
-        header = Header(FrameType.KV, transfer_id, piece, seq, count * 64)
-        bench.channel.send(lm.Arrived(header, seq, "float32"))
+        piece = Piece(layer, 0, 1, start, count)
+        size = count * 64
+        bench.channel.send(lm.Arrived(Slice(piece, transfer_id, seq, size, size, slot=seq, dtype="float32")))
     bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(0), 4, 56 * 64, 0.5, 1.0, 2.0, 2.5, 28))
     ticks: list[int] = []
 
@@ -403,7 +406,7 @@ def test_what_a_wait_finds_of_another_fetch_may_be_taken_back(
     else:
         ask(bench, b"q")
         while not isinstance(message := bench.next(until, object), lm.FetchIn):
-            assert isinstance(message, lm.SlotsFree | lm.InjectedIn)
+            assert isinstance(message, lm.Emptied | lm.InjectedIn)
         assert receiver.poll() == []
         bench.channel.send(lm.FailedIn(message.transfer_id, "gone", retry=False))
         assert receiver.poll() == [kv.FetchFailed(b"d", "gone")]

@@ -1,9 +1,6 @@
 """The sender's endpoint in an engine, over a device that takes its time (`late_pool`)."""
 
-import contextlib
-import os
 import resource
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +8,10 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.kv_transfer.endpoint.outgoing import Turns
 from baton.kv_transfer.endpoint.sender import Sender
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.layout import Piece
 from baton.kv_transfer.protocol import local_messages as lm
-from baton.kv_transfer.protocol.frame import FrameType, Header
-from tests.within import WITHIN
+from baton.kv_transfer.slices import Slice
 
 from .late_pool import Bench, LatePool, late_pools
 
@@ -51,10 +46,10 @@ def test_a_slice_waits_for_the_forward_and_then_for_its_copy(sending: Any, until
     until(lambda: pool.work, "the gather")
     assert bench.silent(), "handed over before it was copied"
     pool.go()
-    s = bench.next(until, lm.SliceOut)
-    assert s.header == Header(FrameType.KV, b"t" * 16, Slice(0, 0, 1, 0, 40), 0, 40 * 64)
+    s = bench.next(until, Slice)
+    assert s == Slice(Piece(0, 0, 1, 0, 40), b"t" * 16, 0, 40 * 64, 40 * 64, slot=s.slot)
     expected = torch.cat([bench.cache[0][:, b] for b in (5, 1, 3)], 1)[:, :40]
-    got = torch.frombuffer(bytearray(bench.arena.slot(s.slot)[: s.header.length]), dtype=torch.float32)
+    got = torch.frombuffer(bytearray(bench.arena.slot(s.slot)[: s.stored]), dtype=torch.float32)
     assert torch.equal(got.view(2, 40, 1, 8), expected)
     sender.close(b"p", "cancelled")
 
@@ -69,14 +64,14 @@ def test_what_was_cached_leaves_before_and_beside_what_is_computed(sending: Any,
     until(lambda: len(pool.work) == 2, "the gathers of both layers")
     sender.ready(b"p", 0, 16, 40)
     pool.go(2)
-    out = [bench.next(until, lm.SliceOut) for _ in range(2)]
-    assert [s.header.piece for s in out] == [Slice(layer, 0, 1, 0, 16) for layer in (0, 1)]
+    out = [bench.next(until, Slice) for _ in range(2)]
+    assert [s.piece for s in out] == [Piece(layer, 0, 1, 0, 16) for layer in (0, 1)]
     assert pool.work == [], "nothing is computed yet"
     pool.recorded[1].passed = True
     until(lambda: pool.work, "the gather of what is computed")
     pool.go()
-    s = bench.next(until, lm.SliceOut)
-    assert (s.header.seq, s.header.piece) == (2, Slice(0, 0, 1, 16, 24))
+    s = bench.next(until, Slice)
+    assert (s.seq, s.piece) == (2, Piece(0, 0, 1, 16, 24))
     sender.close(b"p", "cancelled")
 
 
@@ -88,7 +83,7 @@ def test_kv_of_the_prefix_cache_waits_for_no_step_under_way(sending: Any, until:
     assert bench.next(until, lm.CommitOut).frames == 2
     until(lambda: len(pool.work) == 2, "the gathers of both layers")
     pool.go(2)
-    assert [bench.next(until, lm.SliceOut).header.piece.layer for _ in range(2)] == [0, 1]
+    assert [bench.next(until, Slice).piece.layer for _ in range(2)] == [0, 1]
     sender.close(b"p", "cancelled")
 
 
@@ -106,11 +101,11 @@ def test_the_last_layer_waits_for_the_forward_on_the_device(sending: Any, until:
     until(lambda: len(pool.work) == 2, "both gathers")
     assert bench.silent()
     pool.go()
-    assert bench.next(until, lm.SliceOut).header.piece.layer == 0, "the first layer waited for the last"
+    assert bench.next(until, Slice).piece.layer == 0, "the first layer waited for the last"
     assert bench.silent()
     pool.recorded[1].passed = True
     pool.go()
-    assert bench.next(until, lm.SliceOut).header.piece.layer == 1
+    assert bench.next(until, Slice).piece.layer == 1
     sender.close(b"p", "cancelled")
 
 
@@ -127,38 +122,10 @@ def test_what_a_peer_reads_first_is_handed_over_before_the_next_gather(sending: 
     bench.next(until, lm.Offer)
     assert len(pool.work) == 1
     pool.go()
-    assert bench.next(until, lm.SliceOut).header.piece.layer == 0
+    assert bench.next(until, Slice).piece.layer == 0
     until(lambda: pool.work, "the second gather")
     for prefill_id in (b"p", b"q"):
         sender.close(prefill_id, "cancelled")
-
-
-def test_commit_does_not_wait_for_the_pump(sending: Any, until: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, sender, _ = sending
-    sender.open(b"p", [5, 1, 3], 40)
-    bench.next(until, lm.Offer)
-    start(bench, b"p")
-    until(lambda: sender.has_fetch(b"p"), "the start to be seen")
-    sleeps, end_of_sleep = threading.Event(), threading.Event()
-
-    def sleep(*_: Any) -> list[int]:
-        sleeps.set()
-        end_of_sleep.wait(WITHIN)
-        return []
-
-    monkeypatch.setattr("baton.kv_transfer.endpoint.sender.wait", sleep)
-    os.eventfd_write(sender._wake, 1)  # ends the wait that is under way
-    assert sleeps.wait(WITHIN)
-    with contextlib.suppress(BlockingIOError):  # no wait was under way
-        os.eventfd_read(sender._wake)
-    sender.commit(b"p", kv.FirstToken(1))
-    assert bench.next(until, lm.CommitOut).first_token == kv.FirstToken(1)
-    bench.next(until, lm.Finished)
-    with pytest.raises(BlockingIOError):  # the pump is not woken for nothing
-        os.eventfd_read(sender._wake)
-    monkeypatch.undo()
-    end_of_sleep.set()
-    sender.close(b"p", "cancelled")
 
 
 def test_closing_releases_only_after_the_gathers_that_run(sending: Any, until: Any) -> None:
@@ -172,12 +139,12 @@ def test_closing_releases_only_after_the_gathers_that_run(sending: Any, until: A
     sender.close(b"p", "cancelled")
     assert bench.next(until, lm.CloseOut).reason == "cancelled"
     pool.go()
-    first = bench.next(until, lm.SliceOut)
+    first = bench.next(until, Slice)
     assert sender.poll() == [], "released while a gather may still read its blocks"
     pool.go()
     assert until(sender.poll, "the release", sender) == [kv.Released(b"p", "cancelled")]
     assert not sender.idle
-    for slot in (first.slot, bench.next(until, lm.SliceOut).slot):
+    for slot in (first.slot, bench.next(until, Slice).slot):
         bench.channel.send(lm.SlotFree(slot, True))
     until(lambda: sender.idle, "the slots")
 
@@ -195,10 +162,8 @@ def test_no_peer_gets_more_than_its_window_and_its_credit(sending: Any, until: A
     bench.channel.send(lm.Granted(1, 2, False))
     until(lambda: len(pool.work) == 4, "one more by credit")
     pool.go(4)
-    out = [bench.next(until, lm.SliceOut) for _ in range(4)]
-    assert {s.header.transfer_id for s in out} == {bytes([i]) for i in range(4)}, (
-        "round robin over the transfers"
-    )
+    out = [bench.next(until, Slice) for _ in range(4)]
+    assert {s.transfer_id for s in out} == {bytes([i]) for i in range(4)}, "round robin over the transfers"
     bench.channel.send(lm.Granted(1, 2, True))
     answer = bench.next(until, lm.Recalled)
     assert (answer.session, answer.total, answer.sent) == (1, 2, 2)
@@ -235,31 +200,6 @@ def test_a_fetch_that_waited_for_a_cancelled_prefill_is_forgotten(sending: Any, 
     bench.next(until, lm.CloseOut)
     start(bench, b"p")  # what the transfer process says to the offer
     until(lambda: not sender.has_fetch(b"p"), "the FETCH to be forgotten")
-
-
-def test_the_pump_looks_at_transfers_only_under_its_lock(
-    sending: Any, until: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`commit` changes them in the engine's thread."""
-    bench, sender, _ = sending
-    locked: list[bool] = []
-    urgent = Turns.urgent.fget
-    assert urgent is not None
-
-    def look(turns: Turns) -> bool:
-        locked.append(sender._awake.locked())
-        return urgent(turns)
-
-    monkeypatch.setattr(Turns, "urgent", property(look))
-    sender.open(b"p", [5, 1, 3], 40)
-    bench.next(until, lm.Offer)
-    start(bench, b"p")
-    until(lambda: sender.has_fetch(b"p"), "the start to be seen")
-    sender.ready(b"p", None, 0, 40)
-    until(lambda: len(locked) > 3, "some looks")
-    sender.close(b"p", "cancelled")
-    until(lambda: not sender._pump._prefills, "the end of the prefill")
-    assert all(locked)
 
 
 def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: Any) -> None:

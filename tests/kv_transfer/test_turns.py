@@ -3,12 +3,13 @@
 from collections import deque
 
 from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Turns
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.layout import Piece
 from baton.kv_transfer.protocol.credits import SenderAccount
+from baton.kv_transfer.slices import Slice
 
 
 def transfer(name: bytes, *layers: int, launched: bool) -> OutgoingTransfer:
-    pieces = deque((Slice(layer, 0, 1, 0, 64, 0), None) for layer in layers)
+    pieces = deque((Slice(Piece(layer, 0, 1, 0, 64, 0)), None) for layer in layers)
     account = SenderAccount(granted=1)
     return OutgoingTransfer(
         name, OutgoingPrefill(name, launched=launched), account, 1024, False, (), (), pieces

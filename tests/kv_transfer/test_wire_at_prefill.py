@@ -185,7 +185,7 @@ def test_peers_of_two_wire_versions_refuse_each_other(
     """Each side finds the other's version in a header, and logs both."""
     prefill = make_prefill()
     lane = wire.Lane(socket.create_connection(("127.0.0.1", prefill.port)))
-    lane.send(wire.HELLO, b"of another version", version=11)
+    lane.send(wire.HELLO, b"of another version", version=10)
     assert lane.read()[0] == wire.HELLO, "with the version of this side in its header"
     assert lane.read()[0] == 0
     refused(prefill, until, "version")
@@ -196,5 +196,5 @@ def test_peers_of_two_wire_versions_refuse_each_other(
     )  # fmt: skip
     lane = wire.Lane(fake.listener.accept()[0])
     assert lane.read()[0] == wire.HELLO
-    lane.send(wire.HELLO, version=11)
+    lane.send(wire.HELLO, version=10)
     refused(decode, until, "version")

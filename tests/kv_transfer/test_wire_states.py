@@ -10,7 +10,7 @@ from tests.layouts import kv_layout
 from . import second_wire as wire
 from .ranks import as_bytes
 
-FINGERPRINT = "kv10 layers=2 @1 attention.kv=2x2x16 @0 state.conv=3x4x8:bfloat16 state.ssm=1x4x256:float32"
+FINGERPRINT = "kv11 layers=2 @1 attention.kv=2x2x16 @0 state.conv=3x4x8:bfloat16 state.ssm=1x4x256:float32"
 STATES = (
     CacheArray(STATE, "conv", 3, 4, 8, "bfloat16"),
     CacheArray(STATE, "ssm", 1, 4, 256, "float32"),
@@ -126,7 +126,7 @@ def test_exported_memory(make_prefill: Any, until: Any) -> None:
     assert {kind for kind, *_ in slices} == {wire.SLICES}
     places = [place for *_, payload in slices for [some] in [wire.unpack(payload)] for place in some]
     for number, (slot, _, *about) in enumerate(places[1:]):
-        assert about == [1 + number, SIZES[number], [0, 0, 4, 10, 0, 1 + number]]
+        assert about == [1 + number, SIZES[number], SIZES[number], 0, [0, 0, 4, 10, 0, 1 + number]]
         filled = bytes(prefill.sending.arena.slot(slot)[: SIZES[number]])
         assert filled == state_bytes(prefill, 1)[number]
     lane.say(wire.TAKEN, [[slot for slot, *_ in places]])

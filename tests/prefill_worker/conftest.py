@@ -17,7 +17,7 @@ from baton.kv_transfer import Arena, ArenaEnd, Heartbeat, TraceWriter, channel_p
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.endpoint import Transport
 from baton.kv_transfer.protocol import local_messages as local
-from baton.kv_transfer.protocol.frame import Header
+from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.wait import wait
 from baton.prefill_worker.role import PrefillRole, SenderSink
 from baton.rpc import worker_pb2 as pb
@@ -73,7 +73,7 @@ class Worker:
         self.incoming = Channel(incoming, local.FromReceiver)
         trace, attempts = TraceWriter(None, ""), AttemptTable[EngineAttempt](self._sent.append)
         self._inbox: list[Any] = []
-        self._slices: list[tuple[Header, bytes]] = []
+        self._slices: list[tuple[Slice, bytes]] = []
         self.context = Context(
             stand_in(
                 EngineProcessConfig,
@@ -199,16 +199,16 @@ class Worker:
                     return message
             assert self.hear(10.0), f"no {kind.__name__}"
 
-    def slices(self, count: int) -> list[tuple[Header, bytes]]:
+    def slices(self, count: int) -> list[tuple[Slice, bytes]]:
         """That many slices that the sender has handed over."""
         while len(self._slices) < count:
             assert self.hear(10.0), f"{len(self._slices)} slices"
         return [self._slices.pop(0) for _ in range(count)]
 
-    def slices_of(self, size: int) -> list[tuple[Header, bytes]]:
+    def slices_of(self, size: int) -> list[tuple[Slice, bytes]]:
         """Slices of so many bytes that the sender has handed over."""
-        found: list[tuple[Header, bytes]] = []
-        while (left := size - sum(header.length for header, _ in found)) > 0:
+        found: list[tuple[Slice, bytes]] = []
+        while (left := size - sum(s.stored for s, _ in found)) > 0:
             found += self.slices(1)
         assert not left
         return found
@@ -219,10 +219,9 @@ class Worker:
             return False
         for message in self.outgoing.receive():
             if isinstance(message, local.SlicesOut):
-                for each in message.slices:
-                    data = bytes(self.arena.slot(each.slot)[: each.header.length])
-                    self._slices.append((each.header, data))
-                    self.outgoing.send(local.SlotFree(each.slot, unsent=False))
+                for s in message.slices:
+                    self._slices.append((s, bytes(self.arena.slot(s.slot)[: s.stored])))
+                    self.outgoing.send(local.SlotFree(s.slot, unsent=False))
             else:
                 self._inbox.append(message)
         return True
@@ -242,12 +241,12 @@ class Worker:
                 if isinstance(message, local.FetchIn):
                     return message
 
-    def arrive(self, slices: Sequence[tuple[Header, bytes]]) -> None:
+    def arrive(self, slices: Sequence[tuple[Slice, bytes]]) -> None:
         """These slices of another worker have come."""
-        for header, data in slices:
-            slot = next(self._landed)
-            self.landing.slot(slot)[: len(data)] = data
-            self.incoming.send(local.Arrived(header, slot, "float32"))
+        for s, data in slices:
+            s.slot, s.dtype = next(self._landed), "float32"
+            self.landing.slot(s.slot)[: len(data)] = data
+            self.incoming.send(local.Arrived(s))
 
     def complete(self, commit: local.CommitOut) -> None:
         """So has its COMMIT."""

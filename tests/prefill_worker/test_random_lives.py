@@ -22,7 +22,7 @@ from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectS
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.layout import Range, cut, slice_bytes
 from baton.kv_transfer.protocol import local_messages as local
-from baton.kv_transfer.protocol.frame import FrameType, Header
+from baton.kv_transfer.slices import Slice
 from baton.prefill_worker.parts import PartAttempt, pair_id
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
@@ -117,8 +117,8 @@ class Both(Worker):
                 for span in spans:
                     for piece in cut(layout, layer, span, (0, part.heads), SLOT_BYTES, number):
                         length = slice_bytes(layout, piece)
-                        header = Header(FrameType.KV, fetch.transfer_id, piece, count, length)
-                        self.arrive([(header, bytes(length))])
+                        s = Slice(piece, fetch.transfer_id, count, length, length)
+                        self.arrive([(s, bytes(length))])
                         count, size = count + 1, size + length
         self.brought[fetch.transfer_id] = count, size
 

@@ -25,8 +25,8 @@ def test_a_handover_from_its_queue_to_its_ack(worker: Worker) -> None:
     [started] = told(worker.sent)
     assert started.prefill_started.prefill_id == P
     worker.fetched(P, T, (0, 20))
-    header, _ = worker.slices(1)[0]
-    assert (header.piece.layer, header.piece.token_start) == (0, 0), "before all is computed"
+    s, _ = worker.slices(1)[0]
+    assert (s.piece.layer, s.piece.token_start) == (0, 0), "before all is computed"
     worker.compute()
     assert worker.tokens == [(P, 0, "")]
     assert [type(message) for message in worker.sent[1:]] == [messages.ToRouter, messages.Prefilled]
@@ -199,7 +199,7 @@ def test_what_the_prefix_cache_has_is_sent_with_the_first_layer(model: Path) -> 
         worker.prefill(Q, 21)
         worker.fetched(Q, T, (0, 21))
         worker.compute()
-        pieces = [header.piece for header, _ in worker.slices(4)]
+        pieces = [s.piece for s, _ in worker.slices(4)]
         spans = sorted((p.layer, p.token_start, p.token_start + p.token_count) for p in pieces)
         assert spans == [(0, 0, 20), (0, 20, 21), (1, 0, 20), (1, 20, 21)]
         assert worker.told(local.CommitOut).frames == 4

@@ -45,7 +45,7 @@ class Pair(NamedTuple):
         """KV or states of the next layers come to the last worker."""
         for layer in layers:
             found = self.first.slices(self.slices[layer])
-            assert {header.piece.layer for header, _ in found} == {layer}
+            assert {s.piece.layer for s, _ in found} == {layer}
             self.last.arrive(found)
 
     def bring_all(self) -> None:
@@ -136,7 +136,7 @@ def test_a_shared_prompt_has_the_token_of_one_worker(
     assert told(last.sent)[0].prefill_started.prefill_id == B
     assert last.tokens == [(B, 0, "")]
     last.fetched(B, b"t" * 16, (0, 30))
-    pieces = [header.piece for header, _ in last.slices(sum(pair.slices))]
+    pieces = [s.piece for s, _ in last.slices(sum(pair.slices))]
     assert {piece.layer for piece in pieces} == {*range(len(pair.slices))}
     assert {piece.token_start + piece.token_count for piece in pieces} == {30}
     assert last.told(local.CommitOut).frames == len(pieces)
@@ -354,8 +354,8 @@ def share(
     prompt = ranges[-1][3]
     assert sent < needed(0, prompt, ())
     last.fetched(B, b"t" * 16, (0, prompt), next_positions=(prompt,))
-    for header, data in last.slices_of(needed(0, prompt, (prompt,))):
-        assert np.isfinite(np.frombuffer(data, np.float32)).all(), header
+    for s, data in last.slices_of(needed(0, prompt, (prompt,))):
+        assert np.isfinite(np.frombuffer(data, np.float32)).all(), s
     last.released(B, "acked")
     for name in fetches:
         of[B if name == A else A].released(fetches[name].prefill_id, "acked")

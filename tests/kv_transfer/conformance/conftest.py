@@ -15,7 +15,7 @@ import torch
 from baton.kv_transfer import staging
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
-from baton.kv_transfer.device.pool import Staged
+from baton.kv_transfer.slices import Slice
 from baton.system import cuda_driver
 from tests.bad_network import BadNetwork
 from tests.device import DEVICE
@@ -44,9 +44,9 @@ def _bent_in_memory(pair: Pair) -> Iterator[str]:
     pool: Any = CudaPool if DEVICE == "cuda" else HostPool
     gather, done = pool.gather, []
 
-    def bent(self: Any, batch: Sequence[Staged], after: Sequence[Any] = ()) -> Any:
+    def bent(self: Any, batch: Sequence[Slice], after: Sequence[Any] = ()) -> Any:
         event = gather(self, batch, after)
-        if batch[0].generation and not done:
+        if batch[0].memory and not done:
             done.append(batch[0])
             if DEVICE == "cuda":
                 torch.cuda.synchronize()

@@ -12,8 +12,8 @@ import pytest
 import baton.kv_transfer as kv
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
-from baton.kv_transfer.device.pool import Staged
 from baton.kv_transfer.peer_memory import Unreachable
+from baton.kv_transfer.slices import Slice
 from tests.device import DEVICE
 from tests.kv_transfer.conftest import Pair, Prefill, until
 from tests.kv_transfer.transfer_process import deadlines
@@ -38,7 +38,7 @@ def pulled(pair: Any) -> int:
     """Transfers 64 positions, bit for bit. Returns how many slices decode read itself, of 12."""
     pull, slices = POOL.pull, 0
 
-    def counted(self: Any, memory: Any, batch: Sequence[Staged]) -> Any:
+    def counted(self: Any, memory: Any, batch: Sequence[Slice]) -> Any:
         nonlocal slices
         slices += len(batch)
         return pull(self, memory, batch)
