@@ -8,7 +8,6 @@ thin blocks if no window reaches back to them. A block that has all positions ta
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
 from types import MappingProxyType
 
 from baton.engine.api.config import TierCells
@@ -321,7 +320,11 @@ class PrefixCache:
     def known(self, names: Sequence[bytes]) -> int:
         """How many of these blocks are in any tier, from the first on."""
         self._read_evictions()
-        return sum(1 for _ in takewhile(self._cached.__contains__, names))
+        cached = self._cached
+        for count, name in enumerate(names):
+            if name not in cached:
+                return count
+        return len(names)
 
     def remnant(
         self, names: PrefixNames, token_ids: Sequence[int], num_blocks: int, limit: int

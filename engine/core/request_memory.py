@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum, auto
-from operator import le
 from typing import NamedTuple
 
 from baton.engine.core.block_pool import BlockPool
@@ -256,15 +255,21 @@ class RequestMemory:
         whose slots and window blocks count as free. A model without states needs no slot."""
         free_blocks = self._pool.free if free_blocks is None else free_blocks
         free_slots = free_windows = 0
-        if self._states is not None:
+        if self._states is None:
+            slots = 0
+        else:
             free_slots = self._states.free + len(released)
-        if self._windows is not None:
+        if self._windows is None:
+            windows = 0
+        else:
             promised = sum(span.promised for live in released for span in live.window_spans)
             free_windows = self._windows.free + promised
-        wants, free = self._amounts(blocks, slots, windows), Amounts(free_blocks, free_slots, free_windows)
-        if all(map(le, wants, free)):
+        if blocks <= free_blocks and slots <= free_slots and windows <= free_windows:
             return True
-        return self._budget is not None and self._budget.has_room(wants, hits, free=free)
+        free = Amounts(free_blocks, free_slots, free_windows)
+        return self._budget is not None and self._budget.has_room(
+            Amounts(blocks, slots, windows), hits, free=free
+        )
 
     def _amounts(self, blocks: int, slots: int, windows: int) -> Amounts:
         """Without what the model does not have."""

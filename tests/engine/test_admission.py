@@ -46,18 +46,23 @@ def lives_of(rng: random.Random, *, elastic: bool, kinds: str) -> tuple[RequestL
                 copies.name(slot, bytes([number]))
     if elastic:
         budget = Budget(pool, states, copies, pages=PAGES, page_bytes=1, free_pages=rng.randrange(6))
-    share = rng.random()
+    share, cached, spread = (rng.choice((each, rng.random())) for each in (0.0, 1.0, 1.0))
+    apart: list[int] = []
     for number, block in enumerate(pool.allocate(rng.randint(0, pool.free))):
         span, is_read = WindowSpan(), rng.random() < share
-        if windows is not None and windows.free and rng.random() < 0.6:
+        if windows is not None and min(windows.free, windows.spare) > 0 and rng.random() < cached:
             windows.promise(span, 1)
             windows.begin(span, [block], 0, 1)
             if not is_read:
                 windows.end(span, [block])
-        if rng.random() < 0.6:
+            if windows.cells.unused and windows.spare > 0 and rng.random() < spread:
+                apart += windows.cells.take(1)[0]  # so the next one may be in another unit
+        if rng.random() < cached:
             pool.publish(block, bytes([number]))
         if not is_read:
             pool.release([block])
+    if windows is not None:
+        windows.cells.end(*apart)
     for slot in () if states is None else states.take(rng.randint(0, states.free))[0]:
         if states is not None and rng.random() < 0.3:
             states.end(slot)
@@ -102,24 +107,29 @@ def can_be_had(lives: RequestLives, copies: StateCopies | None, wants: Wants, hi
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
 def test_a_request_is_admitted_if_and_only_if_its_memory_can_be_had(elastic: bool, kinds: str) -> None:
     rng, verdicts = random.Random(3), list[tuple[Verdict, bool]]()
-    for _ in range(800):
+    for _ in range(200):
         lives, copies = lives_of(rng, elastic=elastic, kinds=kinds)
         pool, memory = lives.pool, lives.memory
         cached = [block for block in range(BLOCKS) if pool.has_cached(range(block, block + 1))]
-        hits = rng.sample(cached, rng.randint(0, min(3, len(cached))))
+        if rng.random() < 0.5:  # a hit in each unit: their neighbours keep their memory, too
+            cached = [*{block // UNIT: block for block in cached}.values()]
+        hits = rng.sample(cached, rng.randint(0, len(cached)))
         hits.sort(key=pool.has_window)  # of layers with windows, a request reads the last ones
         while hits and not all(map(pool.has_window, hits[-READ:])):
             hits.pop()
-        tokens = rng.randint(max(1, 4 * len(hits)), 4 * BLOCKS)
-        wants = Wants(tokens, hits, rng.randint(0, 2), rng.randint(1, 3), memory.window_need(tokens))
-        answer = memory.admit(wants)
-        choices = [hits, []] if elastic else [hits]
-        possible = [each for each in choices if can_be_had(lives, copies, wants, each)]
-        assert (answer.verdict is Verdict.TAKE) is bool(possible)
-        verdicts.append((answer.verdict, bool(answer.hits)))
-        if not possible:
+        tokens = rng.choice((max(1, 4 * len(hits)), rng.randint(max(1, 4 * len(hits)), 4 * BLOCKS)))
+        need = memory.window_need(tokens)
+        for kept, slots in product(range(8), (1, rng.randint(1, SLOTS))):
+            wants = Wants(tokens, hits, kept, slots, need)
+            answer = memory.admit(wants)
+            choices = [hits, []] if elastic else [hits]
+            possible = [each for each in choices if can_be_had(lives, copies, wants, each)]
+            assert (answer.verdict is Verdict.TAKE) is bool(possible)
+            verdicts.append((answer.verdict, bool(answer.hits)))
+            assert not possible or [*answer.hits] == possible[0], "it begins with what is cached if it can"
+        answer = memory.admit(Wants(tokens, hits, 0, 1, need))
+        if answer.verdict is not Verdict.TAKE:
             continue
-        assert [*answer.hits] == possible[0], "it begins with what is cached if it can"
         live = lives._new(EngineRequest(b"r", [1] * tokens), None)
         memory.take(live, tokens, answer.hits)
         assert (live.states is not None) is ("states" in kinds)
