@@ -59,6 +59,7 @@ class EventStream:
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self.response = web.StreamResponse(headers=_STREAM_HEADERS)
+        self._protocol = request.protocol
         self._transport: asyncio.Transport | None = None
         self._chunked = False
         self._sent_at = -math.inf  # by the clock of the loop
@@ -95,7 +96,7 @@ class EventStream:
         """Whether the client reads, and no comment is due. Else the task has to `write`. `now`: by the clock
         of the loop."""
         transport = self._transport
-        if transport is None or transport.is_closing() or self._request.protocol.writing_paused:
+        if transport is None or transport.is_closing() or self._protocol.writing_paused:
             return False
         return now - self._sent_at < KEEPALIVE_SECONDS
 
