@@ -5,23 +5,11 @@ from collections.abc import Mapping, Sequence
 from grpc.aio import AioRpcError
 
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.all_workers import answers, connected, to_the_end
+from baton.rpc.all_workers import NotDone, answers, connected, to_the_end
 from baton.rpc.tls import TlsFiles
 
 Replies = Mapping[str, pb.AdapterSet | AioRpcError]
 """By address."""
-
-
-class NotChanged(Exception):
-    """Workers have refused the adapters, or have other files at their paths. The others have those of before.
-
-    Attributes:
-        faults: the errors of workers, by address. Empty: the files differ.
-    """
-
-    def __init__(self, faults: Mapping[str, AioRpcError]) -> None:
-        super().__init__(f"the adapters are not those of all workers: {', '.join(faults)}")
-        self.faults = faults
 
 
 async def change_adapters(
@@ -31,7 +19,8 @@ async def change_adapters(
     tls: TlsFiles | None,
     within: float,
 ) -> None:
-    """Gives the workers at these addresses exactly the adapters `wanted`. Raises NotChanged.
+    """Gives the workers at these addresses exactly the adapters `wanted`. Raises NotDone when workers refused
+    them, or have other files at their paths. Then all that answer have the adapters of before.
 
     `workers`: what each has. `within`: seconds in which a worker must answer. A task that is cancelled waits
     for the end, so that no worker is left behind."""
@@ -51,7 +40,7 @@ async def change_adapters(
             return
         before = pb.AdapterSet(revision=revision + 1, replaces=revision, adapters=newest.adapters)
         await set_adapters(dict.fromkeys(changed, before), secret, tls, within)
-        raise NotChanged(faults)
+        raise NotDone(faults, changed=False)
 
     await to_the_end(change())
 

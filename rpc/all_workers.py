@@ -14,6 +14,21 @@ from baton.rpc.tls import TlsFiles
 T = TypeVar("T")
 
 
+class NotDone(Exception):
+    """Workers have refused what all should do, or have not answered.
+
+    Attributes:
+        faults: the errors of these workers, by address. None: a worker ended the call without a reason.
+            Empty: all have done it, with different outcomes.
+        changed: other workers have done it.
+    """
+
+    def __init__(self, faults: Mapping[str, AioRpcError | None], *, changed: bool) -> None:
+        super().__init__(f"not all workers do what was asked: {', '.join(faults)}")
+        self.faults = faults
+        self.changed = changed
+
+
 @contextlib.asynccontextmanager
 async def connected(
     addresses: Iterable[str], secret: bytes, tls: TlsFiles | None

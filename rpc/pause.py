@@ -7,14 +7,14 @@ keep:  steps of all workers end ─▶ paused
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Literal
 
 import grpc
 from grpc.aio import AioRpcError
 
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.all_workers import answers, connected
+from baton.rpc.all_workers import NotDone, answers, connected
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
 
@@ -26,20 +26,6 @@ CONNECT_WITHIN = 5.0
 """For one that may be down."""
 IDLE_CHECK = 0.02
 _NO_ANSWER = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-class NotPaused(Exception):
-    """Workers have refused, or do not answer. No worker is paused, as far as they answer.
-
-    Attributes:
-        faults: the errors of these workers, by address.
-        changed: other workers have done what was asked, if only for a moment.
-    """
-
-    def __init__(self, faults: Mapping[str, AioRpcError], *, changed: bool) -> None:
-        super().__init__(f"not all workers do what was asked: {', '.join(faults)}")
-        self.faults = faults
-        self.changed = changed
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +46,7 @@ class Workers:
 
     async def pause(self, mode: Mode, seconds: float, *, keep_kv: bool = False) -> None:
         """Returns when no worker computes. The pause ends after so many seconds, also that of `wait` which
-        still waits. Raises NotPaused, and TimeoutError if requests run as long as that. If it ends before its
+        still waits. Raises NotDone, and TimeoutError if requests run as long as that. If it ends before its
         time, for whatever reason, the workers go on. `keep_kv`: as in `PauseRequest`."""
         done = False
         try:
@@ -80,16 +66,16 @@ class Workers:
                 resuming.exception()  # the first error is the one to tell
 
     async def resume(self) -> None:
-        """Raises NotPaused."""
+        """Raises NotDone."""
         await self._set(pb.PauseRequest(pause=pb.PAUSE_NONE))
 
     async def release(self, tags: Sequence[str]) -> None:
         """All workers give this memory back, and compute nothing from then on. `tags`: as in MemoryRequest.
-        Raises NotPaused. Then some may have released it: `release` again, or `take_again`."""
+        Raises NotDone. Then some may have released it: `release` again, or `take_again`."""
         await self._set_memory(pb.MemoryRequest(release=True, tags=tags))
 
     async def take_again(self, tags: Sequence[str]) -> list[pb.WorkerStatus]:
-        """All workers have this memory again. Returns what they lack then. Raises NotPaused. Then some may
+        """All workers have this memory again. Returns what they lack then. Raises NotDone. Then some may
         have it: `take_again` again."""
         return await self._set_memory(pb.MemoryRequest(tags=tags))
 
@@ -122,5 +108,5 @@ class Workers:
             else:
                 faults[address] = status
         if faults:
-            raise NotPaused(faults, changed=bool(statuses))
+            raise NotDone(faults, changed=bool(statuses))
         return statuses

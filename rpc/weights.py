@@ -11,10 +11,8 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpc.aio import AioRpcError
-
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.all_workers import answers, connected, to_the_end
+from baton.rpc.all_workers import NotDone, answers, connected, to_the_end
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
 
@@ -38,23 +36,9 @@ class Replaced:
         return f"no worker served for {self.pause:.2f} s"
 
 
-class NotReplaced(Exception):
-    """Workers have refused a step, or have ended their calls.
-
-    Attributes:
-        faults: the errors of these workers, by address. None: a worker ended the call without a reason.
-        changed: some workers have the new weights. False: all workers have those of before.
-    """
-
-    def __init__(self, faults: Mapping[str, AioRpcError | None], *, changed: bool) -> None:
-        super().__init__(f"the weights are not those of all workers: {', '.join(faults)}")
-        self.faults = faults
-        self.changed = changed
-
-    @property
-    def outcome(self) -> str:
-        """For the user."""
-        return "Some workers have the new weights: try again." if self.changed else "No weights have changed."
+def outcome_of(fault: NotDone) -> str:
+    """Of new weights that not all workers took, for the user."""
+    return "Some workers have the new weights: try again." if fault.changed else "No weights have changed."
 
 
 def named(path: str, version: str, *, rolls: bool = False) -> pb.StageWeights:
@@ -88,14 +72,14 @@ class Replacement:
 
     async def stage(self, weights: pb.StageWeights) -> tuple[int, float]:
         """All workers read and check the weights. Returns their bytes and the seconds, of the worker with the
-        most. Raises NotReplaced."""
+        most. Raises NotDone."""
         staged = await _all(self._calls, pb.WeightsCommand(stage=weights))
         return max(r.bytes for r in staged), max(r.seconds for r in staged)
 
     async def apply(self, version: str = "", at_once: int = 0) -> float:
         """All workers compute with the weights from now on. `version`: in place of that of `stage`.
         `at_once`: so many change at the same time, in the order of the addresses; 0: all. Returns the most
-        seconds in which workers did not serve. Raises NotReplaced.
+        seconds in which workers did not serve. Raises NotDone.
 
         A task that is cancelled in the last step waits for its end, so that these workers get the command."""
         longest, calls = 0.0, list(self._calls.items())
@@ -104,8 +88,8 @@ class Replacement:
             began = time.monotonic()
             try:
                 await self._apply(some, version)
-            except NotReplaced as error:
-                raise NotReplaced(error.faults, changed=error.changed or first > 0) from error
+            except NotDone as error:
+                raise NotDone(error.faults, changed=error.changed or first > 0) from error
             longest = max(longest, time.monotonic() - began)
         return longest
 
@@ -123,7 +107,7 @@ async def replace_weights(
     at_once: int = 0,
 ) -> Replaced:
     """Gives the workers at these addresses the weights. `at_once`: as in `Replacement.apply`. Raises
-    NotReplaced."""
+    NotDone."""
     async with replacement_at(addresses, secret, tls) as replacement:
         nbytes, seconds = await replacement.stage(weights)
         return Replaced(nbytes, seconds, await replacement.apply(at_once=at_once), at_once)
@@ -155,10 +139,10 @@ class _Call:
 
 
 async def _all(calls: Mapping[str, _Call], command: pb.WeightsCommand) -> list[pb.WeightsReport]:
-    """The reports of all workers. Raises NotReplaced."""
+    """The reports of all workers. Raises NotDone."""
     replies = await answers({address: call.report(command) for address, call in calls.items()})
     reports = [reply for reply in replies.values() if isinstance(reply, pb.WeightsReport)]
     faults = {x: reply for x, reply in replies.items() if not isinstance(reply, pb.WeightsReport)}
     if faults:
-        raise NotReplaced(faults, changed=command.apply and bool(reports))
+        raise NotDone(faults, changed=command.apply and bool(reports))
     return reports

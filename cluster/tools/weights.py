@@ -10,9 +10,10 @@ from baton.cluster.tools.flip import refusal
 from baton.cluster.tools.http import fetch
 from baton.cluster.tools.secret import secret_for
 from baton.cluster.tools.status import name_of
+from baton.rpc.all_workers import NotDone
 from baton.rpc.pools import in_turns
 from baton.rpc.tls import TlsFiles
-from baton.rpc.weights import NotReplaced, named, replace_weights
+from baton.rpc.weights import named, outcome_of, replace_weights
 from baton.system.words import counted
 
 
@@ -58,12 +59,12 @@ async def _replace(
     version = uuid.uuid4().hex
     try:
         done = await replace_weights(order, named(path, version, rolls=at_once > 0), secret, tls, at_once)
-    except NotReplaced as error:
+    except NotDone as error:
         faults = list[str]()
         for address, fault in error.faults.items():
             why = "it ended the call" if fault is None else refusal(fault, "replace its weights")
             faults.append(f"{names[address]}: {why}")
-        raise ValueError(f"{'; '.join(faults)}. {error.outcome}") from error
+        raise ValueError(f"{'; '.join(faults)}. {outcome_of(error)}") from error
     return (
         f"The weights of {counted(len(workers), 'worker')} are {path}, version {version}: "
         f"{done.nbytes / 1e9:.3g} GB read in {done.read_seconds:.1f} s, {done.outage}."

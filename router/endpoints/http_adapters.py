@@ -13,26 +13,24 @@ from baton.router.api.admin_bodies import LoadAdapterBody, UnloadAdapterBody
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.adapters import NotChanged, change_adapters
+from baton.rpc.adapters import change_adapters
+from baton.rpc.all_workers import NotDone
 
 PATHS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PURPOSE = "load or unload adapters"
 SHOWN_WITHIN, SHOWN_CHECK = 5.0, 0.02  # seconds
 
 
-class HttpAdapters:
-    def __init__(self, calls: AdminCalls) -> None:
-        self._calls = calls
-
+class HttpAdapters(AdminCalls):
     def routes(self) -> list[web.RouteDef]:
         load, unload = PATHS
-        answered = self._calls.answered
+        answered = self.answered
         return [web.post(load, answered(self._load)), web.post(unload, answered(self._unload))]
 
     async def _load(self, request: web.Request) -> web.Response:
-        body = parse(LoadAdapterBody, await self._calls.body(request))
-        name, workers = body.lora_name, await self._calls.ready_workers(PURPOSE)
-        if name in self._calls.config.model_names:
+        body = parse(LoadAdapterBody, await self.body(request))
+        name, workers = body.lora_name, await self.ready_workers(PURPOSE)
+        if name in self.config.model_names:
             raise errors.InvalidRequest(f"the model itself is called {name!r}", param="lora_name")
         newest = _newest(workers)
         # One that a call has left on some workers is loaded on the others.
@@ -45,8 +43,8 @@ class HttpAdapters:
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, request: web.Request) -> web.Response:
-        body = parse(UnloadAdapterBody, await self._calls.body(request))
-        name, workers = body.lora_name, await self._calls.ready_workers(PURPOSE)
+        body = parse(UnloadAdapterBody, await self.body(request))
+        name, workers = body.lora_name, await self.ready_workers(PURPOSE)
         if not any(name in _adapters(worker) for worker in workers):
             raise errors.NotFound(f"the adapter {name!r} cannot be found", param="lora_name")
         adapters = {other: each for other, each in _newest(workers).items() if other != name}
@@ -65,23 +63,23 @@ class HttpAdapters:
             )
             for worker in workers
         }
-        config = self._calls.config
+        config = self.config
         try:
             adapters, within = [*wanted.values()], config.request_timeout
             await change_adapters(known, adapters, config.secret, config.cluster_tls, within)
-        except NotChanged as error:
+        except NotDone as error:
             outcome = "The adapters are those of before."
             if not error.faults:
                 text = f"the files at this path differ between the hosts of the workers. {outcome}"
                 raise errors.InvalidRequest(text, param=param) from error
-            raise self._calls.failed(error.faults, names, outcome, param) from error
+            raise self.failed(error, names, outcome, param) from error
 
     async def _shown(self, name: str, *, served: bool) -> None:
         """Returns when all processes of this router know that the adapter came, or went."""
         loop = asyncio.get_running_loop()
         end = loop.time() + SHOWN_WITHIN
         while loop.time() < end:
-            status = await self._calls.status()
+            status = await self.status()
             processes = status.get("processes", [status["router"]])
             if all((name in process["models"]) is served for process in processes):
                 return

@@ -15,9 +15,12 @@ from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import refusal, serving_key
 from baton.router.endpoints.http_generation import authorization
 from baton.router.workers.checks import explain
+from baton.rpc.all_workers import NotDone
 
 CONNECT_CHECK = 0.05  # seconds
 Handler = Callable[[web.Request], Awaitable[web.Response]]
+Status = Callable[[], Awaitable[dict[str, Any]]]
+"""Gives what `/status` shows."""
 
 _REFUSED = grpc.StatusCode.FAILED_PRECONDITION
 _OFF = "is off: start the router with --admin-key-file FILE or BATON_ADMIN_KEY, and send that key"
@@ -25,13 +28,15 @@ _KEY = "send the key of --admin-key-file or BATON_ADMIN_KEY as `Authorization: B
 
 
 class AdminCalls:
-    """Of one router: its only process serves them, or its supervisor."""
+    """Of one router: its only process serves them, or its supervisor. A subclass has the handlers."""
 
-    def __init__(self, config: RouterConfig, status: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-        """`status`: gives what `/status` shows."""
+    def __init__(self, config: RouterConfig, status: Status) -> None:
         self.config = config
         self.status = status
         self._keys = None if config.admin_key is None else KeyRing((config.admin_key,))
+
+    def routes(self) -> list[web.RouteDef]:
+        raise NotImplementedError
 
     def answered(self, handler: Handler) -> Handler:
         """Checks the key, and turns errors into responses."""
@@ -81,22 +86,22 @@ class AdminCalls:
 
     def failed(
         self,
-        faults: Mapping[str, grpc.aio.AioRpcError | None],
+        error: NotDone,
         names: Mapping[str, str],
         outcome: str,
         param: str | None = None,
-        *,
-        changed: bool = False,
     ) -> errors.ApiError:
-        """The answer to a call that workers have refused or that did not reach them, of which `outcome` tells
-        the end. `faults` and `names` of workers are by address. None: a worker ended the call.
+        """The answer to a call that not all workers have carried out, of which `outcome` tells the end.
+        `names`: of workers, by address.
 
-        A call that workers refuse is the client's fault, unless it has `changed` other workers. `param`: the
+        A call that workers refuse is the client's fault, unless it has changed other workers. `param`: the
         field of the body that is at fault then."""
-        causes = "; ".join(f"{names[address]}: {self._why(fault)}" for address, fault in faults.items())
-        refused = all(fault is not None and fault.code() is _REFUSED for fault in faults.values())
+        causes = "; ".join(f"{names[address]}: {self._why(fault)}" for address, fault in error.faults.items())
+        refused = all(fault is not None and fault.code() is _REFUSED for fault in error.faults.values())
         text = f"{causes}. {outcome}"
-        return errors.Failed(text) if changed or not refused else errors.InvalidRequest(text, param=param)
+        if error.changed or not refused:
+            return errors.Failed(text)
+        return errors.InvalidRequest(text, param=param)
 
     def _why(self, fault: grpc.aio.AioRpcError | None) -> str:
         if fault is None:

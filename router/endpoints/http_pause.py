@@ -12,7 +12,8 @@ from baton.router import errors
 from baton.router.api.admin_bodies import MemoryBody, MemoryTag
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
-from baton.rpc.pause import Mode, NotPaused, Workers, workers_at
+from baton.rpc.all_workers import NotDone
+from baton.rpc.pause import Mode, Workers, workers_at
 from baton.system.words import counted
 
 PATHS = "/pause", "/resume", "/is_paused", "/release_memory_occupation", "/resume_memory_occupation"
@@ -20,18 +21,15 @@ LONGEST = 7 * 24 * 3600.0
 """Seconds of a pause."""
 
 
-class HttpPause:
-    def __init__(self, calls: AdminCalls) -> None:
-        self._calls = calls
-
+class HttpPause(AdminCalls):
     def routes(self) -> list[web.RouteDef]:
         pause, resume, is_paused, release, take_again = PATHS
         return [
-            web.post(pause, self._calls.answered(self._pause)),
-            web.post(resume, self._calls.answered(self._resume)),
-            web.get(is_paused, self._calls.answered(self._is_paused)),
-            web.post(release, self._calls.answered(self._release)),
-            web.post(take_again, self._calls.answered(self._take_again)),
+            web.post(pause, self.answered(self._pause)),
+            web.post(resume, self.answered(self._resume)),
+            web.get(is_paused, self.answered(self._is_paused)),
+            web.post(release, self.answered(self._release)),
+            web.post(take_again, self.answered(self._take_again)),
         ]
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -53,7 +51,7 @@ class HttpPause:
         return web.json_response({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
-        pause = (await self._calls.status())["router"]["pause"]
+        pause = (await self.status())["router"]["pause"]
         return web.json_response({"is_paused": pause != "none", "pause": pause})
 
     async def _release(self, request: web.Request) -> web.Response:
@@ -75,14 +73,14 @@ class HttpPause:
         return web.json_response(outcome | {"lost_weights": any(status.lost_weights for status in statuses)})
 
     async def _tags(self, request: web.Request) -> list[str]:
-        raw = await self._calls.body(request)
+        raw = await self.body(request)
         tags = parse(MemoryBody, raw).tags if raw.strip() else None
         return list(dict.fromkeys(tags or get_args(MemoryTag)))
 
     def _seconds(self, value: str | None) -> float:
         """Requests that run now have ended by then: after `request_timeout` a pause serves none of them."""
         if value is None:
-            return min(self._calls.config.request_timeout, LONGEST)
+            return min(self.config.request_timeout, LONGEST)
         try:
             seconds = float(value)
         except ValueError:
@@ -98,18 +96,18 @@ class HttpPause:
 
         One that is not connected may have dropped the router's stream to take new weights, or start only.
         Then it gets no request while the others are paused."""
-        listed = (await self._calls.status())["workers"]
+        listed = (await self.status())["workers"]
         names = {worker["address"]: name_of(worker) for worker in listed}
         lacking = {w["address"] for w in listed if w["state"] not in ("ready", "draining")}
         if not names:
             raise errors.NoWorker("no worker is known; see `baton status`")
-        config = self._calls.config
+        config = self.config
         opened = workers_at(list(names), config.secret, config.cluster_tls, may_lack=lacking)
         try:
             async with opened as workers:
                 yield workers
-        except NotPaused as error:
-            raise self._calls.failed(error.faults, names, outcome, changed=error.changed) from error
+        except NotDone as error:
+            raise self.failed(error, names, outcome) from error
 
 
 def _mode(value: str) -> Mode:

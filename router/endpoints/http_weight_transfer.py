@@ -19,9 +19,11 @@ from aiohttp import web
 from baton.router import errors
 from baton.router.api.admin_bodies import DiskUpdate, FinishWeightsBody, InitTransferBody, UpdateInfoBody
 from baton.router.api.validation import parse
-from baton.router.endpoints.http_admin import AdminCalls
-from baton.router.endpoints.http_weights import failed, new_version, workers_for_weights
-from baton.rpc.weights import NotReplaced, Replacement, named, replacement_at
+from baton.router.config import RouterConfig
+from baton.router.endpoints.http_admin import AdminCalls, Status
+from baton.router.endpoints.http_weights import new_version, workers_for_weights
+from baton.rpc.all_workers import NotDone
+from baton.rpc.weights import Replacement, named, outcome_of, replacement_at
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +50,9 @@ class _Update:
         self.expiry: asyncio.TimerHandle | None = None
 
 
-class HttpWeightTransfer:
-    def __init__(self, calls: AdminCalls) -> None:
-        self._calls = calls
+class HttpWeightTransfer(AdminCalls):
+    def __init__(self, config: RouterConfig, status: Status) -> None:
+        super().__init__(config, status)
         self._backend = BACKENDS["disk"]
         self._update: _Update | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -58,10 +60,7 @@ class HttpWeightTransfer:
 
     def routes(self) -> list[web.RouteDef]:
         handlers = self._init, self._start, self._stage, self._finish
-        return [
-            web.post(path, self._calls.answered(handler))
-            for path, handler in zip(PATHS, handlers, strict=True)
-        ]
+        return [web.post(path, self.answered(handler)) for path, handler in zip(PATHS, handlers, strict=True)]
 
     async def close(self, app: web.Application) -> None:
         """Ends the update that is under way, if there is one. Workers keep their weights."""
@@ -69,7 +68,7 @@ class HttpWeightTransfer:
             await self._end()
 
     async def _init(self, request: web.Request) -> web.Response:
-        info = parse(InitTransferBody, await self._calls.body(request)).init_info
+        info = parse(InitTransferBody, await self.body(request)).init_info
         name = info.get("backend", "disk")
         if name not in BACKENDS:
             text = f"init_info.backend: must be {' or '.join(BACKENDS)}, not {str(name)[:40]!r}"
@@ -85,21 +84,21 @@ class HttpWeightTransfer:
         return web.json_response({"message": "Weight update started"})
 
     async def _stage(self, request: web.Request) -> web.Response:
-        path = self._backend(parse(UpdateInfoBody, await self._calls.body(request)).update_info)
+        path = self._backend(parse(UpdateInfoBody, await self.body(request)).update_info)
         async with self._one_at_a_time:
             update = self._started()
             if update.replacement is not None:
                 raise errors.InvalidRequest("this update has its weights: call /finish_weight_update")
-            update.names = await workers_for_weights(self._calls)
-            config = self._calls.config
+            update.names = await workers_for_weights(self)
+            config = self.config
             opened = replacement_at(list(update.names), config.secret, config.cluster_tls)
             try:
                 replacement = await update.calls.enter_async_context(opened)
                 weights = named(path, new_version(None))
                 nbytes, seconds = await replacement.stage(weights)
-            except NotReplaced as error:
+            except NotDone as error:
                 await self._end()
-                raise failed(self._calls, error, update.names, "update_info") from error
+                raise self.failed(error, update.names, outcome_of(error), "update_info") from error
             except BaseException:
                 await self._end()
                 raise
@@ -109,7 +108,7 @@ class HttpWeightTransfer:
         return web.json_response(fields)
 
     async def _finish(self, request: web.Request) -> web.Response:
-        raw = await self._calls.body(request)
+        raw = await self.body(request)
         label = parse(FinishWeightsBody, raw).weight_version if raw.strip() else None
         async with self._one_at_a_time:
             update = self._started()
@@ -118,8 +117,8 @@ class HttpWeightTransfer:
             version = new_version(label)
             try:
                 pause = await update.replacement.apply(version)
-            except NotReplaced as error:
-                raise failed(self._calls, error, update.names, "update_info") from error
+            except NotDone as error:
+                raise self.failed(error, update.names, outcome_of(error), "update_info") from error
             finally:
                 await self._end()
         fields = {"message": "Weight update finished", "weight_version": version, "pause_seconds": pause}
@@ -133,7 +132,7 @@ class HttpWeightTransfer:
     def _expires_later(self, update: _Update) -> None:
         if update.expiry is not None:
             update.expiry.cancel()
-        seconds = self._calls.config.request_timeout
+        seconds = self.config.request_timeout
         update.expiry = asyncio.get_running_loop().call_later(seconds, self._expire, update)
 
     def _expire(self, update: _Update) -> None:

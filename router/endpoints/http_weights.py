@@ -4,44 +4,41 @@ import uuid
 
 from aiohttp import web
 
-from baton.router import errors
 from baton.router.api.admin_bodies import UpdateWeightsBody
 from baton.router.api.validation import parse
 from baton.router.endpoints.http_admin import AdminCalls, name_of
+from baton.rpc.all_workers import NotDone
 from baton.rpc.pools import in_turns
-from baton.rpc.weights import NotReplaced, named, replace_weights
+from baton.rpc.weights import named, outcome_of, replace_weights
 from baton.system.words import counted
 
 PATHS = "/get_world_size", "/update_weights_from_disk"
 CONNECT_WITHIN = 5.0  # seconds
 
 
-class HttpWeights:
-    def __init__(self, calls: AdminCalls) -> None:
-        self._calls = calls
-
+class HttpWeights(AdminCalls):
     def routes(self) -> list[web.RouteDef]:
         world_size, update = PATHS
         return [
-            web.get(world_size, self._calls.answered(self._world_size)),
-            web.post(update, self._calls.answered(self._update)),
+            web.get(world_size, self.answered(self._world_size)),
+            web.post(update, self.answered(self._update)),
         ]
 
     async def _world_size(self, request: web.Request) -> web.Response:
-        workers = (await self._calls.status())["workers"]
+        workers = (await self.status())["workers"]
         size = sum(worker["description"]["tensor_parallel_size"] for worker in workers)
         return web.json_response({"world_size": size})
 
     async def _update(self, request: web.Request) -> web.Response:
-        body = parse(UpdateWeightsBody, await self._calls.body(request))
-        names = await workers_for_weights(self._calls)
+        body = parse(UpdateWeightsBody, await self.body(request))
+        names = await workers_for_weights(self)
         at_once = body.max_unavailable or 0
         weights = named(body.model_path, new_version(body.weight_version), rolls=at_once > 0)
-        config = self._calls.config
+        config = self.config
         try:
             done = await replace_weights(list(names), weights, config.secret, config.cluster_tls, at_once)
-        except NotReplaced as error:
-            raise failed(self._calls, error, names, "model_path") from error
+        except NotDone as error:
+            raise self.failed(error, names, outcome_of(error), "model_path") from error
         text = f"the weights of {counted(len(names), 'worker')} are {weights.path}; {done.outage}"
         fields = {"success": True, "message": text, "weight_version": weights.version}
         return web.json_response({**fields, "num_paused_requests": 0})
@@ -61,8 +58,3 @@ async def workers_for_weights(calls: AdminCalls) -> dict[str, str]:
     workers = await calls.ready_workers("get new weights", CONNECT_WITHIN)
     names = {worker["address"]: name_of(worker) for worker in workers}
     return {address: names[address] for address in in_turns(workers)}
-
-
-def failed(calls: AdminCalls, error: NotReplaced, names: dict[str, str], param: str) -> errors.ApiError:
-    """`param`: the field with the weights."""
-    return calls.failed(error.faults, names, error.outcome, param, changed=error.changed)

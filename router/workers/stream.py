@@ -37,9 +37,10 @@ from baton.router.workers.worker import (
 )
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.adapters import set_adapters
+from baton.rpc.all_workers import NotDone
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
-from baton.rpc.weights import NotReplaced, replace_weights
+from baton.rpc.weights import replace_weights
 from baton.system.words import counted
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class WorkerStream:
         try:
             config = self._config
             await replace_weights([worker.address], weights, config.secret, config.cluster_tls)
-        except NotReplaced as error:
+        except NotDone as error:
             [fault] = error.faults.values()
             why = "it ended the call" if fault is None else fault.details()
             worker.reason = f"it cannot take the weights of the other workers: {why}"

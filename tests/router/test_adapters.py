@@ -20,7 +20,8 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers.adapters import KnownAdapters, LacksAdapters
 from baton.router.workers.checks import RefusedWorker
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.adapters import NotChanged, change_adapters
+from baton.rpc.adapters import change_adapters
+from baton.rpc.all_workers import NotDone
 from baton.worker import messages
 from baton.worker.service_process.adapters import WorkerAdapters
 from baton.worker.service_process.grpc_service import done
@@ -235,7 +236,7 @@ async def test_of_two_callers_at_the_same_time_one_is_refused() -> None:
         assert worker.applies is not None
         worker.applies.set()
     await first
-    with pytest.raises(NotChanged):
+    with pytest.raises(NotDone):
         await second
     for worker in workers:
         assert [each.name for each in worker.about.adapters] == ["one"]
@@ -247,9 +248,11 @@ async def test_a_worker_that_does_not_answer_in_time_is_named() -> None:
     worker.applies = asyncio.Event()
     await worker.start()
     wanted = [pb.Adapter(name="one", path="/one")]
-    with pytest.raises(NotChanged) as raised:
+    with pytest.raises(NotDone) as raised:
         await change_adapters({worker.address: pb.AdapterSet()}, wanted, SECRET, None, 0.01)
-    assert raised.value.faults[worker.address].code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    fault = raised.value.faults[worker.address]
+    assert fault is not None
+    assert fault.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     worker.applies.set()
     await worker.kill()
 

@@ -13,7 +13,8 @@ from baton.router.admission.keys import ApiKey
 from baton.router.policy.placement import PrefillWindow
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.pause import NotPaused, workers_at
+from baton.rpc.all_workers import NotDone
+from baton.rpc.pause import workers_at
 from tests.fake_worker import SECRET, FakeWorker
 
 from .conftest import Cluster, make_cluster
@@ -224,7 +225,7 @@ async def test_a_worker_that_takes_new_weights_just_now_goes_on_with_the_others(
         await workers.resume()
     assert decode.status.pause == pb.PAUSE_NONE
     for address in addresses:
-        with pytest.raises(NotPaused) if address == prefill.address else contextlib.nullcontext():
+        with pytest.raises(NotDone) if address == prefill.address else contextlib.nullcontext():
             async with workers_at([address], SECRET, None) as workers:
                 await workers.resume()
 

@@ -23,8 +23,9 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import roster
 from baton.rpc import inference_pb2
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.all_workers import NotDone
 from baton.rpc.pools import in_turns
-from baton.rpc.weights import NotReplaced, named, replace_weights
+from baton.rpc.weights import named, replace_weights
 from baton.weights import RefusedUpdate, UnfinishedUpdate, Weights
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 from tests.within import within
@@ -241,7 +242,7 @@ async def test_workers_change_in_turns_and_a_fault_ends_the_change(
         assert workers[0].weights.rolls
         await workers[1].kill()
         newer = named("/step-300", "v3", rolls=True)
-        with pytest.raises(NotReplaced) as caught:
+        with pytest.raises(NotDone) as caught:
             await replace_weights([prefill, first], newer, SECRET, None, 1)
         assert not caught.value.changed, "all read the weights first"
 
