@@ -29,7 +29,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
-from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from baton.kv_names.cache_kinds import latent_head_dim
@@ -49,6 +48,7 @@ from baton.vllm_worker.caches import (
 from baton.vllm_worker.identity import fingerprint, secret
 from baton.vllm_worker.metadata import REJECTED, ConnectorScheduler, StepMetadata
 from baton.vllm_worker.mixed_steps import MixedSteps
+from baton.vllm_worker.patches import mend
 from baton.vllm_worker.pins import Pins
 from baton.vllm_worker.state_chunks import compute_as_decodes, least_chunk
 from baton.vllm_worker.supported import check_config, check_groups
@@ -120,14 +120,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             )
         else:
             die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
-        if current_platform.is_cpu() and vllm_config.parallel_config.data_parallel_size > 1:
-            from baton.vllm_worker.cpu_experts import add_collectives
-
-            add_collectives()
-        if current_platform.is_cpu() and vllm_config.speculative_config is not None:
-            from baton.vllm_worker.cpu_drafts import repeat_what_drafts_are_sampled_with
-
-            repeat_what_drafts_are_sampled_with()
+        mend("model", vllm_config)
         # A client expects the first token from the decode server, which computes the last position again.
         # Blocks behind a window are gone then, and states would have the position twice.
         recomputed = int(len(self._groups) > 1 and not self._settings.attach)

@@ -15,8 +15,7 @@ def repeat_what_drafts_are_sampled_with() -> None:
     """In the process with the model, before its first step. May be repeated."""
     from vllm.v1.sample import rejection_sampler
 
-    kernel = rejection_sampler.expand_kernel
-    setattr(kernel, "_impl" if hasattr(kernel, "_impl") else "func", _repeat)  # the second before 0.30
+    rejection_sampler.expand_kernel._impl = _repeat
 
 
 def _repeat(

@@ -36,10 +36,10 @@ from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Attach, Pool, events_address
 from baton.vllm_worker.chosen_steps import PROMPT, Chosen, Kind, rounds
-from baton.vllm_worker.coordinator import tie_coordinators
 from baton.vllm_worker.grammars import Gate
 from baton.vllm_worker.images import Images, settings_of
 from baton.vllm_worker.options import command_line, computes_other_kv
+from baton.vllm_worker.patches import mend
 from baton.vllm_worker.roles import EngineGone
 from baton.vllm_worker.sampling import after_reasoning, sampling
 from baton.vllm_worker.supported import check_config
@@ -92,11 +92,7 @@ class VLLM:
                 f"--data-parallel-size {replicas}: this model has no experts that workers could share; leave "
                 "it out, and start more workers"
             )
-        tie_coordinators()
-        if current_platform.is_cpu() and vllm_config.cache_config.mamba_cache_mode == "align":
-            from baton.vllm_worker.cpu_states import cut_prompts_at_blocks
-
-            cut_prompts_at_blocks()
+        mend("engine", vllm_config)
         # On CPUs vLLM has just set "spawn", and each of its processes would import all again.
         os.environ[_METHOD] = method
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[StepLogger], disable_log_stats=True)

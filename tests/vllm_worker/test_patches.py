@@ -1,0 +1,51 @@
+"""Patches of vLLM: which versions get them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.vllm_worker import patches
+from baton.vllm_worker.patches import PATCHES, Patch, mend
+from baton.vllm_worker.version import TESTED
+
+pytestmark = pytest.mark.all
+
+FIRST, LAST = TESTED
+NEWER = (LAST[0], LAST[1] + 1)
+
+
+def test_no_patch_stays_that_no_tested_version_needs() -> None:
+    assert PATCHES
+    assert all(FIRST <= patch.last <= LAST for patch in PATCHES)
+
+
+@pytest.mark.parametrize(
+    ("last", "release", "applied"),
+    [
+        (FIRST, FIRST, True),
+        (FIRST, LAST, False),
+        (LAST, FIRST, True),
+        (LAST, LAST, True),
+        (LAST, NEWER, True),
+    ],
+)
+def test_a_patch_is_for_versions_up_to_the_last_that_needs_it(
+    last: Any, release: Any, applied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that is not tested gets what the last tested one needs."""
+    done = list[str]()
+    found = [
+        Patch("engine", lambda config: config.helps, lambda: done.append("engine"), last),
+        Patch("model", lambda _: True, lambda: done.append("model"), last),
+    ]
+    monkeypatch.setattr(patches, "PATCHES", found)
+    monkeypatch.setattr(patches, "installed_release", lambda: release)
+    config: Any = SimpleNamespace(helps=True)
+    mend("engine", config)
+    assert done == ["engine"] * applied
+    config.helps = False
+    mend("engine", config)
+    assert done == ["engine"] * applied
