@@ -20,6 +20,7 @@ from baton.router.admission.queue import Admission
 from baton.router.api.jobs import Job, SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.errors import ApiError, Overloaded, RateLimited, TooSlow
+from baton.router.generation.context import RequestContext
 from baton.router.generation.generation import Generation
 from baton.router.generation.output import Choice, Consumers, Delta, TokenQueue, WeightsVersions
 from baton.router.history import Ended
@@ -168,23 +169,21 @@ class ActiveRequest:
         with self._traced() as span, services.active.counting(self):
             turns = self.entry.turns(sizes, self.options.priority)
             try:
+                context = RequestContext(
+                    pool=services.pool,
+                    parked=services.admission.parked,
+                    metrics=services.metrics,
+                    tokens=self._token_queue,
+                    versions=self._versions,
+                    name=self.name,
+                    span=span,
+                    began_at=self.entry.began_at,
+                    deadline=self.deadline,
+                    worker_wait=services.config.worker_wait,
+                    max_wait=min(services.config.max_wait, self.entry.max_wait),
+                )
                 self._generations = [
-                    Generation(
-                        job=job,
-                        turn=turn,
-                        pool=services.pool,
-                        parked=services.admission.parked,
-                        tokens=self._token_queue,
-                        versions=self._versions,
-                        metrics=services.metrics,
-                        index=index,
-                        name=self.name,
-                        began_at=self.entry.began_at,
-                        span=span,
-                        deadline=self.deadline,
-                        worker_wait=services.config.worker_wait,
-                        max_wait=min(services.config.max_wait, self.entry.max_wait),
-                    )
+                    Generation(job, turn, index, context)
                     for index, (job, turn) in enumerate(zip(self.jobs, turns, strict=True))
                 ]
                 for generation in self._generations:
@@ -350,7 +349,7 @@ class ActiveRequest:
         cut = "error" if self._failure else "abort"
         return Ended(
             id=self.name,
-            began_at=first.began_at,
+            began_at=self.entry.began_at,
             seconds=seconds,
             prompt_tokens=used.prompt_tokens,
             cached_tokens=used.cached_tokens,

@@ -12,14 +12,13 @@ from typing import Any
 
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
+from baton.router.generation.context import RequestContext
 from baton.router.generation.failures import FailureCount
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import Held
 from baton.router.policy.prefill import PrefillRequest
-from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Attempt, AttemptEvent
 from baton.rpc import worker_pb2 as pb
-from baton.system.tracing import Span
 
 
 class PrefillState(IntEnum):
@@ -66,12 +65,8 @@ class AttemptPair:
 
     on_event: Callable[[Attempt, AttemptEvent | None], None]
     """Is told what happens to the attempts."""
-    span: Span
-    """Of the request."""
     job: Job
-    name: str
-    """The request id that the client knows."""
-    pool: WorkerPool
+    context: RequestContext
     waits: Waits
     prefill: PrefillAttempt | None = None
     decode: DecodeAttempt | None = None
@@ -145,27 +140,27 @@ class AttemptPair:
 
     def request(self) -> PrefillRequest:
         """What a plan must know. Workers that failed the request or compute other bits are avoided."""
-        avoid = self.failures.avoid
+        pool, avoid = self.context.pool, self.failures.avoid
         if self.numerics:
-            avoid = avoid | self.pool.of_other_numerics(self.numerics)
+            avoid = avoid | pool.of_other_numerics(self.numerics)
         version, attempt = None, self.prefill or self.decode
-        if self.pool.rolls:
-            version = self.pool.version_for(None if attempt is None else attempt.worker.weights_version)
-            avoid = avoid | self.pool.of_other_weights(version)
+        if pool.rolls:
+            version = pool.version_for(None if attempt is None else attempt.worker.weights_version)
+            avoid = avoid | pool.of_other_weights(version)
         job, emitted = self.job, len(self.output_ids)
         return PrefillRequest(
             job.session_key,
             len(job.prompt_ids) + emitted,
             job.chunks,
             avoid,
-            arrival=self.pool.prompts,
-            answer=self.pool.desk.answers.expected(job.answer_names, emitted, self.tokens_left),
+            arrival=pool.prompts,
+            answer=pool.desk.answers.expected(job.answer_names, emitted, self.tokens_left),
             # Log probabilities of the prompt come before its first token.
             one_token=self.tokens_left == 1 or (job.scores_prompt and not emitted),
             interrupted=self.retried,
             may_split=self.may_split and not emitted and not job.scores_prompt and not job.images,
             images=[each.span for each in job.images],
-            encoded_in=self.pool.encoders.expected(job.images),
+            encoded_in=pool.encoders.expected(job.images),
             pair=job.pair,
             adapter=job.adapter,
             version=version,
@@ -186,8 +181,8 @@ class AttemptPair:
 
     def submit(self, plan: Plan) -> None:
         """Sends what the plan says, and ends what it does not keep."""
-        if self.span.exported and not self.waits.prefilled:
-            self.span.set(plan.attributes())
+        if self.context.span.exported and not self.waits.prefilled:
+            self.context.span.set(plan.attributes())
         self.waits.worker_found()
         if plan.ranges:
             self.end_prefill()
@@ -222,8 +217,8 @@ class AttemptPair:
         """Makes the attempts of all workers that compute the prompt, and sends nothing yet."""
         attempts = {
             row: PrefillAttempt(
-                worker=self.pool.by_row[row],
-                name=self.name,
+                worker=self.context.pool.by_row[row],
+                name=self.context.name,
                 tenant=self.job.tenant,
                 on_event=self.on_event,
                 plan=plan,
@@ -243,7 +238,7 @@ class AttemptPair:
         for part in plan.ranges if prefill.parts else ():
             attempt = attempts[part.worker]
             ranges.append(pb.PlanRange(start=part.start, stop=part.stop, **_named(attempt)))
-        self.pool.prompts += 1
+        self.context.pool.prompts += 1
         for row, attempt in attempts.items():
             last = attempt is prefill
             request = self._request(plan, self.output_ids, plan.within, last=not last or plan.decode is None)
@@ -265,11 +260,11 @@ class AttemptPair:
         """The worker fetches the KV of the current prefill, and repeats its token. Without a prefill it
         computes the prompt itself."""
         assert plan.decode is not None
-        worker, prefill = self.pool.by_row[plan.decode], self.prefill
+        worker, prefill = self.context.pool.by_row[plan.decode], self.prefill
         output_ids = self.output_ids if prefill is None else self.output_ids[: prefill.base]
         decode = self.decode = DecodeAttempt(
             worker=worker,
-            name=self.name,
+            name=self.context.name,
             tenant=self.job.tenant,
             on_event=self.on_event,
             plan=plan,
@@ -283,7 +278,7 @@ class AttemptPair:
             prefill.fetches += 1
             submit.source.CopyFrom(self._next_source(decode, prefill))
         else:
-            self.pool.prompts += 1
+            self.context.pool.prompts += 1
             if plan.source is not None:
                 submit.content.CopyFrom(plan.source.message())
         self._submit(decode, pb.RouterMessage(decode=submit), computes_prompt=prefill is None)
@@ -324,7 +319,7 @@ class AttemptPair:
             cache_salt=job.cache_salt,
             adapter=job.adapter,
             tenant=job.tenant,
-            name=self.name,
+            name=self.context.name,
         )
         sampling = request.sampling
         if output_ids:  # they came after all log probabilities of the prompt
@@ -350,16 +345,18 @@ class AttemptPair:
         self.numerics = self.numerics or numerics
         self.numerics_changed |= numerics != self.numerics
         attempt.images = self.job.images
-        worker.submit(attempt, message, self.span)
+        worker.submit(attempt, message, self.context.span)
         if computes_prompt and not encodes:
             for image in self.job.images:
                 if image.span.stop > attempt.plan.cached:
-                    self.pool.encoders.want(attempt, image)
+                    self.context.pool.encoders.want(attempt, image)
 
     def _promise(self, prefill: PrefillAttempt, positions: int) -> None:
         """Keeps so many positions for its decode. 0: its decode is submitted, or it needs none."""
         if positions != prefill.promised:
-            self.pool.desk.promise(bool(positions) - bool(prefill.promised), positions - prefill.promised)
+            self.context.pool.desk.promise(
+                bool(positions) - bool(prefill.promised), positions - prefill.promised
+            )
             prefill.promised = positions
 
     # ------------------------------------------------------------ end

@@ -10,22 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.router import prompt_logprobs
-from baton.router.admission.parked import Deadline, Parked, Waits
+from baton.router.admission.parked import Waits
 from baton.router.admission.queue import Turn, TurnResult
 from baton.router.api.jobs import Job
 from baton.router.errors import Aborted, ApiError, Failed, InvalidRequest, ModelNotFound, Paused, TimedOut
 from baton.router.generation.attempts import AttemptPair, PrefillState, Verdict
+from baton.router.generation.context import RequestContext
 from baton.router.generation.failures import is_failure
-from baton.router.generation.output import Delta, TokenQueue, WeightsVersions
+from baton.router.generation.output import Delta
 from baton.router.history import EVENTS, Event
-from baton.router.metrics import Metrics
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import Lack
-from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Attempt, AttemptEvent, NotEncoded, Worker
 from baton.rpc import worker_pb2 as pb
 from baton.system.logs import of_request
-from baton.system.tracing import Span
 
 log = logging.getLogger(__name__)
 _DEADLINES: dict[type[ApiError], str] = {TimedOut: "request", Paused: "pause"}
@@ -34,26 +32,13 @@ _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """Writes tokens into `tokens` under `index`. The last one has a finish reason, or is an ApiError."""
+    """Writes tokens into `context.tokens` under `index`. The last one has a finish reason, or is an
+    ApiError."""
 
     job: Job
     turn: Turn
-    pool: WorkerPool
-    parked: Parked
-    tokens: TokenQueue
-    versions: WeightsVersions
-    """Of all generations of the request."""
-    metrics: Metrics
     index: int
-    name: str
-    """The request id that the client knows."""
-    span: Span
-    deadline: Deadline
-    worker_wait: float
-    max_wait: float
-    """Seconds that it may wait for the end of a pause, before a worker has it."""
-    began_at: float
-    """The time.monotonic() at which its request was admitted."""
+    context: RequestContext
     cached_tokens: int = 0
     """Prompt tokens that were cached when the request came, as its prefill has found. 0 until then."""
     accepted_drafts: int = 0
@@ -80,21 +65,22 @@ class Generation:
     pair: AttemptPair = field(init=False)
 
     def __post_init__(self) -> None:
-        self._emitted_at = self.began_at
-        self.metrics.waiting.inc()
+        context = self.context
+        self._emitted_at = context.began_at
+        context.metrics.waiting.inc()
         self._waits = Waits(
-            parked=self.parked,
-            name=self.name,
+            parked=context.parked,
+            name=context.name,
             advance=self.advance,
             on_deadline=self._waited_too_long,
-            deadline=self.deadline,
-            worker_wait=self.worker_wait,
+            deadline=context.deadline,
+            worker_wait=context.worker_wait,
             tenant=self.job.tenant,
         )
-        self.pair = AttemptPair(self._on_event, self.span, self.job, self.name, self.pool, self._waits)
+        self.pair = AttemptPair(self._on_event, self.job, context, self._waits)
 
     def __repr__(self) -> str:
-        return f"request {self.name}"
+        return f"request {self.context.name}"
 
     def _note(self, what: str, *workers: Worker) -> None:
         for worker in workers:
@@ -111,7 +97,7 @@ class Generation:
         if self.pair.decode is None:
             if self.turn.is_new:
                 tokens = len(self.job.prompt_ids)
-                self.turn.computes(uncached := self.pool.desk.uncached(self.job.chunks, tokens))
+                self.turn.computes(uncached := self.context.pool.desk.uncached(self.job.chunks, tokens))
                 if self._cached_before is None:
                     self._cached_before = tokens - uncached
             self.turn.wait(self._start)
@@ -124,20 +110,20 @@ class Generation:
         try:
             return self._go_on()
         except Exception as error:
-            log.exception("%r: a defect in the router", self, extra=of_request(self.name))
+            log.exception("%r: a defect in the router", self, extra=of_request(self.context.name))
             self.fail(ApiError(f"{self}: a defect in the router: {type(error).__name__}: {error}"))
             return TurnResult.PARKED
 
     def _go_on(self) -> TurnResult:
         """Plans from what workers hold of the request, and submits the plan or waits for what it lacks."""
         pair = self.pair
-        if (pause := self.pool.pause) and (self.turn.is_new or pause == pb.PAUSE_STEPS):
-            self._waits.wait_for_resume(self.max_wait if self.turn.is_new else math.inf)
+        if (pause := self.context.pool.pause) and (self.turn.is_new or pause == pb.PAUSE_STEPS):
+            self._waits.wait_for_resume(self.context.max_wait if self.turn.is_new else math.inf)
             return TurnResult.PARKED
         # Without budget there is no plan: in a storm of retries the loop would make thousands in vain.
         if pair.loses or (pair.prefill is None and not self._waits.may_prefill()):
             return TurnResult.PARKED
-        planned = self.pool.desk.plan(pair.request(), pair.held())
+        planned = self.context.pool.desk.plan(pair.request(), pair.held())
         match planned:
             case Lack.TURN:
                 pair.end_decode()
@@ -154,13 +140,15 @@ class Generation:
 
     def _submit(self, planned: Plan) -> TurnResult:
         if planned.reason is not None:
-            self.metrics.on_one_worker(planned.reason, planned.costs)
-        self.metrics.split_prompts.inc(planned.place == "split")
+            self.context.metrics.on_one_worker(planned.reason, planned.costs)
+        self.context.metrics.split_prompts.inc(planned.place == "split")
         self.pair.submit(planned)
         rows = dict.fromkeys(part.worker for part in planned.ranges)
         if planned.decode is not None:
             rows[planned.decode] = None
-        self._note(f"planned: {planned.reason or planned.place}", *map(self.pool.by_row.__getitem__, rows))
+        self._note(
+            f"planned: {planned.reason or planned.place}", *map(self.context.pool.by_row.__getitem__, rows)
+        )
         if planned.ranges and not self.pair.reserves:
             self._prompt_sent(planned)
         return TurnResult.QUEUED if self.pair.queues else TurnResult.SENT
@@ -169,7 +157,7 @@ class Generation:
         self._prompts_sent += 1
         if not self._waits.prefilled:
             self.queue_seconds = self._waits.waited
-            self.metrics.queue.observe(self.queue_seconds)
+            self.context.metrics.queue.observe(self.queue_seconds)
         self._waits.prefill_sent()
         if not self.pair.output_ids:  # a prompt that is computed again after that costs its key nothing
             self.turn.computes(self.pair.length - planned.cached)
@@ -190,7 +178,7 @@ class Generation:
             self._emitted(attempt, event, token_id)
         elif verdict is Verdict.BROKEN:
             text = "%r: %s continues another text; the decode starts again"
-            log.warning(text, self, attempt.worker, extra=of_request(self.name))
+            log.warning(text, self, attempt.worker, extra=of_request(self.context.name))
             self._failed(attempt, "mismatch", counts=True, message="")
         prefill = pair.prefill
         if prefill is not None and attempt is prefill and prefill.state is PrefillState.SERVED:
@@ -237,7 +225,7 @@ class Generation:
         pair = self.pair
         if pair.failures.avoid:  # each failure adds to it
             pair.failures.token()
-        self.versions.computed(attempt.weights_version)
+        self.context.versions.computed(attempt.weights_version)
         self.turn.generated()
         emitted = len(pair.output_ids)
         self._measure(emitted)
@@ -262,7 +250,7 @@ class Generation:
             self._waits.free_retry()
             finish_reason = None
         logprobs = event.logprobs if event.HasField("logprobs") else None
-        self.tokens.put(self.index, Delta(token_id, logprobs, finish_reason, scores))
+        self.context.tokens.put(self.index, Delta(token_id, logprobs, finish_reason, scores))
         if finish_reason is not None:
             self.cancel()
         elif pair.decode is None:
@@ -270,7 +258,8 @@ class Generation:
 
     def _measure(self, emitted: int) -> None:
         """Counts the latency of a token. Until the first one the request waits, and then it runs."""
-        metrics, now = self.metrics, time.monotonic()
+        context, now = self.context, time.monotonic()
+        metrics = context.metrics
         passed, self._emitted_at = now - self._emitted_at, now
         if emitted == 1:
             metrics.waiting.dec()
@@ -278,7 +267,7 @@ class Generation:
             self.first_token_seconds = passed
             self._note("first token")
             metrics.time_to_first_token.observe(passed)
-            self.span.set({"gen_ai.latency.time_to_first_token": passed})
+            context.span.set({"gen_ai.latency.time_to_first_token": passed})
             return
         self.later_seconds += passed
         metrics.inter_token.observe(passed)
@@ -331,7 +320,7 @@ class Generation:
 
     def _failed(self, attempt: Attempt, cause: str, *, counts: bool, message: str) -> None:
         """An attempt failed. The generation goes on from what workers still hold of it."""
-        pair, worker = self.pair, attempt.worker
+        context, pair, worker = self.context, self.pair, attempt.worker
         # A part of a prompt that was late, or that needed one: one worker computes all of it again.
         part_failed = cause == "dropped" and attempt.plan.place == "split" and not pair.output_ids
         decode = pair.decode
@@ -339,7 +328,7 @@ class Generation:
         if self.done or not pair.drop(attempt, cause):
             return
         self._prompts_sent -= refused
-        self.metrics.retries[cause].inc()
+        context.metrics.retries[cause].inc()
         self._note(f"attempt ended: {cause}", worker)
         pair.retried = True
         pair.may_split &= cause == "no_room"
@@ -349,13 +338,13 @@ class Generation:
         elif cause == "lost":
             pair.failures.lost(worker.address)
         if counts or cause == "lost":
-            total, fields = pair.failures.total, of_request(self.name)
+            total, fields = pair.failures.total, of_request(context.name)
             log.info("%r: attempt %d failed (%s): %s", self, total, cause, message, extra=fields)
-            self.metrics.history.attempt_failed(self.name, cause, str(worker), message)
+            context.metrics.history.attempt_failed(context.name, cause, str(worker), message)
         elif part_failed:
             text = "%r: the part of its prompt at %s failed, so one worker computes all of it: %s"
-            log.warning(text, self, worker, message, extra=of_request(self.name))
-            self.metrics.history.attempt_failed(self.name, "part_failed", str(worker), message)
+            log.warning(text, self, worker, message, extra=of_request(context.name))
+            context.metrics.history.attempt_failed(context.name, "part_failed", str(worker), message)
         if pair.failures.exhausted:
             times = f"{pair.failures.total} times without a new token"
             self.fail(Failed(f"{self} failed {times}; the last failure: {message}"))
@@ -367,12 +356,12 @@ class Generation:
     def fail(self, error: ApiError) -> None:
         if not self.done:
             if error.status >= 500:
-                log.warning("%r: %s", self, error.message, extra=of_request(self.name))
-            self.tokens.put(self.index, error)
+                log.warning("%r: %s", self, error.message, extra=of_request(self.context.name))
+            self.context.tokens.put(self.index, error)
             self.cancel()
 
     def _waited_too_long(self, error: ApiError) -> None:
-        self.metrics.deadlines[_DEADLINES.get(type(error), "worker_wait")].inc()
+        self.context.metrics.deadlines[_DEADLINES.get(type(error), "worker_wait")].inc()
         self.fail(error)
 
     def cancel(self) -> None:
@@ -380,7 +369,7 @@ class Generation:
         if self.done:
             return
         self.done = True
-        (self.metrics.running if self.pair.output_ids else self.metrics.waiting).dec()
+        (self.context.metrics.running if self.pair.output_ids else self.context.metrics.waiting).dec()
         self._waits.end()
         self.pair.end()
         self.turn.end()

@@ -10,12 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
 from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict
+from baton.router.generation.context import RequestContext
 from baton.router.policy.desk import Desk
 from baton.router.policy.plan import Plan
-from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Attempt, Worker
 from baton.rpc import worker_pb2 as pb
-from baton.system.tracing import Span
 
 WORKER = Worker("w", Desk(time.monotonic, seed=1), lambda: None, lambda _: None)
 PLAN = Plan("handover", decode=0)
@@ -23,8 +22,8 @@ PLAN = Plan("handover", decode=0)
 
 def make_pair() -> AttemptPair:
     job = Job([1], pb.SamplingParams(), 0, [])
-    span, pool, waits = cast("Span", None), cast("WorkerPool", None), cast("Waits", None)
-    return AttemptPair(lambda attempt, event: None, span, job, "r", pool, waits)
+    context, waits = cast("RequestContext", None), cast("Waits", None)
+    return AttemptPair(lambda attempt, event: None, job, context, waits)
 
 
 def begin_prefill(pair: AttemptPair) -> PrefillAttempt:

@@ -21,6 +21,7 @@ from baton.router.admission.parked import Deadline
 from baton.router.admission.queue import Admission
 from baton.router.api.jobs import Job
 from baton.router.config import RouterConfig
+from baton.router.generation.context import RequestContext
 from baton.router.generation.failures import MAX_FAILURES, MAX_LOSSES
 from baton.router.generation.generation import Generation
 from baton.router.generation.output import Consumers, Delta, TokenQueue, WeightsVersions
@@ -113,11 +114,12 @@ class Life:
         self.entering = entering(self.admission, account)
         self.account, entry = account, self.entering.__enter__()
         [turn] = entry.turns([PROMPT])
-        self.generation = Generation(
-            Job([5] * PROMPT, sampling, rng.getrandbits(64), []), turn, pool, self.admission.parked,
-            self.tokens, WeightsVersions(), METRICS, index=0, name="r", span=span,
-            deadline=Deadline(time.monotonic(), 1e6), worker_wait=1e6, max_wait=1e6, began_at=0.0,
+        context = RequestContext(
+            pool=pool, parked=self.admission.parked, metrics=METRICS, tokens=self.tokens,
+            versions=WeightsVersions(), name="r", span=span, began_at=0.0,
+            deadline=Deadline(time.monotonic(), 1e6), worker_wait=1e6, max_wait=1e6,
         )  # fmt: skip
+        self.generation = Generation(Job([5] * PROMPT, sampling, rng.getrandbits(64), []), turn, 0, context)
         self.generation.advance()
         self.check()
 
