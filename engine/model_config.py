@@ -193,6 +193,11 @@ class StateConfig:
     """Whether the two products have biases."""
     dt_limits: tuple[float, float]
     norm_eps: float
+    dtype: str = "float32"
+    """Of the states of heads: as the checkpoint says, or the user. Inputs of the convolution are of the
+    model's dtype."""
+    says_dtype: bool = field(default=False, compare=False, repr=False)
+    """Whether the checkpoint or the user names it."""
     low_rank: int = 0
     """Numbers from which the gates of all heads are made, and what each dimension of a key decays by. 0: they
     are made from the hidden state."""

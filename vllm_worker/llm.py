@@ -68,6 +68,8 @@ class VLLM:
             on_step: gets vLLM's statistics after each step, in the thread of the event loop.
         """
         self._engine = config.engine
+        chosen = config.engine.state_dtype
+        self._state_dtype = "" if chosen == "auto" else f" {chosen}"
         self._computes_other_kv = computes_other_kv(config.engine_args)
         if current_platform.device_type != config.engine.device:
             platform = current_platform.device_type
@@ -213,7 +215,9 @@ class VLLM:
                 log.info("no worker with Baton's engine can be in this cluster: %s", error)
         described = pb.WorkerDescription(
             model_fingerprint=fingerprint,
-            content_root=content_root(fingerprint, str(model.dtype), f"torch.{attach.layout.dtype}"),
+            content_root=content_root(
+                fingerprint, str(model.dtype), f"torch.{attach.layout.dtype}{self._state_dtype}"
+            ),
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
             block_size=attach.pool.block_size,

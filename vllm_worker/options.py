@@ -10,7 +10,7 @@ from typing import Any
 from baton.engine import EngineConfig, SpeculativeConfig
 from baton.worker.group import Group
 
-_RENAMED = {"num_blocks": "num_gpu_blocks_override"}
+_RENAMED = {"num_blocks": "num_gpu_blocks_override", "state_dtype": "mamba_ssm_cache_dtype"}
 _SAME = (
     "model", "revision", "tokenizer", "dtype", "block_size", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "gpu_memory_utilization", "seed", "tensor_parallel_size", "num_blocks",
@@ -118,9 +118,9 @@ def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
     for name in _SAME:
         if (value := getattr(engine, name)) is not None:
             line += [_flag(_RENAMED.get(name, name)), str(value)]
-    for name in ("load_format", "quantization"):
+    for name in ("load_format", "quantization", "state_dtype"):
         if (value := getattr(engine, name)) != "auto":
-            line += [_flag(name), value]
+            line += [_flag(_RENAMED.get(name, name)), value]
     line.append("--enable-prefix-caching" if engine.enable_prefix_caching else "--no-enable-prefix-caching")
     if (drafts := engine.speculative_config) is not None:
         line += ["--speculative-config", json.dumps(_of_drafts(drafts))]

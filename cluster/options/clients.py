@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import typer
 
-from baton.cluster.options.engine import kv_cache_dtype
+from baton.cluster.options.engine import kv_cache_dtype, state_dtype
 from baton.cluster.options.parameters import (
     NO_ARGV,
     OLD_FILE,
@@ -147,6 +147,7 @@ class SizingOptions:
     prefill_tensor_parallel_size: int = opt(1, "GPUs of one prefill worker.", "N", check=between(1))
     decode_tensor_parallel_size: int = opt(1, "GPUs of one decode worker.", "N", check=between(1))
     kv_cache_dtype: Literal["auto", "fp8"] = kv_cache_dtype()
+    state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = state_dtype()
     measured: Path | None = opt(
         None,
         "Use the speeds in this file, from `python -m baton.bench.engine --json FILE` in a clone of Baton.",

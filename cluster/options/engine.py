@@ -71,6 +71,14 @@ def kv_cache_dtype() -> Any:
     return opt("auto", text)
 
 
+def state_dtype() -> Any:
+    text = (
+        "Type of the states of Mamba-2 and linear attention: auto (what the checkpoint says, else float32). "
+        "bfloat16 takes about half the bytes."
+    )
+    return opt("auto", text)
+
+
 Optimize = Literal["latency", "balanced", "throughput"]
 
 
@@ -98,6 +106,7 @@ class EngineOptions:
         "auto", "Type of weights and activations; auto is the model's."
     )
     kv_cache_dtype: Literal["auto", "fp8"] = kv_cache_dtype()
+    state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = state_dtype()
     load_format: Literal["auto", "dummy"] = opt("auto", "dummy: random weights, for benchmarks.")
     quantization: Literal["auto", "fp8", "int4", "none", "gguf"] = opt(
         "auto",

@@ -10,6 +10,7 @@ from baton.kv_names import CHUNK_TOKENS, Tier
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kv_cache_dtype": ("auto", "fp8"),
+    "state_dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "dummy"),
 }
 DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
@@ -120,6 +121,8 @@ class EngineConfig:
     reads packed weights, else float32."""
     kv_cache_dtype: str = "auto"
     """Type of the KV cache. `auto`: as `dtype`. `fp8`: with a scale for each token and head."""
+    state_dtype: str = "auto"
+    """Type of the states of Mamba-2 and linear attention. `auto`: what the checkpoint says, else float32."""
     device: str = "cpu"
     load_format: str = "auto"
     """`dummy`: random weights that depend on `seed`. Only the model's configuration is read."""

@@ -14,7 +14,7 @@ from baton.engine.loader.families import cache_spec
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request, windows_of
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, IndexedLatentCache
-from baton.kv_names.cache_kinds import Window, window_blocks
+from baton.kv_names.cache_kinds import STATE, Window, window_blocks
 from baton.system import available_memory
 
 log = logging.getLogger(__name__)
@@ -121,6 +121,15 @@ class CacheLimits:
         arrays = (array for layer in self.cache for array in layer.arrays)
         return getattr(torch, next(array.dtype for array in arrays if array.kind.converts))
 
+    @property
+    def formats(self) -> str:
+        """The dtype of what each token has, and that of states if it is not float32: what is cached depends
+        on both."""
+        states = {
+            a.dtype for layer in self.cache for a in layer.arrays if a.kind == STATE and a.name == "ssm"
+        }
+        return " ".join([str(self.kv_dtype), *sorted(states - {"float32"})])
+
 
 def choose_limits(
     config: EngineConfig,
@@ -159,7 +168,7 @@ def choose_limits(
             "are available; free some, or choose a smaller model or --dtype"
         )
     limits = CacheLimits(dtype, block_size, max_model_len, cache)
-    states = f"; states: {limits.state_bytes / MIB:.1f} MiB a request" if limits.state_bytes else ""
+    states = f"; states: {_states(model, limits)}" if limits.state_bytes else ""
     log.info(
         "weights: %s, %s, %s; KV: %s, %d bytes a token%s",
         weight_format.name, dtype, gib(weights // ranks.size), limits.kv_dtype, limits.token_bytes, states,
@@ -167,6 +176,22 @@ def choose_limits(
     bytes_each = limits.token_bytes - limits.window_token_bytes
     capacity = config.num_blocks * block_size if config.num_blocks else most_bytes // bytes_each
     return limits if config.max_model_len else replace(limits, max_model_len=min(max_model_len, capacity))
+
+
+def _states(model: ModelConfig, limits: CacheLimits) -> str:
+    """What is said of states at the start."""
+    size, shape = f"{limits.state_bytes / MIB:.1f} MiB a request", model.state
+    if shape is None or not shape.state_size:
+        return size
+    narrower = replace(model, state=replace(shape, dtype="bfloat16"))
+    less = state_bytes_per_request(cache_spec(narrower, limits.dtype, limits.kv_dtype))
+    whole = state_bytes_per_request(cache_spec(model, limits.dtype, limits.kv_dtype))
+    silent = (
+        ""
+        if shape.says_dtype or less == whole
+        else (f" (the checkpoint names no dtype; --state-dtype bfloat16 would take {less / whole:.0%} of it)")
+    )
+    return f"{shape.dtype}, {size}{silent}"
 
 
 def layer_caches(

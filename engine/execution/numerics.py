@@ -25,7 +25,7 @@ def numerics_of(
         "device": _cpu(),
         "ranks": f"{config.tensor_parallel_size}{experts}",
         "dtype": str(limits.dtype).removeprefix("torch."),
-        "kv": str(limits.kv_dtype).removeprefix("torch."),
+        "kv": limits.formats.removeprefix("torch."),
         "format": weight_format.identity or weight_format.name,
         "code": hash_of_sources(engine / room for room in COMPUTES),
         "torch": torch.__version__,

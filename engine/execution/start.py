@@ -169,7 +169,7 @@ def start_rank(
     root_of = partial(
         content_root,
         weight_format=str(limits.dtype),
-        kv_dtype=str(limits.kv_dtype),
+        kv_dtype=limits.formats,
         numerics=numerics_of(config, limits, weight_format, device) if config.batch_invariant else "",
     )
     share = " or --gpu-memory-utilization" if on_gpu else ""

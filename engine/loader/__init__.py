@@ -21,6 +21,7 @@ from baton.engine.loader.formats import choose_format
 from baton.engine.loader.gguf_file import GGUFCheckpoint
 from baton.engine.loader.hf import OTHER_FORMATS, DummyCheckpoint, HFCheckpoint
 from baton.engine.loader.hf_config import read_config
+from baton.engine.loader.hybrid_config import chosen_dtype
 from baton.engine.model_config import LongRopeScaling, ModelConfig
 from baton.engine.models.draft_heads import DraftHead
 from baton.engine.models.llama import Llama
@@ -48,6 +49,7 @@ def open_checkpoint(
             return checkpoint
         return DummyCheckpoint(checkpoint.config, str(path), config.seed, device)
     shape = read_config(path, images=not config.language_model_only)
+    shape = replace(shape, state=chosen_dtype(shape.state, config.state_dtype, config.model))
     if config.load_format == "auto":
         return in_one_form(HFCheckpoint(path, shape, device))
     return DummyCheckpoint(shape, str(path), config.seed, device)

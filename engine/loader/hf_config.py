@@ -7,6 +7,7 @@ from typing import Any
 
 from baton.engine.loader.families import family_of
 from baton.engine.loader.families.family import Family
+from baton.engine.loader.hybrid_config import with_dtype
 from baton.engine.loader.rope_config import local_rope, one_rope, rope_scaling, rope_theta, ropes, rotary_dim
 from baton.engine.loader.settings import Settings, read_json
 from baton.engine.model_config import (
@@ -91,7 +92,7 @@ def model_config_from_hf(
         spans=_spans(settings, types, context) if types else (),
         experts=family.experts(settings) if family.experts else None,
         nope=nope,
-        state=family.state(settings, norm_eps) if family.state else None,
+        state=with_dtype(family.state(settings, norm_eps), settings) if family.state else None,
         rotary_dim=rotated,
         multipliers=_multipliers(settings, architecture, hidden_size, family),
         local_rope=local_rope(settings, local, types) if architecture in GEMMA3 else None,

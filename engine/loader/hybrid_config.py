@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from baton.engine.loader.settings import Settings
@@ -74,6 +75,35 @@ def gated_delta_config(settings: Settings, norm_eps: float) -> StateConfig:
         dt_limits=(0.0, math.inf),
         norm_eps=norm_eps,
     )
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Of the states of heads."""
+_DTYPE_KEYS = "mamba_ssm_dtype", "mamba_ssm_cache_dtype"
+"""Of Qwen3.5, and of Nemotron-H."""
+
+
+def with_dtype(shape: StateConfig, settings: Settings) -> StateConfig:
+    """The shape with the dtype that the checkpoint names for states. If it names none, they are float32."""
+    for key in _DTYPE_KEYS:
+        if (value := settings.get(key)) is not None and value != "auto":
+            dtype = str(value).removeprefix("torch.")
+            if dtype not in DTYPES:
+                raise ValueError(
+                    f"{settings.source}: {key} {value!r} is not supported ({', '.join(DTYPES)} are)"
+                )
+            return replace(shape, dtype=dtype, says_dtype=True)
+    return shape
+
+
+def chosen_dtype(shape: StateConfig | None, chosen: str, model: str) -> StateConfig | None:
+    """The shape with the dtype of `--state-dtype`. auto: unchanged. Raises `ValueError` if there are no
+    states."""
+    if chosen == "auto":
+        return shape
+    if shape is None or not shape.state_size:
+        raise ValueError(f"--state-dtype {chosen}: heads of {model} have no states; leave it out")
+    return replace(shape, dtype=chosen, says_dtype=True)
 
 
 def state_layers(settings: Settings, count: int) -> tuple[int, ...]:

@@ -180,8 +180,9 @@ class StateCache:
     state_size: int
     """0: a layer has the convolution alone, of x."""
     dtype: torch.dtype
-    """Of the inputs of the convolution. The state of a head is float32: rounding it would add up over the
-    tokens."""
+    """Of the inputs of the convolution."""
+    state_dtype: torch.dtype = torch.float32
+    """Of the states of heads. A step computes in float32 and rounds once."""
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
@@ -195,14 +196,14 @@ class StateCache:
             inputs,
             CacheArray(STATE, "B", self.conv_inputs, groups, each, dtype),
             CacheArray(STATE, "C", self.conv_inputs, groups, each, dtype),
-            CacheArray(STATE, "ssm", 1, self.num_heads, self.head_dim * each, "float32"),
+            CacheArray(STATE, "ssm", 1, self.num_heads, self.head_dim * each, _name(self.state_dtype)),
         )
 
     def allocate(self, places: Places, memory: CacheMemory) -> LayerState:
         num_slots = places.num_slots
         conv = memory.slots((num_slots, self.conv_inputs, self.channels), self.dtype)
         heads = num_slots, self.num_heads, self.head_dim, self.state_size
-        return LayerState(conv, memory.slots(heads, torch.float32))
+        return LayerState(conv, memory.slots(heads, self.state_dtype))
 
     def planes(self, cache: LayerState) -> Sequence[Sequence[Tensor]]:
         inputs = self.arrays[:3]

@@ -34,8 +34,9 @@ class Bamba(Llama):
         assert shape is not None, "the loader sets it for this architecture"
         attention = super().cache_spec(config, dtype, kv_dtype)
         state = StateCache(
-            shape.conv_width - 1, shape.channels, shape.num_heads, shape.head_dim, shape.state_size, dtype
-        )
+            shape.conv_width - 1, shape.channels, shape.num_heads, shape.head_dim, shape.state_size, dtype,
+            getattr(torch, shape.dtype),
+        )  # fmt: skip
         return tuple(state if layer in shape.layers else cache for layer, cache in enumerate(attention))
 
     @classmethod

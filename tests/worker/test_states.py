@@ -36,6 +36,7 @@ HYBRID = {
     "num_hidden_layers": 3,
     "attn_layer_indices": [1],
 }
+NARROW = {"mamba_ssm_dtype": "bfloat16"}
 LATENTS = {
     **TINY_LATENT,
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -108,6 +109,7 @@ async def test_a_request_survives_damage_and_the_death_of_a_prefill_worker(
     [
         pytest.param(HYBRID, {}, 650, 8, 640, id="states"),
         pytest.param(HYBRID, {}, 300, 90, 384, id="states of an answer"),
+        pytest.param(HYBRID | NARROW, {}, 300, 90, 384, id="states in bfloat16"),
         pytest.param(LEDGER, WITH_LEDGER, 300, 90, 384, id="arrays of tests"),
     ],
 )

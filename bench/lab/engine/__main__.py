@@ -46,6 +46,7 @@ BENCH = Bench(
         ),
         Option("--quantization", "quantize the weights on load, on one GPU", choices=("fp8", "int4")),
         Option("--kv-cache-dtype", "of the dense shape on one GPU", choices=("fp8",)),
+        Option("--state-dtype", "of a shape with states, on one GPU", choices=("bfloat16", "float16")),
         Option("--batch-invariant", "also measure the exact mode, beside the default in the same run", False),
         Option("--positions", "on a GPU: decodes at 2,000 to 128,000 positions, and prompts", False),
     ),

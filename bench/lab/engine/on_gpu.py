@@ -293,6 +293,7 @@ def engine_of(
             load_format="dummy",
             quantization=args.quantization or "auto",
             kv_cache_dtype=args.kv_cache_dtype or "auto",
+            state_dtype=(args.state_dtype if shape in HYBRIDS else None) or "auto",
             max_model_len=LONGEST if args.model_shape in (*HYBRIDS, *WINDOWED) else longest,
             enable_prefix_caching=False,
             max_num_seqs=running,

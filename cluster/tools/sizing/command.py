@@ -23,6 +23,7 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.kernels import FP8
 from baton.engine.loader import choose_format
 from baton.engine.loader.families import cache_spec
+from baton.engine.loader.hybrid_config import chosen_dtype
 from baton.engine.models import cache_bytes_per_token
 
 
@@ -34,6 +35,7 @@ def run(sizing: SizingOptions) -> int:
     if sizing.gpu_memory is not None:
         gpu = replace(gpu, memory=size_in_bytes(sizing.gpu_memory))
     model = shape(sizing.model)
+    model = replace(model, state=chosen_dtype(model.state, sizing.state_dtype, sizing.model))
     if model.state is not None and not gpu.planned:
         raise ValueError(
             f"{model.architecture} has state layers, whose speeds are not those of other models; measure it "
@@ -103,8 +105,8 @@ def serve_line(sizing: SizingOptions, pools: Pools, targets: Targets | None, enc
         words += ["--ttft-target", f"{targets.ttft * 1e3:g}", "--itl-target", f"{targets.itl * 1e3:g}"]
     defaults = SizingOptions()
     for name in (
-        "prefill_tensor_parallel_size", "decode_tensor_parallel_size", "kv_cache_dtype", "max_num_seqs",
-        "gpu_memory_utilization",
+        "prefill_tensor_parallel_size", "decode_tensor_parallel_size", "kv_cache_dtype", "state_dtype",
+        "max_num_seqs", "gpu_memory_utilization",
     ):  # fmt: skip
         if (value := getattr(sizing, name)) != getattr(defaults, name):
             words += [f"--{name.replace('_', '-')}", str(value)]

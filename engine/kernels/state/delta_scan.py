@@ -350,7 +350,7 @@ def _scan(
     inside = in_state[:, None] & in_head
     slot = tl.load(slots + request).to(tl.int64)
     kept = state_at(state, slot, head, dims, columns, HEADS, HEAD_DIM, SIZE)
-    now = tl.load(kept, mask=inside & has_state, other=0.0)
+    now = tl.load(kept, mask=inside & has_state, other=0.0).to(tl.float32)
     factor = HEADS * count.to(tl.int64)
     # Loaded a chunk ahead, since each chunk would wait for it.
     next_slot = -1 if copies is None else copy_after(copies, first, 0, tokens, TOKENS)

@@ -42,17 +42,19 @@ class GatedDelta(HeadStates):
     def update(self, rows: Tensor, rates: Rates, state: Tensor, tiling: TorchStateTiling) -> Tensor:
         v, k, q = self._parts(rows, state)
         decay, beta = self._decay_and_share(rates)
-        kept = state[tiling.slots].masked_fill_(tiling.fresh[:, None, None, None], 0)
+        kept = state[tiling.slots].float().masked_fill_(tiling.fresh[:, None, None, None], 0)
         kept *= decay.exp()[:, :, None]
         written = (v - (kept @ k[..., None])[..., 0]) * beta[:, :, None]
         kept += written[..., None] * k[:, :, None]
-        state[tiling.slots] = kept
+        state[tiling.slots] = kept.to(state.dtype)
         return (kept @ q[..., None])[..., 0]
 
     def scan(self, rows: Tensor, rates: Rates, state: Tensor, prompt: Prompt) -> Tensor:
         v, k, q = (part.transpose(0, 1) for part in self._parts(rows, state))  # [heads, tokens, …]
         decay, beta = (part.transpose(0, 1) for part in self._decay_and_share(rates))
-        before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
+        before = state[prompt.slot].to(torch.float32, copy=True)
+        if prompt.fresh:
+            before.zero_()
         y = torch.empty_like(v)
         for at, copy in prompt.pieces(self.chunk):
             keys, queries, share = k[:, at], q[:, at], beta[:, at, None]

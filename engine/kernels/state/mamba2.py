@@ -38,7 +38,7 @@ class LayerState(NamedTuple):
     """The state of one layer, for all slots."""
 
     conv: Tensor  # [slots, width − 1, channels]: the last inputs of the convolution
-    ssm: Tensor  # [slots, heads, head_dim, state_size] float32; `ShortConvolution` has state_size 0
+    ssm: Tensor  # [slots, heads, head_dim, state_size] in any dtype; `ShortConvolution` has state_size 0
 
 
 class Prompt(NamedTuple):
@@ -234,10 +234,10 @@ class Mamba2(HeadStates):
         shared = state.shape[1] // self.groups
         b, c = (of_groups.repeat_interleave(shared, dim=1) for of_groups in (b, c))
         step = self._time_steps(rates)
-        before = state[tiling.slots].masked_fill_(tiling.fresh[:, None, None, None], 0)
+        before = state[tiling.slots].float().masked_fill_(tiling.fresh[:, None, None, None], 0)
         decayed = before.mul_((step * self.a).exp()[:, :, None, None])
         after = decayed.addcmul_((x * step[:, :, None])[..., None], b[:, :, None])
-        state[tiling.slots] = after
+        state[tiling.slots] = after.to(state.dtype)
         return (after @ c[..., None])[..., 0].addcmul_(x, self.d[:, None])
 
     def scan(self, rows: Tensor, rates: Rates, state: Tensor, prompt: Prompt) -> Tensor:
@@ -250,7 +250,9 @@ class Mamba2(HeadStates):
         decay = step * self.a.view(self.groups, 1, -1)
         of_groups = self.groups, -1, state.shape[3]
         kept = state[prompt.slot].view(of_groups)  # [groups, shared · head_dim, state_size]
-        before = torch.zeros_like(kept) if prompt.fresh else kept.clone()
+        before = kept.to(torch.float32, copy=True)
+        if prompt.fresh:
+            before.zero_()
         y = torch.empty_like(x)
         later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu_(1)
         for at, copy in prompt.pieces(CHUNK):

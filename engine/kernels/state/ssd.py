@@ -206,7 +206,7 @@ def _scan(
     slot = tl.load(slots + request).to(tl.int64)
     kept = state_at(state, slot, head, dims, columns, HEADS, HEAD_DIM, SIZE)
     # At its first position a request has no state.
-    now = tl.load(kept, mask=inside & has_state, other=0.0)  # [COLUMNS, DIMS]
+    now = tl.load(kept, mask=inside & has_state, other=0.0).to(tl.float32)  # [COLUMNS, DIMS]
     skip = tl.load(d + head)
     seen = token[:, None] >= token[None, :]
     sums = HEADS * count.to(tl.int64)

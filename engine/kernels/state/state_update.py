@@ -2,7 +2,8 @@
 `gated_delta` define them.
 
 A program takes some dims of a head of a request: a row of the state needs no other row. It reads and writes
-the state once, in float32, and so takes the time of this. Programs that run at the same time have neighboring
+the state once, and so takes the time of this. It computes in float32, and rounds to the dtype of the
+state once. Programs that run at the same time have neighboring
 parts of one request's state. So it takes 7 % less time than with the same head of many requests (measured on
 an H200).
 
@@ -120,7 +121,7 @@ def _update(
     in_slot = (head * HEAD_DIM + dims)[:, None] * SIZE + columns[None, :]
     kept = state + slot * (HEADS * HEAD_DIM * SIZE) + in_slot
     # At its first position a request has no state.
-    now = tl.load(kept, mask=inside & has_state, other=0.0)
+    now = tl.load(kept, mask=inside & has_state, other=0.0).to(tl.float32)
     for _ in tl.range(tokens):
         channels = rows + row * row_stride
         x = tl.load(channels + head * HEAD_DIM + dims, mask=in_head, other=0.0).to(tl.float32)
@@ -147,6 +148,7 @@ def _update(
             now = now * tl.exp(step * tl.load(a + head)) + (x * step)[:, None] * b[None, :]
             out = tl.sum(now * c[None, :], axis=1) + x * tl.load(d + head)
         tl.store(y + row * y_stride + head * HEAD_DIM + dims, out.to(y.dtype.element_ty), mask=in_head)
+        now = now.to(state.dtype.element_ty).to(tl.float32)  # as if each token were a step
         if copies is not None:
             to_slot = tl.load(copies + row).to(tl.int64) - 1
             copy = state + to_slot * (HEADS * HEAD_DIM * SIZE) + in_slot
