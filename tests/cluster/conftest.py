@@ -96,16 +96,6 @@ async def forever(ready: Mapping[str, Any]) -> str:
     raise AssertionError("nothing sets this event")
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Waits for what another process does without an event."""
-
-    async def poll() -> None:
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-    await within(poll())
-
-
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerConfig]:
     """Configurations of the workers that commands would run."""

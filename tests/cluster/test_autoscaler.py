@@ -22,9 +22,9 @@ from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.rpc import worker_pb2 as pb
 from tests.fake_worker import SECRET, FakeWorker, Lanes
-from tests.within import WITHIN
+from tests.within import WITHIN, eventually
 
-from .conftest import AnyRole, eventually
+from .conftest import AnyRole
 
 STEPS = pb.StepModel(
     rows=[1],

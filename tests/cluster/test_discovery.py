@@ -18,8 +18,9 @@ from baton.cluster.supervision.supervisor import RoleHandle, Supervisor
 from baton.router import discovery
 from baton.router.discovery import FileDiscovery
 from tests.fake_kubernetes import FakeKubernetes, endpoint
+from tests.within import eventually
 
-from .conftest import FAKE, AnyRole, eventually
+from .conftest import FAKE, AnyRole
 from .followed import Follower
 
 A, B, C = "10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.3:7001"

@@ -9,7 +9,7 @@ import re
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ from baton.cluster.model import EMBEDDED_NAME
 from baton.rpc import worker_pb2 as pb
 from tests.fake_kubernetes import NAMESPACE, FakeKubernetes, endpoint
 from tests.fake_worker import SECRET, FakeWorker, Lanes
-from tests.within import WITHIN
+from tests.within import WITHIN, eventually
 
 from .followed import Follower
 
@@ -58,15 +58,9 @@ async def router(server: FakeKubernetes) -> AsyncIterator[Follower]:
         yield router
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WITHIN):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def watching(server: FakeKubernetes, after: int = 0) -> None:
     """Until a watch is open, the `after`-th of all or a later one."""
-    await until(lambda: bool(server.watched) and len(server.watches()) >= after)
+    await eventually(lambda: bool(server.watched) and len(server.watches()) >= after)
 
 
 async def test_one_watch_follows_both_services_and_ignores_others(
@@ -145,7 +139,7 @@ async def test_a_refusal_is_logged_and_keeps_the_last_list(
 ) -> None:
     server.deny = code
     server.cut()
-    await until(lambda: str(code) in caplog.text)
+    await eventually(lambda: str(code) in caplog.text)
     assert router.heard == [frozenset({A})]
     assert ("needs list and watch of endpointslices" in caplog.text) == (code == 403)
     server.put("b", "baton-decode", [endpoint("10.0.0.2")])
@@ -167,7 +161,7 @@ async def test_a_server_that_ends_every_watch_at_once_is_not_asked_in_a_loop(
     before = len(server.watches())
     server.hasty = True
     server.cut()
-    await until(lambda: len(server.watches()) >= before + 4)
+    await eventually(lambda: len(server.watches()) >= before + 4)
     assert len(pauses) >= len(server.watches()) - before
     for i, pause in enumerate(pauses[:4]):
         assert 0.5 <= pause / (kubernetes_discovery.FIRST_BACKOFF * 2**i) <= 1
@@ -207,7 +201,7 @@ async def test_in_a_pod_it_uses_the_service_account_and_follows_its_token(
         await watching(server)
         server.token = "the second token"
         server.cut()
-        await until(lambda: "401" in caplog.text)
+        await eventually(lambda: "401" in caplog.text)
         (tmp_path / "token").write_text(server.token)
         server.put("b", "baton-decode", [endpoint("10.0.0.2")])
         await router.until(A, B)

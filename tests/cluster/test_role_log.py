@@ -14,8 +14,9 @@ from baton.cluster.supervision.role_log import end_of, keep_bounded, open_log
 from baton.cluster.supervision.role_process import RoleProcess
 from baton.cluster.supervision.runner import RoleRunner, write_atomically
 from baton.processes.restarts import RestartPolicy
+from tests.within import eventually
 
-from .conftest import FAKE, eventually, forever, until_ready
+from .conftest import FAKE, forever, until_ready
 
 
 async def test_a_log_is_rotated_while_its_role_writes(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from baton.cluster.supervision.role_process import RoleProcess
 from baton.processes import children
 from baton.processes.restarts import RestartPolicy
 from tests.loop_clock import Clock
-from tests.within import WITHIN, within
+from tests.within import WITHIN, eventually, within
 
-from .conftest import FAKE, eventually, forever, gone, until, until_ready
+from .conftest import FAKE, forever, gone, until, until_ready
 
 Start = Callable[..., RoleProcess]
 

@@ -19,9 +19,9 @@ from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.runner import RoleRunner
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.processes.restarts import Phase, RestartPolicy
-from tests.within import WITHIN, within
+from tests.within import WITHIN, eventually, within
 
-from .conftest import FAKE, AnyRole, Up, eventually, gone, until_ready, up
+from .conftest import FAKE, AnyRole, Up, gone, until_ready, up
 
 
 def spec(role: RoleName, index: int = 0, **environment: str) -> RoleSpec:

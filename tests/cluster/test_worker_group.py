@@ -16,9 +16,9 @@ from baton.cluster.options.engine import EngineOptions, ModelOptions
 from baton.cluster.options.roles import RoleOptions, WorkerOptions, WorkerRole
 from baton.cluster.supervision.worker_group import WorkerGroup, command_of, run
 from baton.processes.tree import StopSignals
-from tests.within import within
+from tests.within import eventually, within
 
-from .conftest import FAKE, eventually, gone
+from .conftest import FAKE, gone
 
 SECRET = b"x" * 32
 

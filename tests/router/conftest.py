@@ -26,7 +26,7 @@ from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.tls import TlsFiles
 from tests.fake_worker import SECRET, FakeWorker, Lanes
-from tests.within import WITHIN
+from tests.within import eventually
 
 from .routers import TEXT, forked_roles, start  # noqa: F401  fixtures
 
@@ -189,9 +189,7 @@ class Cluster:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Polls for a state of the router that no event announces."""
-        async with asyncio.timeout(WITHIN):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await eventually(condition)
 
     async def rooms(self, blocks: Mapping[FakeWorker, int]) -> None:
         """Makes workers report so many free blocks, and waits until the router knows it."""

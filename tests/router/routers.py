@@ -18,7 +18,7 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 from tests.forked import forking
-from tests.within import WITHIN
+from tests.within import WITHIN, eventually
 
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
 KEY = "sk-a-secret-key"
@@ -68,9 +68,7 @@ class Routers:
         draft = Path(path).with_suffix(".new")
         draft.write_text(text)
         draft.replace(path)
-        async with asyncio.timeout(WITHIN):
-            while self.log.read_text().count(logged) == before:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await eventually(lambda: self.log.read_text().count(logged) != before)
 
     async def statuses(self, key: str) -> set[int]:
         """Those of requests with this key. The kernel chooses their processes."""

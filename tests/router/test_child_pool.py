@@ -17,7 +17,7 @@ import uvloop
 
 from baton.processes.sandbox.client import ENDS, Child, ChildDied, End, ForkServer, Phase
 from baton.router.child_pool import ChildPool
-from tests.within import WITHIN
+from tests.within import WITHIN, eventually
 
 # Replies with its pid, the state and the request. The request "die" ends it, "wait" takes a while, and
 # "hang PATH" makes this file first.
@@ -301,8 +301,7 @@ async def test_a_busy_child_dies_with_its_router(tmp_path: Path):
     assert router.stdout is not None
     child = psutil.Process(int(await router.stdout.readline()))
     family = [child, *child.parents()[:1]]
-    while not hangs.exists():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await eventually(hangs.exists)
     router.kill()
     await router.wait()
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=WITHIN)
@@ -395,8 +394,7 @@ async def test_one_process_forks_the_children_of_several_routers_and_is_replaced
         return fork(server, kind)
 
     monkeypatch.setattr(ForkServer, "fork", stopped)
-    while psutil.pid_exists(second):  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await eventually(lambda: not psutil.pid_exists(second))
     [third] = await parents()
     assert len({first, second, third}) == 3
     for each in (*pools, other, server):

@@ -19,7 +19,7 @@ from baton.rpc import inference_pb2
 from baton.rpc.stubs import InferenceStub
 from tests.fake_worker import SECRET
 from tests.loop_clock import Clock
-from tests.within import WITHIN, within
+from tests.within import WITHIN, eventually, within
 
 from .conftest import NO_DEFAULTS, TEXT, Cluster
 
@@ -109,8 +109,7 @@ class Chooser:
 async def replaceable(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncIterator[RunningRouter]:
     """A router that has found its workers."""
     async with running(config, tokenizer, NO_DEFAULTS) as router:
-        while not router.services.pool.complete:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await eventually(lambda: router.services.pool.complete)
         yield router
 
 

@@ -18,7 +18,7 @@ from baton.router.preparation import images, media
 from baton.router.preparation.media import MediaFetcher, is_public
 from baton.router.text.tokenizer import load_tokenizer
 from tests.engine.conftest import save_seeing_tokenizer, save_tiny
-from tests.within import WITHIN, within
+from tests.within import WITHIN, eventually, within
 
 from .conftest import make_cluster
 from .test_images import chat, file_of, picture, url_of
@@ -148,9 +148,7 @@ async def test_a_slow_host_holds_up_the_files_of_one_key_only(host: Host) -> Non
     fetcher = MediaFetcher(("127.0.0.1",), 1 << 24, WITHIN)
     slow = [host.url(f"gate/{number}") for number in range(2 * media.MOST_OF_HOST)]
     held_up = asyncio.create_task(fetcher.fetch("a", slow, lambda size: None))
-    async with asyncio.timeout(WITHIN):
-        while len(host.asked) < media.MOST_OF_HOST // 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await eventually(lambda: len(host.asked) >= media.MOST_OF_HOST // 2)
     quick = host.url("file")
     assert await within(fetcher.fetch("b", [quick], lambda size: None)) == {quick: FILE}
     assert len(host.asked) <= media.MOST_OF_HOST + 1

@@ -10,7 +10,7 @@ import pytest
 from baton.router.admission import parked as parked_module
 from baton.router.admission.parked import FLOOR, WINDOW_S, Deadline, Parked, RetryBudget, Waits
 from baton.router.errors import ApiError
-from tests.within import within
+from tests.within import eventually, within
 
 
 def take_all(budget: RetryBudget, now: float) -> int:
@@ -207,8 +207,7 @@ async def test_a_worker_that_came_ends_the_wait_for_one_although_the_budget_is_u
         generation.waits.wait_for_worker("decode")
     parked.worker_ready()
     assert len(parked.without_budget) == 1
-    while not without_worker.errors:  # noqa: ASYNC110  its timer began last, and ends last
-        await asyncio.sleep(0.001)
+    await eventually(lambda: without_worker.errors)  # its timer began last, and ends last
     assert not without_budget.errors
     assert ["no decode worker" in str(error) for error in without_worker.errors] == [True]
     for generation in (without_budget, without_worker):

@@ -49,7 +49,7 @@ from baton.router.text.chat import ChatTemplate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import inference_pb2 as ipb
 from baton.rpc.stubs import InferenceStub
-from tests.within import WITHIN
+from tests.within import WITHIN, eventually
 
 from .conftest import Cluster, make_cluster
 
@@ -469,8 +469,7 @@ def processes(cluster: Cluster) -> list[psutil.Process]:
 
 async def kill(process: psutil.Process) -> None:
     process.kill()
-    while psutil.pid_exists(process.pid):  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await eventually(lambda: not psutil.pid_exists(process.pid))
 
 
 @pytest.mark.all

@@ -35,7 +35,7 @@ from baton.rpc.stubs import InferenceStub
 from baton.system.addresses import url_host
 from tests.fake_worker import SECRET
 from tests.processes.helpers import helper
-from tests.within import WITHIN, within
+from tests.within import WITHIN, eventually, within
 
 from .conftest import TEXT
 from .routers import AS_CLIENT, KEY
@@ -293,9 +293,7 @@ async def test_the_processes_end_with_their_supervisor(start: Callable[..., Any]
     pids = list((await routers.processes()).values())
     routers.popen.kill()
     await routers.exit_code()
-    async with asyncio.timeout(WITHIN):
-        while any(psutil.pid_exists(pid) for pid in pids):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 @pytest.mark.long
@@ -389,8 +387,7 @@ async def test_a_process_that_starts_while_the_router_stops_ends(
     begin, starts, may_start = Forks.start, asyncio.Event(), asyncio.Event()
     monkeypatch.setattr(supervise, "END_SECONDS", 10 * WITHIN)
 
-    while not supervisor._all_ready():  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
+    await eventually(supervisor._all_ready)
 
     async def start(forks: Forks, given: bytes, fds: Sequence[int]) -> Forked:
         starts.set()
@@ -401,8 +398,7 @@ async def test_a_process_that_starts_while_the_router_stops_ends(
     os.kill(supervisor._processes[1].pid, signal.SIGKILL)
     await within(starts.wait())
     supervisor._signals.put_nowait(signal.SIGINT)
-    while supervisor._processes:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
+    await eventually(lambda: not supervisor._processes)
     may_start.set()
     assert await within(running) == 0
 
@@ -421,8 +417,7 @@ async def test_the_admin_port_answers_from_what_is_known(tmp_path: Path, silent:
         async def all_answers() -> list[tuple[int, str]]:
             return [await get(path) for path in ("/health", "/ready", "/metrics")]
 
-        while not supervisor._all_ready():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await eventually(supervisor._all_ready)
         before = await all_answers()
         assert [status for status, _ in before] == [200, 200, 200]
         assert "a_total 2.0" in before[2][1]

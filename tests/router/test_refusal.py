@@ -28,7 +28,7 @@ from baton.system.addresses import free_port as unused_port
 from baton.system.python_path import PACKAGES
 from tests.conftest import Certificates
 from tests.fake_worker import SECRET, FakeWorker, Lanes
-from tests.within import WITHIN
+from tests.within import WITHIN, eventually
 
 
 def files(pair: tuple[str, str], authority: str) -> TlsFiles:
@@ -170,9 +170,7 @@ async def test_the_model_is_that_of_the_first_worker_that_answers(
             admin_port=ports[1],
         )
         asking = asyncio.create_task(first_description(config))
-        async with asyncio.timeout(WITHIN):
-            while not caplog.messages:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await eventually(lambda: caplog.messages)
         for port in ports:
             with pytest.raises(ValueError, match=f"503 the router asks its workers .* at {nothing}: nothing"):
                 await fetch(EndpointOptions(url=f"http://127.0.0.1:{port}"), "status")

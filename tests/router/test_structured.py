@@ -22,6 +22,7 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as ipb
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.stubs import InferenceStub
+from tests.within import eventually
 
 from .conftest import Cluster, accepts, forks_of
 
@@ -281,8 +282,7 @@ async def test_a_valid_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatc
 async def test_a_cancelled_check_does_not_affect_the_next(tokenizer: ModelTokenizer):
     async with running_checker(tokenizer) as checker:
         slow = asyncio.create_task(checked(checker, Structure("regex", "((a{1000}){1000}){1000}", "f")))
-        while not checker._children._slots._running:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await eventually(lambda: checker._children._slots._running)
         slow.cancel()
         assert await asyncio.gather(slow, return_exceptions=True)
         assert (await checked(checker, Structure("regex", "a", "f"))).text == "a"

@@ -29,7 +29,7 @@ from baton.bench.lab.harness.streams import (
     read,
 )
 from baton.kv_transfer import TransferDeadlines
-from tests.within import WITHIN
+from tests.within import WITHIN, eventually
 
 from .machine import Machine, until
 from .recovery import MIXED, PATIENT
@@ -214,8 +214,7 @@ async def test_streams_go_on_and_the_process_comes_back(cluster: Cluster, fault:
             if fault.process != SERVE:
                 await cluster.until_back(fault, before)
             over, served, load.pause = time.monotonic(), len(load.streams), PAUSE
-            while len(load.streams) < served + 2 * CLIENTS:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await eventually(lambda least=served + 2 * CLIENTS: len(load.streams) >= least, BACK_S)
             await asked(serve.url, None)
     for stream in load.streams:
         stream.cut |= fault.cuts and ENDED in stream.error

@@ -21,7 +21,7 @@ from baton.bench.lab.harness.cluster import free_port, leaks_when_idle
 from baton.bench.lab.harness.streams import Case, Load, cases, expected, judge
 from baton.cluster.on_ray.joined import OtherCluster
 from baton.processes.tree import alive
-from tests.within import WITHIN
+from tests.within import WITHIN, eventually
 
 from .machine import Machine, command_lines, titled, tree, until
 from .raylets import Raylets
@@ -240,9 +240,7 @@ class Joined:
 async def progress(load: Load, answers: int) -> None:
     """Waits for so many further answers: streams go on."""
     target = len(load.streams) + answers
-    async with asyncio.timeout(BACK_S):
-        while len(load.streams) < target:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await eventually(lambda: len(load.streams) >= target, BACK_S)
 
 
 async def off(what: Callable[..., T], *args: Any) -> T:

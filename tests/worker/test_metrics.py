@@ -16,7 +16,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.worker.messages import EngineStatus
 from baton.worker.service_process.metrics import Metrics
 from baton.worker.stats import RequestCounts, StoreStats
-from tests.within import WITHIN, within
+from tests.within import WITHIN, eventually, within
 
 # The Accept headers of Prometheus 2.42 and 3.5.
 ACCEPTED = (
@@ -110,8 +110,7 @@ async def test_idle_connections_take_no_threads_and_are_closed(monkeypatch: pyte
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
         for number, (_, writer) in enumerate(idle):
             writer.write((b"", b"GET / HTTP/1.1\r\n", bytes(1 << 20))[number % 3])
-        while begun < 50:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await eventually(lambda: begun >= 50)
         monkeypatch.setattr("baton.worker.service_process.metrics.ANSWER_SECONDS", WITHIN)
         page = await asyncio.to_thread(get, f"http://127.0.0.1:{port}/metrics")
         assert "vllm:request_queue_time_seconds_count" in page

@@ -35,7 +35,7 @@ from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json
 from tests.kv_transfer import second_wire
 from tests.stand_in import stand_in
-from tests.within import WITHIN
+from tests.within import eventually
 from tests.worker.test_states import HYBRID, LATENTS, LEDGER, SPARSE, WITH_LEDGER
 
 pytestmark = pytest.mark.all
@@ -268,9 +268,7 @@ async def lost(streams: Streams, network: BadNetwork, fault: str) -> Submitted:
     """Shares a prompt of which a slice of KV does not come."""
     network.fault, network.hits, network.suffered = fault, 1, 0
     asked = await streams.share(prompt(300, seed=1), [(0, 192), (1, 300)], 2)
-    async with asyncio.timeout(WITHIN):
-        while not network.suffered:  # noqa: ASYNC110  a thread counts it
-            await asyncio.sleep(0.001)
+    await eventually(lambda: network.suffered)  # a thread counts it
     return asked
 
 

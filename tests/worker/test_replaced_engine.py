@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc.aio
@@ -23,7 +23,7 @@ from tests.cluster_helpers import (
 )
 from tests.engine.checkpoints import edit_json
 from tests.forked.popen import FORKS_AGAIN
-from tests.within import WITHIN, within
+from tests.within import WITHIN, eventually, within
 
 from .held_engine import HELD_AT
 from .test_deaths import stop_in_step
@@ -96,17 +96,8 @@ async def all_held(count: int, *asked: tuple[WorkerStream, pb.Request]) -> list[
     decodes = [await stream.reserve(held_at(count, each)) for stream, each in asked]
     await stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_NONE))
     tokens = [stream.events[decode_id] for (stream, _), decode_id in zip(asked, decodes, strict=True)]
-    await until(lambda: all(each.qsize() >= count for each in tokens))
+    await eventually(lambda: all(each.qsize() >= count for each in tokens))
     return decodes
-
-
-async def until(true: Callable[[], object]) -> None:
-    """Waits for what another process does without an event."""
-    async with asyncio.timeout(WITHIN):
-        while True:
-            if true():
-                return
-            await asyncio.sleep(0.001)
 
 
 async def until_serving(stream: WorkerStream) -> None:
@@ -145,7 +136,9 @@ def kill(worker: WorkerProcess, how: signal.Signals = signal.SIGKILL) -> psutil.
 async def next_engine(worker: WorkerProcess, before: psutil.Process) -> psutil.Process:
     """Waits until another engine process starts."""
     found: list[psutil.Process] = []
-    await until(lambda: found.extend(each for each in worker.children("engine") if each != before) or found)
+    await eventually(
+        lambda: found.extend(each for each in worker.children("engine") if each != before) or found
+    )
     return found[0]
 
 
