@@ -13,15 +13,10 @@ from baton.cluster.tools.sizing.images import Choice, Images, choose, encoded_wi
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds, shape
 from baton.engine.model_config import ModelConfig
 
+from .test_sizing import few_requests  # noqa: F401  a fixture
+
 SPEEDS = Speeds(H200, REFERENCE)
 LOAD = SizingOptions(rate=4, input_len=2000, output_len=150, images=4)
-
-
-@pytest.fixture(autouse=True)
-def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of simulated requests changes the accuracy of an answer, not the way to it."""
-    monkeypatch.setattr("baton.cluster.tools.sizing.simulated.REQUESTS", 100)
-    monkeypatch.setattr("baton.cluster.tools.sizing.simulated.PER_WORKER", 4)
 
 
 @pytest.fixture(scope="module")

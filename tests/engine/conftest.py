@@ -773,6 +773,14 @@ def follow(config: EngineConfig, rank: int, files: RankFiles, kept: Sequence[Kep
 
 
 @pytest.fixture
+def memory() -> Iterator[KeptFiles]:
+    """Of one rank, for engines that follow each other."""
+    files = KeptFiles.create()
+    yield files
+    files.close()
+
+
+@pytest.fixture
 def ranks() -> Iterator[Callable[..., Engine]]:
     """Makes engines with several ranks, and ends them after the test."""
     groups: list[tuple[Engine, list[threading.Thread], RankFiles]] = []

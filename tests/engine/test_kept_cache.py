@@ -1,7 +1,7 @@
 """KV that outlives its engine: the next engine on the memory uses what is whole, and computes the rest."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,13 +39,6 @@ SETTINGS: dict[str, Any] = {
     "enable_prefix_caching": True,
 }
 CPU = SETTINGS | {"device": "cpu"}
-
-
-@pytest.fixture
-def memory() -> Iterator[KeptFiles]:
-    files = KeptFiles.create()
-    yield files
-    files.close()
 
 
 def nothing() -> None:
@@ -252,7 +245,7 @@ def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
     two = CachedBlock(b"2" * 16, [b"c" * 16], 0, b"s" * 16, b"1" * 16, [5, 6, 7, 8])
     writer = kept()
     writer.add([KeptBlock(0, one)])
-    writer.add([KeptBlock(2, two), KeptBlock(1, two._replace(name=b"3" * 16, salt=b"s" * 400))])
+    writer.add([KeptBlock(2, two), KeptBlock(1, two._replace(name=b"3" * 16, salt=b"s" * size))])
     found = kept().left(nothing).blocks
     assert found == [
         (0, one._replace(token_ids=found[0].cached.token_ids)),

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +36,6 @@ from .test_live_weights import trained
 
 SETTINGS: dict[str, Any] = {"stands_by": True}
 """Without a prefix cache no KV is kept: engines of one test compute beside each other."""
-
-
-@pytest.fixture
-def memory() -> Iterator[KeptFiles]:
-    files = KeptFiles.create()
-    yield files
-    files.close()
 
 
 @pytest.fixture(autouse=True)

@@ -271,18 +271,24 @@ def workers() -> Iterator[list[Any]]:
 
 
 @pytest.fixture
-def make_prefill(workers: list[Any]) -> Callable[..., Prefill]:
+def settings() -> dict[str, Any]:
+    """Of all workers, unless a test says another."""
+    return {}
+
+
+@pytest.fixture
+def make_prefill(workers: list[Any], settings: dict[str, Any]) -> Callable[..., Prefill]:
     def make(**config: Any) -> Prefill:
-        workers.append(Prefill(**config))
+        workers.append(Prefill(**settings | config))
         return workers[-1]
 
     return make
 
 
 @pytest.fixture
-def make_decode(workers: list[Any]) -> Callable[..., Decode]:
+def make_decode(workers: list[Any], settings: dict[str, Any]) -> Callable[..., Decode]:
     def make(**config: Any) -> Decode:
-        workers.append(Decode(**config))
+        workers.append(Decode(**settings | config))
         return workers[-1]
 
     return make

@@ -124,21 +124,8 @@ def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_prefill(workers: list[Any], transport: Kind) -> Callable[..., Prefill]:
-    def make(**config: Any) -> Prefill:
-        workers.append(Prefill(**transport.settings | config))
-        return workers[-1]
-
-    return make
-
-
-@pytest.fixture
-def make_decode(workers: list[Any], transport: Kind) -> Callable[..., Decode]:
-    def make(**config: Any) -> Decode:
-        workers.append(Decode(**transport.settings | config))
-        return workers[-1]
-
-    return make
+def settings(transport: Kind) -> dict[str, Any]:
+    return transport.settings
 
 
 @pytest.fixture
