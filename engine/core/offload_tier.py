@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from baton.engine.api.config import TierCells
 from baton.engine.api.stats import OffloadStats
 from baton.engine.core.cells import Cells
 from baton.engine.core.link import Link
@@ -84,15 +85,20 @@ class CellTiers:
         self,
         pool: Cells[bytes],
         cell_tokens: int,
-        places: Mapping[Tier, int],
+        places: Mapping[TierCells, int],
         cached: Mapping[bytes, HasTenant],
         lost: list[bytes],
     ) -> None:
+        """`places`: of each tier, for cells of this and of other kinds."""
         self.pool = pool
         self.cell_tokens = cell_tokens
         self.cached = cached
         self.lost = lost
-        self.tiers = [OffloadTier(tier, num_places, self) for tier, num_places in sorted(places.items())]
+        self.tiers = [
+            OffloadTier(tier, num_places, self)
+            for (tier, of_states), num_places in sorted(places.items())
+            if of_states is not bool(cell_tokens)
+        ]
         num_cells = len(pool.units.all_places)
         self.clean = max(1, num_cells // CLEAN_SHARE)
         self._leaving: Sequence[tuple[int, bytes]] = ()
@@ -143,7 +149,6 @@ class OffloadTier:
         self._saving: dict[bytes, CellCopy] = {}
         self.under_way: deque[CellCopy] = deque()
         self._waiting: deque[CellCopy] = deque()  # copies in
-        self._wanted = 0  # copies in that have not ended
         self._link = Link()
         self._saved = self._loaded = self._dropped = self._failed = self._damaged = 0
         self._paused_until = 0.0  # time.monotonic()
@@ -261,7 +266,6 @@ class OffloadTier:
         self._by_tenant[self.shared.cached[name].tenant].move_to_end(name)
         load.cells[self] += 1
         load.left[self] += 1
-        self._wanted += 1
         self._waiting.append(CellCopy(name, cell, place, load))
 
     def next_loads(self, most: int) -> list[CellCopy]:
@@ -297,7 +301,6 @@ class OffloadTier:
         self._places.end(copy.place)
 
     def _in(self, copy: CellCopy, load: Load, intact: bool) -> None:
-        self._wanted -= 1
         if not intact and self._places.find(copy.name) == copy.place:  # else another load found it damaged
             self._damaged += 1
             self._forget(copy.name)
@@ -316,12 +319,12 @@ class OffloadTier:
     @property
     def copies(self) -> bool:
         """Whether a copy waits, or is under way."""
-        return bool(self.under_way) or self.loading
+        return bool(self.under_way or self._waiting)
 
     @property
     def loading(self) -> bool:
         """Whether a cell waits for its bytes, or gets them."""
-        return self._wanted > 0
+        return bool(self._waiting) or any(copy.load is not None for copy in self.under_way)
 
     def assert_consistent(self) -> None:
         """Asserts that each place has one owner, and that all maps agree."""

@@ -67,16 +67,9 @@ class PrefixCache:
         self._cached: OrderedDict[bytes, CachedBlock] = OrderedDict()
         # Of those that the device does not have, the fastest tier that has them, as the hooks know it.
         self._lower: dict[bytes, Tier] = {}
-        self._blocks_below, self._states_below = (
-            CellTiers(
-                cells,
-                cell_tokens,
-                {tier: count for (tier, states), count in offload_places.items() if states is of_states},
-                self._cached,
-                pool.evicted,
-            )
-            for of_states, cells, cell_tokens in ((False, pool, pool.block_size), (True, copies or pool, 0))
-        )
+        kept_below = offload_places, self._cached, pool.evicted
+        self._blocks_below = CellTiers(pool, pool.block_size, *kept_below)
+        self._states_below = CellTiers(copies or pool, 0, *kept_below)
         tiers = [*self._blocks_below.tiers, *self._states_below.tiers]
         self.offload: Sequence[OffloadTier] = tiers
         window_cells = None if pool.windows is None else pool.windows.cells
