@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from urllib.parse import quote
@@ -18,13 +17,14 @@ from baton.router.admission.entry import Entry, entering
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.parked import Deadline
-from baton.router.api.jobs import Job, make_jobs
+from baton.router.api.jobs import Job, Sender
 from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.api.sessions import session_name
 from baton.router.api.structured import Structure
 from baton.router.errors import InvalidRequest, ModelNotFound, ShuttingDown, TimedOut, about
 from baton.router.preparation.child import Preparer, fork_server
 from baton.router.preparation.demand import Answer, GrammarChecker
+from baton.router.preparation.jobs import make_jobs
 from baton.router.preparation.media import MediaFetcher
 from baton.router.preparation.prepare import Converted, Generated, Kind, NeedsFiles, Prepared, Served
 from baton.router.text.sealed import seal_key
@@ -209,29 +209,26 @@ class Frontend:
                 answer = Answer(None) if question is None else await self._checker.check(question, key)
             structure, unenforced = answer
             jobs: list[Job] = []
+            sender = Sender(
+                session=session_name(headers, options.session, options.user),
+                priority=entry.among_keys(options.priority),
+                cache_salt=_salt(entry.account.key.cache_salt, options.cache_salt),
+                tenant=entry.account.key.tenant,
+                adapter=b"" if adapter is None else adapter.fingerprint,
+                pair=None if (sent := headers.get("x-handover")) is None else self._pair(sent),
+            )
             for choice_jobs in make_jobs(
-                options,
-                prepared.prompts,
-                prompt_field=prepared.prompt_field,
+                prepared,
+                sender,
+                structure,
+                self._reasoning(prepared, structure),
                 context=self._served.context,
                 vocab_size=self._services.tokenizer.vocab_size,
-                session=session_name(headers, options.session, options.user),
                 content_root=self._services.pool.content_root,
-                cache_salt=_salt(entry.account.key.cache_salt, options.cache_salt),
-                adapter=b"" if adapter is None else adapter.fingerprint,
-                tenant=entry.account.key.tenant,
-                priority=entry.among_keys(options.priority),
-                structure=structure,
-                reasoning=self._reasoning(prepared, structure),
-                bad_words=prepared.bad_words,
-                images=prepared.images,
                 defaults=self._services.defaults,
             ):
                 jobs += choice_jobs
                 await asyncio.sleep(0)  # other tasks run between the prompts, which may be long
-        if (sent := headers.get("x-handover")) is not None:
-            pair = self._pair(sent)
-            jobs = [replace(job, pair=pair) for job in jobs]
         self.metrics.preparation.observe(time.monotonic() - entry.began_at)
         return ActiveRequest(
             self._services,

@@ -161,8 +161,8 @@ class AttemptPair:
             may_split=self.may_split and not emitted and not job.scores_prompt and not job.images,
             images=[each.span for each in job.images],
             encoded_in=pool.encoders.expected(job.images),
-            pair=job.pair,
-            adapter=job.adapter,
+            pair=job.sender.pair,
+            adapter=job.sender.adapter,
             version=version,
         )
 
@@ -219,7 +219,7 @@ class AttemptPair:
             row: PrefillAttempt(
                 worker=self.context.pool.by_row[row],
                 name=self.context.name,
-                tenant=self.job.tenant,
+                tenant=self.job.sender.tenant,
                 on_event=self.on_event,
                 plan=plan,
                 work=plan.work(row, self.job.chunks),
@@ -265,7 +265,7 @@ class AttemptPair:
         decode = self.decode = DecodeAttempt(
             worker=worker,
             name=self.context.name,
-            tenant=self.job.tenant,
+            tenant=self.job.sender.tenant,
             on_event=self.on_event,
             plan=plan,
             tokens=len(self.job.prompt_ids) + len(output_ids) + 1,
@@ -310,15 +310,15 @@ class AttemptPair:
             output_ids=output_ids,
             sampling=job.sampling,
             timeout_ms=max(1, int(1000 * self.waits.deadline.seconds_left)),
-            priority=job.priority,
+            priority=job.sender.priority,
             alone=self.failures.alone,
             retried=self.retried,
             first_token_within=within,
             gap_cost=plan.gap_cost,
             waited=0.0 if output_ids else self.waits.waited,
-            cache_salt=job.cache_salt,
-            adapter=job.adapter,
-            tenant=job.tenant,
+            cache_salt=job.sender.cache_salt,
+            adapter=job.sender.adapter,
+            tenant=job.sender.tenant,
             name=self.context.name,
         )
         sampling = request.sampling

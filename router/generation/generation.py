@@ -75,7 +75,7 @@ class Generation:
             on_deadline=self._waited_too_long,
             deadline=context.deadline,
             worker_wait=context.worker_wait,
-            tenant=self.job.tenant,
+            tenant=self.job.sender.tenant,
         )
         self.pair = AttemptPair(self._on_event, self.job, context, self._waits)
 

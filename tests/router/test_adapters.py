@@ -14,8 +14,9 @@ import pytest
 
 from baton.kv_names import prompt_hints, with_adapter
 from baton.router.admission.keys import ApiKey
-from baton.router.api.jobs import Job, make_jobs
+from baton.router.api.jobs import Job
 from baton.router.endpoints import frontend
+from baton.router.preparation.jobs import make_jobs
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers.adapters import KnownAdapters, LacksAdapters
 from baton.router.workers.checks import RefusedWorker

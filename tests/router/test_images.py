@@ -21,9 +21,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from baton.processes.sandbox import helper
 from baton.router import child_pool
-from baton.router.api import jobs
+from baton.router.api.jobs import SamplingDefaults, Sender
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest, Unsupported
-from baton.router.preparation import images
+from baton.router.preparation import images, jobs
 from baton.router.preparation.child import (
     answer_to,
     decode,
@@ -361,16 +361,15 @@ def test_all_choices_count(tokenizer: ModelTokenizer, monkeypatch: pytest.Monkey
     """Each goes to a worker with its own copy of the pixels."""
     found = prepared(tokenizer, {**chat(url_of(file_of(picture(size=(80, 80))))), "n": 2})
     given: dict[str, Any] = {
-        "prompt_field": "messages", "context": 256, "vocab_size": 199, "session": None, "content_root": b"",
-        "cache_salt": b"", "adapter": b"", "tenant": b"", "priority": 0, "structure": None,
-        "reasoning": None, "bad_words": [], "images": found.images, "defaults": jobs.SamplingDefaults(),
+        "context": 256, "vocab_size": 199, "content_root": b"", "defaults": SamplingDefaults()
     }  # fmt: skip
-    [[one, other]] = jobs.make_jobs(found.options, found.prompts, **given)
+    made = jobs.make_jobs(found, Sender(), None, None, **given)
+    [[one, other]] = made
     assert one.images == other.images
     assert [image.pixels for image in one.images] == [found.images[0][0].pixels]
     monkeypatch.setattr(jobs, "MOST_PIXELS", 2 * 6400 - 1)
     with pytest.raises(InvalidRequest, match="n: 2 choices with images of 12800 pixels in all are more"):
-        next(jobs.make_jobs(found.options, found.prompts, **given))
+        next(jobs.make_jobs(found, Sender(), None, None, **given))
 
 
 @pytest.mark.parametrize(("kind", "text"), [("Gemma3", "\n\n"), ("Gemma4", "")])

@@ -438,7 +438,7 @@ async def test_prompts_become_jobs_one_by_one(cluster: Cluster, monkeypatch: pyt
         hints.append(turns)
         return []
 
-    monkeypatch.setattr("baton.router.api.jobs.prompt_hints", hinted)
+    monkeypatch.setattr("baton.router.preparation.jobs.prompt_hints", hinted)
     counting = asyncio.create_task(count())
     await cluster.complete(prompt=[[5]] * 20, max_tokens=1)
     counting.cancel()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.router.api import jobs
+from baton.router.preparation import jobs
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 

@@ -11,10 +11,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.router.api.jobs import Job, PlacedImage, make_jobs
+from baton.router.api.jobs import Job, PlacedImage
 from baton.router.config import RouterConfig
 from baton.router.endpoints import frontend
 from baton.router.generation.generation import Generation
+from baton.router.preparation.jobs import make_jobs
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import stream
 from baton.router.workers.pool import WorkerPool
