@@ -541,6 +541,7 @@ def test_fields_that_allow_no_token_fail_their_request_only(spelled_engine: Any,
     assert "allow no token together" in message
 
 
+@pytest.mark.all  # it reads the vocabulary of a GGUF file
 def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(shallow_model_path: Path) -> None:
     """From a GGUF file's vocabulary."""
     tokenizer = Tokenizer.from_str(tokenizer_json(str(shallow_model_path)))
