@@ -80,6 +80,9 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     assert few.prompt_cost == few.first, "a short step costs nothing"
     busy = offer(1000, model=FIXED, rate=5000.0)
     assert busy.prompt_cost == pytest.approx(0.1 + 0.5 / 0.5 * 0.1 / 2), "prompts come behind it"
+    others = offer(1000, model=FIXED, rate=100.0, mean_rate=5000.0)
+    assert others.prompt_cost == busy.prompt_cost, "as many as come to other workers"
+    assert replace(busy, mean_rate=100.0).prompt_cost == busy.prompt_cost, "or more"
 
 
 def test_the_formula_of_the_docstring_is_what_costs_are_computed_by() -> None:
