@@ -10,8 +10,6 @@ from baton.steps.averages import Average
 
 MOST_NAMES = 10_000
 """Sessions, keys and models that are remembered: 2 MB."""
-DECAY = 0.9
-"""Factor on the weight of an answer with each later one of the same name."""
 
 
 class AnswerLengths:
@@ -26,7 +24,7 @@ class AnswerLengths:
     def ended(self, names: Sequence[Hashable], tokens: int, *, cut: bool = False) -> None:
         """A request of these names got an answer with so many tokens. `cut`: the client allowed no more."""
         for name in names:
-            average = self._averages.pop(name, None) or Average(DECAY)
+            average = self._averages.pop(name, None) or Average()
             average.add(tokens, 0.0 if cut else 1.0)
             self._averages[name] = average
         while len(self._averages) > MOST_NAMES:
