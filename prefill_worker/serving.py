@@ -53,5 +53,5 @@ class ServedPrefixes:
         serving = Serving(pin, self._under_way)
         self._under_way.add(serving)
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first, first + pin.num_chunks))
-        slot = 0 if pin.states is None else pin.states.slot
+        slot = 0 if pin.held.copy is None else pin.held.copy.slot
         self._sender.serve(wanted.pin_id, pin.table, start, stop, slot, serving)

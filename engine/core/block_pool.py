@@ -11,17 +11,47 @@ Of a model with states or windows a part of the blocks may have no memory (`elas
 state.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 from baton.engine.core.cells import Cell, Cells, Rank, Records
+from baton.engine.core.state_copies import CopyLease
 from baton.engine.core.units import Units
-from baton.engine.core.window_blocks import WindowBlocks
+from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """The handle of what is held: that of a request, a pin, an import, and of blocks that a tier fills.
+
+    - *Match.* `BlockPool.lookup` finds cached blocks by their names, and holds nothing.
+    - *Lock.* `hold` begins one lease on each of these, `extend` one on each further block. `release` ends all
+      of them, and what the holder reads of layers with windows. Each handle is released once.
+    - *Insert.* `publish` names a block that the holder has written. From then on nothing writes to it.
+    - *Evict.* `hold` and `extend` evict blocks without a lease, and never one of a handle.
+    """
+
+    table: "array[int]" = field(default_factory=lambda: array("i"))
+    """Block table: position p is in slot table[p // block_size] * block_size + p % block_size."""
+    first: int = 0
+    """Entries before this one mean nothing, and are not held."""
+    windows: WindowSpan = field(default_factory=WindowSpan)
+    """What is read of the table in layers with windows, if these have blocks of their own."""
+    copy: CopyLease | None = None
+    """On the states at its end, if they are read with it."""
+    beside: Sequence[int] = ()
+    """Cached blocks that stay, too."""
+
+    @property
+    def blocks(self) -> "array[int]":
+        return self.table[self.first :]
 
 
 class BlockPool(Cells[bytes]):
-    """Owns the blocks, and the window blocks that some of them have.
+    """Owns the blocks, and the window blocks that some of them have. `Held` says how they are held.
 
     Attributes:
         block_size: positions of a block.
@@ -48,35 +78,53 @@ class BlockPool(Cells[bytes]):
         self.evicted: list[bytes] = []
         self.halved: set[bytes] = set()
 
-    def allocate(self, count: int) -> list[int]:
-        """Begins a lease on `count` blocks with undefined content. Evicts idle ones where needed."""
+    def hold(
+        self, count: int = 0, hits: Sequence[int] = (), *, before: int = 0, beside: Sequence[int] = ()
+    ) -> Held:
+        """Begins a handle: of these cached blocks, and of `count` blocks with undefined content behind them.
+        `before`: so many entries before them mean nothing. `beside`: cached blocks that stay, too."""
+        self.share([*hits, *beside] if beside else hits)
+        held = Held(array("i", [*[0] * before, *hits] if before else hits), before, beside=beside)
+        self.extend(held, count)
+        return held
+
+    def extend(self, held: Held, count: int) -> None:
+        """Adds `count` blocks with undefined content. Evicts idle ones where needed."""
+        if not count:
+            return
         blocks, evicted = self.take(count)
+        held.table.extend(blocks)
         if evicted:
             self.evicted += evicted
             if self.windows is not None:
                 for block in blocks:
                     self.windows.freed(block)
-        return blocks
 
     def release(
         self,
-        blocks: Sequence[int],
+        held: Held,
         remnant: tuple[int, bytes] | None = None,
         *,
         copied: bool | None = None,
         first_copied: int = 0,
     ) -> None:
-        """Ends a lease on each of these blocks.
+        """Ends a handle.
 
-        `remnant`: one of these blocks, and the name of the tokens whose KV ends in it. `copied`: whether
-        another worker has the cached ones now, too, from index `first_copied` on, and goes on with them.
+        `remnant`: one of its blocks, and the name of the tokens whose KV ends in it. `copied`: whether
+        another worker has the cached ones now, too, from this index of the table on, and goes on with them.
         None: as before."""
+        if held.copy is not None:
+            held.copy.end()
+        if self.windows is not None:
+            self.windows.end(held.windows, held.table)
+        blocks = held.blocks
         if copied is not None:
-            self.rank(blocks[first_copied:] if copied else blocks, Rank.COPY if copied else Rank.ONLY)
+            copies = held.table[max(held.first, first_copied) :] if copied else blocks
+            self.rank(copies, Rank.COPY if copied else Rank.ONLY)
         if remnant is not None and self.has_window(remnant[0]):
             self.publish(*remnant, Rank.PART)
         # Reversed, so that the end of a prefix is evicted first: more requests share its beginning.
-        self.end(*reversed(blocks))
+        self.end(*reversed(blocks), *reversed(held.beside))
 
     def has_remnant(self, name: bytes) -> bool:
         """Not if it has lost its window block."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from baton.engine.api.request import EngineRequest, Logprobs
+from baton.engine.core.block_pool import Held
 from baton.engine.core.leases import Leases
 from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.prompt_images import PromptImages
@@ -202,10 +203,8 @@ class LiveRequest:
 
     # Blocks, slots and names: written by `RequestMemory`
 
-    blocks: "array[int]" = field(default_factory=lambda: array("i"))
-    """Block table: position p is in slot blocks[p // block_size] * block_size + p % block_size."""
-    windows: WindowSpan = field(default_factory=WindowSpan)
-    """What it reads of layers with windows, if these have blocks of their own."""
+    held: Held = field(default_factory=Held)
+    """Its blocks. Without a block table it holds nothing."""
     states: States | None = None
     """None: the model has no state layers, or the request has no blocks."""
     cached_when_queued: int = 0
@@ -257,10 +256,15 @@ class LiveRequest:
         self.token_ids = packed(self.request.prompt_ids) + packed(self.request.output_ids)
 
     @property
+    def blocks(self) -> "array[int]":
+        """The block table."""
+        return self.held.table
+
+    @property
     def window_spans(self) -> "list[WindowSpan]":
         """All that it reads of layers with windows."""
         shared = self.shared
-        return [self.windows, *shared.spans.values(), *(span for _, span in shared.passed)]
+        return [self.held.windows, *shared.spans.values(), *(span for _, span in shared.passed)]
 
     @property
     def order(self) -> tuple[int, bool, int, int]:

@@ -17,10 +17,10 @@ an import. A request that waits for an import has no block. So nothing here wait
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.engine.api.request import EngineRequest
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool, Held
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.request_memory import RequestMemory
@@ -52,24 +52,20 @@ class Pin:
     """Cached KV that another worker or a store reads. It stays in its blocks until `end`."""
 
     num_chunks: int
-    table: Sequence[int]
-    """A block table up to the end of the chunks. Its entries before the first chunk mean nothing."""
-    blocks: Sequence[int]
-    """Those with the chunks."""
+    held: Held
+    """A block table up to the end of the chunks, with the states after them if these are read."""
     exchange: "PrefixExchange"
     remnant: bytes | None = None
     """The name of the chunk, if it is in a block that is not full."""
-    states: CopyLease | None = None
-    """On the states after the last chunk. None: the model has none, or they are not read."""
-    windows: WindowSpan = field(default_factory=WindowSpan)
-    """What it keeps of the table in layers with windows."""
+
+    @property
+    def table(self) -> Sequence[int]:
+        return self.held.table
 
     def end(self, *, copied: bool | None = None) -> None:
         """Nothing reads the blocks any more. `copied`: as in `BlockPool.release`."""
-        if self.states is not None:
-            self.states.end()
-        remnant = None if self.remnant is None else (self.blocks[0], self.remnant)
-        self.exchange.ended(self, self.blocks, remnant, copied=copied)
+        remnant = None if self.remnant is None else (self.held.table[-1], self.remnant)
+        self.exchange.ended(self, remnant, copied=copied)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,15 +74,15 @@ class Import:
 
     missing: MissingPrefix
     """What comes."""
-    table: Sequence[int]
-    """A block table up to the end of the last chunk. Its entries before the first chunk mean nothing."""
-    blocks: Sequence[int]
-    """Those that get KV."""
+    held: Held
+    """New blocks, up to the end of the last chunk, beside the cached ones."""
     state_slot: int | None
     """For the states after the last chunk. None: the model has none."""
     exchange: "PrefixExchange"
-    windows: WindowSpan = field(default_factory=WindowSpan)
-    """The blocks that get what comes of layers with windows."""
+
+    @property
+    def table(self) -> Sequence[int]:
+        return self.held.table
 
     def end(self, num_tokens: int, *, all_positions: bool = False) -> None:
         """Nothing is written into the blocks any more. The cache gets what is complete among the first
@@ -121,27 +117,18 @@ class PrefixExchange:
         return not self._open and not self._brought
 
     def ended(
-        self,
-        lease: Pin | Import,
-        blocks: Sequence[int],
-        remnant: tuple[int, bytes] | None,
-        *,
-        copied: bool | None = None,
+        self, ended: Pin | Import, remnant: tuple[int, bytes] | None, *, copied: bool | None = None
     ) -> None:
         """A pin or an import has ended, which happens once. The rest is as in `BlockPool.release`."""
-        self._open.remove(lease)
-        first_whole = self.cache.thin_before(len(lease.table) * self._block_size)
-        first = max(0, first_whole - (len(lease.table) - len(blocks)))
-        if self._windows is not None:
-            self._windows.end(lease.windows, lease.table)
-        self._pool.release(blocks, remnant, copied=copied, first_copied=first)
+        self._open.remove(ended)
+        first_whole = self.cache.thin_before(len(ended.table) * self._block_size)
+        self._pool.release(ended.held, remnant, copied=copied, first_copied=first_whole)
 
     def imported(self, ended: Import, num_tokens: int, *, all_positions: bool) -> None:
         """As `Import.end`."""
         names, (last, remainder) = ended.missing.names, divmod(num_tokens, self._block_size)
         thin = 0 if all_positions else self.cache.thin_before(num_tokens)
-        first = len(ended.table) - len(ended.blocks)
-        self.cache.publish(names, ended.table, first, last, thin=[range(thin)])
+        self.cache.publish(names, ended.table, ended.held.first, last, thin=[range(thin)])
         if (slot := ended.state_slot) is not None:
             assert self.cache.copies is not None, "it gave the slot"
             if num_tokens and not remainder:
@@ -150,7 +137,7 @@ class PrefixExchange:
                 self.cache.copies.release(slot)
         has_remnant = slot is None and remainder and last >= thin
         remnant = (ended.table[last], names.chunks[num_tokens // CHUNK_TOKENS - 1]) if has_remnant else None
-        self.ended(ended, [*ended.missing.hits, *ended.blocks], remnant)
+        self.ended(ended, remnant)
 
     def bring(self, chunks: Sequence[bytes], first_chunk: int, then: Callable[[], None]) -> bool:
         """Copies what the tiers below have of these chunks to the pool, as far as `pin` may take it, and then
@@ -167,43 +154,39 @@ class PrefixExchange:
             return False
         if (taken := self._take(len(wanted), cached, states=lacks_states)) is None:
             return False
-        blocks, slot, span = taken
+        held, slot = taken
 
         def ended(_: bool) -> None:
             self._brought -= 1
-            if self._windows is not None:
-                self._windows.end(span, blocks)
-            self._pool.release([*cached, *blocks])
+            self._pool.release(held)
             then()
 
         self._brought += 1
         states = None if slot is None else (chunks[-1], slot)
-        self.cache.load(list(zip(wanted, blocks, strict=True)), ended, states)
+        self.cache.load(list(zip(wanted, held.table, strict=True)), ended, states)
         return True
 
     def _take(
         self, count: int, hits: Sequence[int], *, states: bool, before: int = 0
-    ) -> tuple[list[int], int | None, WindowSpan] | None:
-        """A block table with so many new blocks behind `before` entries that mean nothing, a slot for
-        `states`, and what the blocks read in layers with windows. It holds `hits`, too. None: no slot."""
-        span, slot, read, windows = WindowSpan(), None, 0, self._windows
-        self._pool.share(hits)
+    ) -> tuple[Held, int | None] | None:
+        """So many new blocks, beside these cached ones, with what they read in layers with windows, and a
+        slot for `states`. None: no slot."""
+        held, slot = self._pool.hold(before=before, beside=hits), None
+        read, windows = 0, self._windows
         if windows is not None:  # for all of the new blocks, or for the last ones alone if there is no room
             read = count if self._may_take(count, count, ()) else windows.need(count)
             self._memory.provide(count, windows=read)
-            windows.promise(span, read)
-        table = [*[0] * before, *self._pool.allocate(count)]
+            windows.promise(held.windows, read)
+        self._pool.extend(held, count)
         # After the blocks: copies may take the memory of those that nothing holds.
         if states and (of_requests := self._memory.states) is not None:
             slot = of_requests.allocate_copy()
             if slot is None:
-                if windows is not None:
-                    windows.promise(span, 0)
-                self._pool.release([*hits, *table[before:]])
+                self._pool.release(held)
                 return None
         if windows is not None:
-            windows.begin(span, table, len(table) - read, len(table))
-        return table, slot, span
+            windows.begin(held.windows, held.table, len(held.table) - read, len(held.table))
+        return held, slot
 
     def _with_states(self, chunks: Sequence[bytes], first_chunk: int) -> Sequence[bytes]:
         """The longest beginning that may be pinned of which the tiers have all blocks, and the states at its
@@ -219,7 +202,7 @@ class PrefixExchange:
     @property
     def _may_pin(self) -> int:
         return self._pool.num_blocks // PINNED_SHARE - sum(
-            len(lease.blocks) for lease in self._open if isinstance(lease, Pin)
+            len(each.held.blocks) for each in self._open if isinstance(each, Pin)
         )
 
     def pin(
@@ -239,15 +222,15 @@ class PrefixExchange:
         # Otherwise pins could delay the first request of the queue forever.
         if not count or not self._may_take(self._pool.unreferenced(blocks), 0, blocks):
             return None  # without the table: `first_chunk` comes from a peer, and may be any number
-        table = [*self._before(first_chunk), *blocks]
-        first = len(table) - len(blocks)
+        held = self._pool.hold(hits=blocks, before=self._before(first_chunk))
+        first = held.first
         if is_prefix and self._windows is not None:
             first = max(first, self._windows.first((first_chunk + count) * CHUNK_TOKENS))
-        pin = Pin(count, table, blocks, self, states=states)
-        self._pool.share(blocks)
-        if not self._keep_windows(pin.windows, table, first):
-            self._pool.release(blocks)
+        if not self._keep_windows(held.windows, held.table, first):
+            self._pool.release(held)
             return None
+        held.copy = states
+        pin = Pin(count, held, self)
         self._open.add(pin)
         return pin
 
@@ -292,22 +275,22 @@ class PrefixExchange:
         chunks. None: there is none, or no room beside the queue."""
         if not self._pool.has_remnant(chunk) or not self._may_take(1, 1, ()):
             return None
-        span = WindowSpan()
         if self._windows is not None:
             self._memory.provide(0, windows=1)
             if not self._pool.has_remnant(chunk):  # its memory became that of window blocks
                 return None
-            self._windows.promise(span, 1)
-        block = self._pool.adopt(chunk)
-        pin = Pin(1, [*self._before(position), block], [block], self, chunk, windows=span)
+        held = self._pool.hold(before=self._before(position))
+        held.table.append(self._pool.adopt(chunk))
         if self._windows is not None:
-            self._windows.begin(span, pin.table, len(pin.table) - 1, len(pin.table))
+            self._windows.promise(held.windows, 1)
+            self._windows.begin(held.windows, held.table, held.first, len(held.table))
+        pin = Pin(1, held, self, chunk)
         self._open.add(pin)
         return pin
 
-    def _before(self, chunk: int) -> list[int]:
-        """The entries of a block table before this chunk of a prompt, which mean nothing."""
-        return [0] * (chunk * CHUNK_TOKENS // self._block_size)
+    def _before(self, chunk: int) -> int:
+        """The entries of a block table before this chunk of a prompt."""
+        return chunk * CHUNK_TOKENS // self._block_size
 
     def has(self, name: bytes, chunk: int) -> bool:
         """Whether the pool has this chunk, at this position in its prompt, whether it may be kept or not."""
@@ -350,7 +333,6 @@ class PrefixExchange:
         states = self.cache.copies is not None
         if (taken := self._take(last - first, missing.hits, states=states, before=first)) is None:
             return None
-        table, slot, span = taken
-        started = Import(missing, table, table[first:], slot, self, windows=span)
+        started = Import(missing, *taken, self)
         self._open.add(started)
         return started

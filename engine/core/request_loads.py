@@ -1,6 +1,5 @@
 """Loads of requests from the tiers below the device: what pays, and where it goes. Pure."""
 
-from array import array
 from collections.abc import Callable, Sequence
 
 from baton.engine.core.block_pool import BlockPool
@@ -73,19 +72,19 @@ class RequestLoads:
     def _wanted(self, live: LiveRequest, names: Sequence[bytes], first: int) -> list[tuple[bytes, int]]:
         """What a request must load to begin behind the blocks with these names, of which it has `first`."""
         if (windows := self._windows) is not None:
-            windows.leave(live.windows, live.blocks, live.windows.stop)
+            windows.leave(live.held.windows, live.blocks, live.held.windows.stop)
         wanted: list[tuple[bytes, int]] = []
         for index in range(first, len(names)):
             # The pool may have blocks again behind those that it lacks.
             if (cached := self._has(names, index, len(names))) is not None:
-                self._pool.release([live.blocks[index]])
+                self._pool.end(live.blocks[index])
                 self._pool.share([cached])
                 live.blocks[index] = cached
             else:
                 wanted.append((names[index], live.blocks[index]))
         if windows is not None:
             begin = windows.first(len(names) * self._block_size)
-            windows.begin(live.windows, live.blocks, begin, len(names))
+            windows.begin(live.held.windows, live.blocks, begin, len(names))
         return wanted
 
     def _loadable(self, live: LiveRequest, usable: Sequence[bytes]) -> int:
@@ -115,9 +114,12 @@ class RequestLoads:
         states = self._memory.states
         assert states is not None, "the model has states"
         stop = live.num_published
-        self._pool.release(live.blocks[begin:stop])
+        behind = live.blocks[stop:]
+        self._pool.end(*reversed(live.blocks[begin:stop]))
         self._memory.provide(stop - begin)
-        live.blocks[begin:stop] = array("i", self._pool.allocate(stop - begin))
+        del live.blocks[begin:]
+        self._pool.extend(live.held, stop - begin)
+        live.blocks.extend(behind)
         self._cache.hits -= (stop - begin) * self._block_size
         live.num_published, live.num_cached = begin, begin * self._block_size
         if begin:

@@ -1,11 +1,10 @@
 """The blocks of KV of requests, and the names under which the prefix cache may have them. Pure."""
 
-from array import array
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool, Held
 from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Amounts, Budget
 from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
@@ -130,13 +129,13 @@ class RequestMemory:
         """Blocks that the request needs for its next token, wherever the steps under way end."""
         if live.ends_with_pending:
             return 0
-        return max(0, (live.num_computed + live.slack) // self._block_size + 1 - len(live.blocks))
+        return max(0, (live.num_computed + live.slack) // self._block_size + 1 - len(live.held.table))
 
     def lacks_windows(self, live: LiveRequest, lacking: int) -> int:
         """Window blocks that the request must be promised to have so many blocks more."""
         if self._windows is None:
             return 0
-        return max(0, self._windows.need(len(live.blocks) + lacking) - live.windows.promised)
+        return max(0, self._windows.need(len(live.held.table) + lacking) - live.held.windows.promised)
 
     def grow(self, live: LiveRequest, lacking: int, keep: int = 0) -> bool:
         """Gives a request so many blocks more, if `keep` blocks are free after that. False: they are not, or
@@ -151,8 +150,8 @@ class RequestMemory:
             return False
         self.provide(lacking, windows=lacks_windows)
         if self._windows is not None and lacks_windows:
-            self._windows.promise(live.windows, live.windows.promised + lacks_windows)
-        live.blocks.extend(self._pool.allocate(lacking))
+            self._windows.promise(live.held.windows, live.held.windows.promised + lacks_windows)
+        self._pool.extend(live.held, lacking)
         return True
 
     def can_grow(self, running: Sequence[LiveRequest], *, one_block: bool) -> bool:
@@ -175,27 +174,27 @@ class RequestMemory:
 
     def has_room_for(self, live: LiveRequest, tokens: int) -> bool:
         """Gives a request blocks for so many tokens behind its next one, if they are spare."""
-        lacking = self.blocks_for(len(live.token_ids) + tokens) - len(live.blocks)
+        lacking = self.blocks_for(len(live.token_ids) + tokens) - len(live.held.table)
         if lacking > 0 and not self.grow(live, lacking, self.watermark):
             return False
-        if self._windows is not None and self._windows.reachable(live.windows) < len(live.blocks):
+        if self._windows is not None and self._windows.reachable(live.held.windows) < len(live.held.table):
             return False
-        self.reach(live, len(live.blocks) * self._block_size)
+        self.reach(live, len(live.held.table) * self._block_size)
         return True
 
     def end_windows(self, live: LiveRequest, *, goes_on: bool) -> None:
         """Nothing reads the KV of a request any more, in layers with windows. `goes_on`: but later steps."""
         if self._windows is not None:
             for span in live.window_spans[goes_on:]:
-                self._windows.end(span, live.blocks)
+                self._windows.end(span, live.held.table)
             live.shared.spans.clear()
             live.shared.passed.clear()
 
     def begin_range(self, live: LiveRequest, start: int) -> None:
         """Steps of a part of a prompt go on with the range that begins there."""
         if (span := live.shared.spans.pop(start, None)) is not None:
-            live.shared.passed.append((live.num_computed, live.windows))
-            live.windows = span
+            live.shared.passed.append((live.num_computed, live.held.windows))
+            live.held.windows = span
 
     @property
     def kept_windows(self) -> int:
@@ -207,30 +206,30 @@ class RequestMemory:
         """`count` tokens, or fewer: those of the next chunk that find window blocks."""
         if self._windows is None:
             return count
-        return min(count, self._windows.reachable(live.windows) * self._block_size - live.num_computed)
+        return min(count, self._windows.reachable(live.held.windows) * self._block_size - live.num_computed)
 
     def reach(self, live: LiveRequest, stop: int) -> None:
         """A step computes positions of a request up to this one."""
         if self._windows is not None:
-            self._windows.reach(live.windows, live.blocks, self.blocks_for(stop))
+            self._windows.reach(live.held.windows, live.held.table, self.blocks_for(stop))
 
     def landed(self, schedule: Schedule) -> None:
         """A step has landed: what its requests read no more of layers with windows is free."""
         if (windows := self._windows) is None:
             return
         for live, chunk in schedule.chunks.items():
-            if live.blocks:  # a decode may compute its token again, if a draft after it is wrong
+            if live.held.table:  # a decode may compute its token again, if a draft after it is wrong
                 while (passed := live.shared.passed) and passed[0][0] <= chunk.stop:
-                    windows.end(passed.popleft()[1], live.blocks)
+                    windows.end(passed.popleft()[1], live.held.table)
                 position = chunk.stop if live in schedule.prompts else chunk.start
-                windows.pass_to(live.windows, live.blocks, position)
+                windows.pass_to(live.held.windows, live.held.table, position)
 
     def extend(self, live: LiveRequest, num_tokens: int) -> bool:
         """Extends a reservation to so many tokens, and one more. False: no room."""
-        if not self.grow(live, max(0, self.blocks_for(num_tokens + 1) - len(live.blocks))):
+        if not self.grow(live, max(0, self.blocks_for(num_tokens + 1) - len(live.held.table))):
             return False
         if self._windows is not None:
-            self._windows.pass_to(live.windows, live.blocks, num_tokens)
+            self._windows.pass_to(live.held.windows, live.held.table, num_tokens)
         self.reach(live, num_tokens + 1)
         return True
 
@@ -310,7 +309,7 @@ class RequestMemory:
     def take(self, live: LiveRequest, num_tokens: int, hits: Sequence[int]) -> None:
         """Gives the request blocks for the tokens, and a state slot, for which `admit` has found room. The
         first blocks are `hits`."""
-        self._pool.share(hits)
+        held = live.held = self._pool.hold(hits=hits)
         lacking, copy = self.blocks_for(num_tokens) - len(hits), None
         if self.states is not None:
             copy = self.states.lend(live, len(hits))
@@ -320,10 +319,10 @@ class RequestMemory:
         for span, count in promised.items():
             assert self._windows is not None
             self._windows.promise(span, count)
-        known, remnant = self._adopt(live, hits)
+        known = self._adopt(live, hits)
         if self.states is not None:
             self.states.take(live, copy, self._branch(live, len(hits)))
-        live.blocks = array("i", [*hits, *remnant, *self._pool.allocate(lacking - len(remnant))])
+        self._pool.extend(held, len(hits) + lacking - len(held.table))
         live.num_cached = known
         if self._windows is not None:
             self._reach_windows(live)
@@ -351,7 +350,7 @@ class RequestMemory:
         windows, cached = self._windows, len(hits) * self._block_size
         assert windows is not None, "layers with windows have blocks of their own"
         most = windows.need(self.blocks_for(num_tokens))
-        promised, spans = {live.windows: most}, {self._next(live, cached): live.windows}
+        promised, spans = {live.held.windows: most}, {self._next(live, cached): live.held.windows}
         for position, count in self._kept_at(live.shared, cached, most, windows).items():
             spans[position] = live.shared.spans[position] = WindowSpan()
             promised[spans[position]] = count
@@ -362,14 +361,14 @@ class RequestMemory:
 
     def _reach_windows(self, live: LiveRequest) -> None:
         """Gives the request window blocks for what it begins with, and for what comes."""
-        windows, cached = self._windows, live.num_cached
+        windows, cached, held = self._windows, live.num_cached, live.held
         assert windows is not None, "layers with windows have blocks of their own"
         position = self._next(live, cached)
-        windows.leave(live.windows, live.blocks, windows.first(position))
-        comes = live.phase is Phase.RESERVED
-        windows.reach(live.windows, live.blocks, len(live.blocks) if comes else self.blocks_for(position))
+        windows.leave(held.windows, held.table, windows.first(position))
+        stop = len(held.table) if live.phase is Phase.RESERVED else self.blocks_for(position)
+        windows.reach(held.windows, held.table, stop)
         for position, span in live.shared.spans.items():
-            windows.reach(span, live.blocks, min(len(live.blocks), self.blocks_for(position)))
+            windows.reach(span, held.table, min(len(held.table), self.blocks_for(position)))
 
     def _thin_of_part(self, live: LiveRequest, cache: PrefixCache) -> Iterator[range]:
         """The blocks of a part of a prompt of which other workers send only what its ranges read."""
@@ -392,14 +391,16 @@ class RequestMemory:
         known = self._cache.known(self.usable(live, self._cache))
         return known * self._block_size if known > hits else 0
 
-    def _adopt(self, live: LiveRequest, hits: Sequence[int]) -> tuple[int, list[int]]:
-        """The positions that are cached, and a remnant with the last ones of them, if there is one behind the
-        cached blocks. A reservation needs none: its KV comes from another worker."""
+    def _adopt(self, live: LiveRequest, hits: Sequence[int]) -> int:
+        """The positions that are cached. The request adopts a remnant with the last ones of them, if there is
+        one behind the cached blocks. A reservation needs none: its KV comes from another worker."""
         if self._cache is None or self.states is not None or live.phase is Phase.RESERVED:
-            return len(hits) * self._block_size, []
+            return len(hits) * self._block_size
         names, limit = self._cache.names_of(live), self._usable_tokens(live)
         end, name = self._cache.remnant(names, live.token_ids, len(hits), limit)
-        return end, [] if name is None else [self._pool.adopt(name)]
+        if name is not None:
+            live.held.table.append(self._pool.adopt(name))
+        return end
 
     def _remnant(self, live: LiveRequest) -> tuple[int, bytes] | None:
         """The block of a request that full chunks end in, if it is not full, and the name of these chunks."""
@@ -409,9 +410,9 @@ class RequestMemory:
         index = end // self._block_size
         if index != live.num_verified // self._block_size or any(index in each for each in live.thin):
             return None  # no chunk ends in the last block, or the block is thin
-        if not self._pool.has_window(live.blocks[index]):
+        if not self._pool.has_window(live.held.table[index]):
             return None
-        return live.blocks[index], self._cache.names_of(live).of_chunk(live.token_ids, end)
+        return live.held.table[index], self._cache.names_of(live).of_chunk(live.token_ids, end)
 
     def publish(self, live: LiveRequest, computed: int) -> None:
         """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed
@@ -422,7 +423,7 @@ class RequestMemory:
         full = computed // self._block_size
         if self._cache is not None and full > live.num_published:
             names = self._cache.names_of(live)
-            self._cache.publish(names, live.blocks, live.num_published, full, thin=live.thin)
+            self._cache.publish(names, live.held.table, live.num_published, full, thin=live.thin)
             live.num_published = full
         if self.states is not None:
             self.states.publish(live, computed)
@@ -444,15 +445,14 @@ class RequestMemory:
         if self.states is not None:
             self.states.free(live)
         remnant = self._remnant(live)
-        self.end_windows(live, goes_on=False)
+        self.end_windows(live, goes_on=True)
         # The other worker has thin blocks before this one: these are whole here only.
         first_whole = 0 if self._cache is None else self._cache.thin_before(live.num_verified)
-        self._pool.release(live.blocks, remnant, copied=live.handed_over, first_copied=first_whole)
+        self._pool.release(live.held, remnant, copied=live.handed_over, first_copied=first_whole)
         if remnant is not None and self._cache is not None:
             end = live.num_verified // CHUNK_TOKENS * CHUNK_TOKENS
             self._cache.remnant_kept(self._cache.names_of(live), end)
-        live.num_verified, live.thin = 0, ()
-        del live.blocks[:]
+        live.num_verified, live.thin, live.held = 0, (), Held()
 
     def usable(self, live: LiveRequest, cache: PrefixCache) -> list[bytes]:
         """The names of the blocks of a request that may come from the prefix cache."""

@@ -48,7 +48,7 @@ def lives_of(rng: random.Random, *, elastic: bool, kinds: str) -> tuple[RequestL
         budget = Budget(pool, states, copies, pages=PAGES, page_bytes=1, free_pages=rng.randrange(6))
     share, cached, spread = (rng.choice((each, rng.random())) for each in (0.0, 1.0, 1.0))
     apart: list[int] = []
-    for number, block in enumerate(pool.allocate(rng.randint(0, pool.free))):
+    for number, block in enumerate(pool.hold(rng.randint(0, pool.free)).table):
         span, is_read = WindowSpan(), rng.random() < share
         if windows is not None and min(windows.free, windows.spare) > 0 and rng.random() < cached:
             windows.promise(span, 1)
@@ -60,7 +60,7 @@ def lives_of(rng: random.Random, *, elastic: bool, kinds: str) -> tuple[RequestL
         if rng.random() < cached:
             pool.publish(block, bytes([number]))
         if not is_read:
-            pool.release([block])
+            pool.end(block)
     if windows is not None:
         windows.cells.end(*apart)
     for slot in () if states is None else states.take(rng.randint(0, states.free))[0]:

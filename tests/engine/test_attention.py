@@ -54,7 +54,7 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
     schedule, sequences = Schedule(), []
     for start, stop in spans:
         live = LiveRequest(EngineRequest(b"", list(range(stop))), 0)
-        live.blocks = array("i", [free.pop() for _ in range(-(-stop // block_size))])
+        live.blocks.extend(free.pop() for _ in range(-(-stop // block_size)))
         keys_values = torch.randn(2, stop, KV_HEADS, DIM, generator=generator)
         for position in range(start):
             block, offset = live.blocks[position // block_size], position % block_size

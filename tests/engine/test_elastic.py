@@ -122,7 +122,7 @@ def test_a_growing_request_takes_idle_slots_before_it_preempts(lives: RequestLiv
     before = pages.of(Kind.SLOTS)
     while lives.memory.has_room(1, 0):
         lives.memory.provide(1)
-        live.blocks.extend(lives.pool.allocate(1))
+        lives.pool.extend(live.held, 1)
     assert len(live.blocks) == 80
     assert pages.of(Kind.SLOTS) < before
     lives.drop(live)
@@ -314,7 +314,7 @@ def test_random_lives_keep_every_page(lives: RequestLives, pages: Pages, seed: i
             wanted = rng.choice((1, 9))
             if lives.memory.has_room(wanted, 0):
                 lives.memory.provide(wanted)
-                live.blocks.extend(lives.pool.allocate(wanted))
+                lives.pool.extend(live.held, wanted)
         used = 3 * pages.of(Kind.BLOCKS) + 8 * pages.of(Kind.SLOTS)
         assert used + budget.free_pages == 68
         lives.pool.assert_consistent()

@@ -129,7 +129,7 @@ def test_a_prefix_is_brought_for_another_worker(
     [pin] = brought
     assert pin is not None
     assert pin.num_chunks == len(missing.chunks) == 2
-    assert torch.equal(ledgers[:, pin.states.slot], kept)
+    assert torch.equal(ledgers[:, pin.held.copy.slot], kept)
     assert not exchange.bring(missing.chunks, 0, brought.clear)
     pin.end()
     for each in (pump_blocks, pump_states):

@@ -95,7 +95,7 @@ class Worker:
         """The tier saves all that the pool may evict from now on."""
         pool = self.scheduler.lives.pool
         self.tier.shared.clean = pool.num_blocks
-        pool.release(pool.allocate(pool.unused))  # so the list is made again
+        pool.release(pool.hold(pool.unused))  # so the list is made again
 
     def start_copies(self, most: int = 99) -> int:
         copies = self.tier.next_loads(most) or self.tier.next_saves(most)
@@ -246,7 +246,7 @@ def test_the_pool_gives_out_a_block_without_waiting_for_its_copy() -> None:
     assert not worker.tier.stats.saved
     worker.is_eager()
     assert worker.start_copies()
-    taken = worker.scheduler.lives.pool.allocate(16)
+    taken = worker.scheduler.lives.pool.hold(16)
     while worker.under_way:
         worker.end_copy()
     assert worker.tier.stats.dropped
@@ -303,8 +303,8 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads(
     ).tiers
     monkeypatch.setattr(offload_tier, "time", SimpleNamespace(monotonic=lambda: now))
     assert tier.pays(1, 0.1), "nothing is known"
-    blocks = pool.allocate(1)
-    pool.publish(blocks[0], b"a")
+    blocks = pool.hold(1)
+    pool.publish(blocks.table[0], b"a")
     pool.release(blocks)
     assert tier.next_saves(1)
     tier.ended(True)
@@ -336,7 +336,7 @@ def test_a_pool_block_behind_a_gap_is_shared_and_not_loaded() -> None:
     while worker.start_copies():
         while worker.under_way:
             worker.end_copy()
-    taken = pool.allocate(len(pool._free) + 2)  # evicts the first two blocks
+    taken = pool.hold(len(pool._free) + 2)  # evicts the first two blocks
     pool.release(taken)
     assert not pool.lookup(names[:1])
     [again] = worker.run(prompt)
@@ -455,22 +455,22 @@ def test_a_block_is_loaded_from_the_fastest_tier_and_reported_there() -> None:
     host, disk = cache.offload
     names = cache.names(EngineRequest(b"r", text(4 * BLOCK, 1)))
     names.extend(text(4 * BLOCK, 1), 4 * BLOCK)
-    blocks = pool.allocate(4)
-    cache.publish(names, blocks, 0, 4)
+    blocks = pool.hold(4)
+    cache.publish(names, blocks.table, 0, 4)
     pool.release(blocks)
     host.shared.clean = 8
     for tier, count in ((host, 1), (disk, 2)):
         for _ in tier.next_saves(count):
             tier.ended(True)
-    pool.release(pool.allocate(8))
+    pool.release(pool.hold(8))
     cache.settle()
     last, second_last = names.blocks[3], names.blocks[2]  # the end is evicted first
     assert (seen[last], seen[second_last], seen[names.blocks[0]]) == (Tier.HOST, Tier.DISK, None)
     host.drop(last)
     cache.settle()
     assert seen[last] is Tier.DISK
-    block, ended = pool.allocate(1), list[bool]()
-    cache.load([(last, block[0])], ended.append)
+    block, ended = pool.hold(1), list[bool]()
+    cache.load([(last, block.table[0])], ended.append)
     for _ in disk.next_loads(9):
         disk.ended(True)
     assert ended == [True]

@@ -54,11 +54,12 @@ class Worker:
     def move_to_host(self) -> None:
         """Moves all cached blocks from the pool to the host tier."""
         pool, [tier] = self.scheduler.lives.pool, self.scheduler.lives.offload
-        taken = pool.allocate(pool.free - pool.cached)  # so that the pool would evict next
+        taken = pool.hold(pool.free - pool.cached)  # so that the pool would evict next
         while saves := tier.next_saves(99):
             for _ in saves:
                 tier.ended(True)
-        pool.release([*taken, *pool.allocate(pool.free)])
+        pool.release(pool.hold(pool.free))
+        pool.release(taken)
         self.kv.clear()
 
     def start_import(self, prompt: list[int], salt: bytes = b"", most: int = 99) -> Import | None:
@@ -176,7 +177,7 @@ def test_at_most_so_many_chunks_are_missing_and_take_blocks() -> None:
     wanted = asker.start_import(prompt, most=3)
     assert wanted is not None
     assert len(wanted.missing.chunks) == 3
-    assert free - asker.scheduler.lives.pool.free == len(wanted.blocks) == 3 * CHUNK_TOKENS // 16
+    assert free - asker.scheduler.lives.pool.free == len(wanted.held.blocks) == 3 * CHUNK_TOKENS // 16
     assert move(holder, asker, wanted) == 3
     assert asker.compute(prompt) == 3 * CHUNK_TOKENS
     asker.scheduler.lives.assert_whole()
@@ -212,8 +213,8 @@ def test_pins_keep_their_blocks_and_take_a_bounded_share() -> None:
     assert (pin.num_chunks, len(pin.table)) == (2, 8), "a quarter of 40 blocks has room for two chunks"
     assert holder.exchange.pin(wanted.missing.chunks, 0) is None
     pool = holder.scheduler.lives.pool
-    taken = pool.allocate(pool.free)
-    assert not {*taken} & {*pin.blocks}
+    taken = pool.hold(pool.free)
+    assert not {*taken.table} & {*pin.held.blocks}
     pool.release(taken)
     with pytest.raises(AssertionError, match="left behind"):
         holder.scheduler.lives.assert_whole()
@@ -370,7 +371,7 @@ def test_the_last_chunk_of_a_prompt_travels_without_the_rest_of_its_block() -> N
     assert holder.compute(later.prompt_ids, salt=b"tenant") == 192, "it has its remnant again"
     for worker in (holder, asker):
         worker.scheduler.lives.assert_whole()
-    taken = holder.scheduler.lives.pool.allocate(holder.scheduler.lives.pool.free)
+    taken = holder.scheduler.lives.pool.hold(holder.scheduler.lives.pool.free)
     assert holder.exchange.pin_remnant(other, 0) is None
     holder.scheduler.lives.pool.release(taken)
 

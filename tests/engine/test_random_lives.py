@@ -275,7 +275,7 @@ class Lives:
                 break
             begun.append(started)
             slot = started.state_slot
-            self.overwrite(engine, started.blocks, [] if slot is None else [slot])
+            self.overwrite(engine, started.held.blocks, [] if slot is None else [slot])
         for started in begun:
             started.end(0)
         self.imports += len(begun)

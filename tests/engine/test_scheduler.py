@@ -397,9 +397,9 @@ def test_a_step_is_scheduled_ahead_if_all_growing_requests_have_room() -> None:
     assert reserved is not None
     step(scheduler)
     assert scheduler.may_look_ahead, "one request grows, and two blocks are free"
-    scheduler.lives.pool.allocate(1)
+    scheduler.lives.pool.hold(1)
     assert scheduler.may_look_ahead, "three requests run, but one grows, and one block is free"
-    scheduler.lives.pool.allocate(1)
+    scheduler.lives.pool.hold(1)
     assert not scheduler.may_look_ahead
 
 

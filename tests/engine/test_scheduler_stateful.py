@@ -392,11 +392,11 @@ class Operations:
         in_use = {block for live in everyone for block in live.blocks}
         if (exchange := scheduler.lives.prefix_exchange) is not None:
             assert exchange.empty == (not self.pinned and not self.importing)
-        in_use.update(*(pin.blocks for pin in self.pinned))
+        in_use.update(*(pin.held.blocks for pin in self.pinned))
         for each in self.importing:
-            assert in_use.isdisjoint(each.blocks), "KV from elsewhere is written there"
+            assert in_use.isdisjoint(each.held.blocks), "KV from elsewhere is written there"
             in_use.update(each.missing.hits)
-        in_use.update(*(each.blocks for each in self.importing))
+        in_use.update(*(each.held.blocks for each in self.importing))
         assert self.free == scheduler.lives.pool.num_blocks - len(in_use)
         assert not any(live.blocks for live in scheduler.lives.waiting)
         for live in everyone:
@@ -440,7 +440,7 @@ class Operations:
         assert all(cell.leases or cell.name is not None for cell in cells), "a block of a step is free"
         slots = set[int]().union(*(flight.slots for flight in self.flights))
         for each in self.importing:
-            assert blocks.isdisjoint(each.blocks)
+            assert blocks.isdisjoint(each.held.blocks)
             assert each.state_slot not in slots
         for live in scheduler.lives.reserved:
             if not live.handover:

@@ -146,6 +146,6 @@ def test_after_every_block_is_evicted_no_chunk_counts_as_cached():
         worker.prefill(*([*shared, *text(rng.randrange(1, 100), rng.randrange(9))] for _ in range(3)))
     assert worker.known
     pool = worker.scheduler.lives.pool
-    pool.release(pool.allocate(pool.num_blocks))
+    pool.release(pool.hold(pool.num_blocks))
     worker.receive_changes()
     assert not worker.known
