@@ -98,7 +98,7 @@ class BlockPool(Cells[bytes]):
             self.evicted += evicted
             if self.windows is not None:
                 for block in blocks:
-                    self.windows.freed(block)
+                    self.windows.forget(block)
 
     def release(
         self,
@@ -116,7 +116,7 @@ class BlockPool(Cells[bytes]):
         if held.copy is not None:
             held.copy.end()
         if self.windows is not None:
-            self.windows.end(held.windows, held.table)
+            self.windows.close(held.windows, held.table)
         blocks = held.blocks
         if copied is not None:
             copies = held.table[max(held.first, first_copied) :] if copied else blocks
@@ -145,7 +145,7 @@ class BlockPool(Cells[bytes]):
         evicted = super().next_evicted(most)
         if self.windows is None:
             return evicted
-        lost = self.windows.cells.next_evicted(self.windows.present * most // self.num_blocks)
+        lost = self.windows.next_evicted(self.windows.present * most // self.num_blocks)
         cells = (self.cell(block) for _, block in lost)
         cells = (cell for cell in cells if not cell.leases and cell.rank is not Rank.PART)
         return chain(evicted, ((cell.place, cell.name) for cell in cells if cell.name is not None))
@@ -161,12 +161,12 @@ class BlockPool(Cells[bytes]):
 
     def has_window(self, block: int) -> bool:
         """Whether the block has KV of layers with windows, as far as it has that of others."""
-        return self.windows is None or self.windows.has(block)
+        return self.windows is None or block in self.windows
 
     def _make_free(self, cell: Cell[bytes]) -> None:
         super()._make_free(cell)
         if self.windows is not None:
-            self.windows.freed(cell.place)
+            self.windows.forget(cell.place)
 
     def epoch(self, place: int) -> int:
         """It grows, too, when the block loses its window block."""
@@ -177,8 +177,8 @@ class BlockPool(Cells[bytes]):
     def lease(self, place: int) -> Callable[[], None]:
         """As `Cells.lease`, with the memory of its window block."""
         ends = [super().lease(place)]
-        if self.windows is not None and self.windows.has(place):
-            ends.append(self.windows.cells.lease(int(self.windows.of[place])))
+        if self.windows is not None and place in self.windows:
+            ends.append(self.windows.lease(int(self.windows.of[place])))
 
         def end() -> None:
             for each in ends:
@@ -191,7 +191,7 @@ class BlockPool(Cells[bytes]):
         evicted = super().take_out(places)
         if self.windows is not None:
             for place in places:
-                self.windows.freed(place)
+                self.windows.forget(place)
         self.evicted += evicted
         return evicted
 
@@ -201,7 +201,7 @@ class BlockPool(Cells[bytes]):
         super().assert_consistent()
         if self.windows is not None:
             self.windows.assert_consistent()
-            assert not any(self.windows.has(block) for block in self._free)
+            assert not any(block in self.windows for block in self._free)
 
     def assert_whole(self) -> None:
         super().assert_whole()

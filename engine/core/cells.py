@@ -90,6 +90,21 @@ class Cells(Generic[K]):
         return len(self._free) + len(parts) + len(copies) + len(only)
 
     @property
+    def grantable(self) -> int:
+        """Places that a request may be given now."""
+        return self.free
+
+    @property
+    def movable(self) -> int:
+        """Free places whose memory others may have."""
+        return self.free
+
+    @property
+    def present(self) -> int:
+        """Places that have memory."""
+        return self.units.present * self.units.size
+
+    @property
     def unused(self) -> int:
         """Places with nothing in them."""
         return len(self._free)

@@ -78,17 +78,9 @@ class _Share:
     """The places of one kind."""
 
     kind: Kind
-    places: BlockPool | Cells[bytes] | WindowBlocks
     cells: Cells[Any]
-    """These, or those of the window blocks."""
     pages: int
     """Of a unit."""
-
-    @property
-    def movable(self) -> int:
-        """Free places whose memory others may have."""
-        places = self.places
-        return min(places.free, places.spare) if isinstance(places, WindowBlocks) else places.free
 
 
 GROWTH = 8
@@ -129,12 +121,8 @@ class Budget:
         self._moved_pages = 0
         self._seconds = 0.0
         self._pool, self._windows, self._copies = pool, pool.windows, copies
-        all_kinds = zip(Kind, (pool, slots, pool.windows), pages, strict=True)
-        self._shares = [
-            _Share(kind, places, places.cells if isinstance(places, WindowBlocks) else places, each)
-            for kind, places, each in all_kinds
-            if places is not None
-        ]
+        all_cells = zip(Kind, (pool, slots, pool.windows), pages, strict=True)
+        self._shares = [_Share(kind, cells, of) for kind, cells, of in all_cells if cells is not None]
         self._least_pages = max(share.pages for share in self._shares)
         self._left: float = self._least_pages  # that may move before the next step, while requests decode
         self._looked = -pool.num_blocks  # `moves` of the pool when copies found no memory
@@ -144,7 +132,7 @@ class Budget:
     @property
     def free(self) -> Amounts:
         """Places that may be taken now."""
-        return Amounts(**{share.kind.name.lower(): share.places.free for share in self._shares})
+        return Amounts(**{share.kind.name.lower(): share.cells.grantable for share in self._shares})
 
     @property
     def more_blocks(self) -> int:
@@ -152,10 +140,10 @@ class Budget:
         its window blocks would take memory of so many."""
         pages = self.free_pages + self._idle_copies * self.pages.slots
         for share in self._shares[1:]:
-            places = share.places
-            wanted = places.most if isinstance(places, WindowBlocks) else 0
-            lacking = share.cells.units.units(max(0, wanted - places.free))
-            pages += (self._beyond(share, wanted, places.free) - lacking) * share.pages
+            cells = share.cells
+            wanted = cells.most if isinstance(cells, WindowBlocks) else 0
+            lacking = cells.units.units(max(0, wanted - cells.grantable))
+            pages += (self._beyond(share, wanted, cells.grantable) - lacking) * share.pages
         units = self._pool.units
         return min(pages // self.pages.blocks, len(units.absent)) * units.size
 
@@ -234,10 +222,10 @@ class Budget:
 
     def _beyond(self, share: _Share, wanted: int, free: int, hits: Collection[int] = ()) -> int:
         """Idle units beyond so many places. The rest is as in `has_room`."""
-        size, places, idle = share.cells.units.size, share.places, len(share.cells.units.idle)
-        more = free - places.free
-        kept = places.idle_units(hits) if hits and share.kind is not Kind.SLOTS else 0
-        return max(0, min(idle - kept + more // size, (share.movable + more - wanted) // size))
+        cells = share.cells
+        size, idle, more = cells.units.size, len(cells.units.idle), free - cells.grantable
+        kept = cells.idle_units(hits) if hits and share.kind is not Kind.SLOTS else 0
+        return max(0, min(idle - kept + more // size, (cells.movable + more - wanted) // size))
 
     def provide(self, wants: Amounts, *, most: float = math.inf) -> None:
         """Gets so many free places, for which `has_room`. It leaves them where they are free. With fewer than
@@ -259,7 +247,7 @@ class Budget:
 
     def _lacking_units(self, share: _Share, wants: Amounts) -> int:
         """Units that must come until so many places are free."""
-        lacking = wants[share.kind] - share.places.free
+        lacking = wants[share.kind] - share.cells.grantable
         return share.cells.units.units(lacking) if lacking > 0 else 0
 
     def _lacking_pages(self, wants: Amounts) -> int:
@@ -272,12 +260,12 @@ class Budget:
             empty = [unit for unit in copies.units.idle if not copies.has_cached(copies.units.places(unit))]
             self._remove(Kind.SLOTS, copies, empty, pages, moves)
         for share in (*self._shares[1:], self._shares[0]):
-            units, places = share.cells.units, share.places
-            spare = self._beyond(share, wants[share.kind], places.free)
+            cells, units = share.cells, share.cells.units
+            spare = self._beyond(share, wants[share.kind], cells.grantable)
             if spare and self.free_pages < pages:
-                empty = [unit for unit in units.idle if not share.cells.has_cached(units.places(unit))]
+                empty = [unit for unit in units.idle if not cells.has_cached(units.places(unit))]
                 which = [*dict.fromkeys((*empty, *units.idle))]  # those with nothing in them first
-                self._remove(share.kind, places, which[:spare], pages, moves)
+                self._remove(share.kind, cells, which[:spare], pages, moves)
         if copies is not None:
             self._remove(Kind.SLOTS, copies, [*copies.units.idle], pages, moves)
         assert self.free_pages >= pages, "the caller asked whether there is room"
@@ -285,7 +273,7 @@ class Budget:
     def _remove(
         self,
         kind: Kind,
-        places: Cells[bytes] | WindowBlocks,
+        cells: Cells[Any],
         which: Iterable[int],
         pages: int,
         moves: list[Move],
@@ -294,8 +282,8 @@ class Budget:
         for unit in which:
             if self.free_pages >= pages:
                 return
-            places.take_out(places.units.places(unit))
-            places.units.remove(unit)
+            cells.take_out(cells.units.places(unit))
+            cells.units.remove(unit)
             moves.append(Move(kind, unit, present=False))
             self.free_pages += self.pages[kind]
 
@@ -323,7 +311,7 @@ class Budget:
             some = int(min(some, max(0, self._left) // of_pages.windows))
         if wanted > units.present:
             more = min(some, wanted - units.present, len(units.absent)) * units.size
-            wants = Amounts(blocks=watermark, windows=windows.free + more)
+            wants = Amounts(blocks=watermark, windows=windows.grantable + more)
         else:
             gained = min(some, units.present - wanted) * of_pages.windows // of_pages.blocks
             more = min(gained, len(block_units.absent)) * block_units.size

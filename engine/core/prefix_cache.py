@@ -72,8 +72,7 @@ class PrefixCache:
         self._states_below = CellTiers(copies or pool, 0, *kept_below)
         tiers = [*self._blocks_below.tiers, *self._states_below.tiers]
         self.offload: Sequence[OffloadTier] = tiers
-        window_cells = None if pool.windows is None else pool.windows.cells
-        self._looked_up = [x for x in (pool, window_cells, copies, *tiers) if x is not None]
+        self._looked_up = [x for x in (pool, pool.windows, copies, *tiers) if x is not None]
 
     @property
     def changes(self) -> int:
@@ -202,8 +201,9 @@ class PrefixCache:
         block_of = {kept.cached.name: kept.block for kept in kept_blocks}
         if (windows := self._pool.windows) is not None:
             self._thin.update(block_of.keys() - left.windows.keys())
-            places = ((block, left.windows.get(name)) for name, block in block_of.items())
-            windows.put_cached({block: place for block, place in places if place is not None})
+            for name, block in block_of.items():  # the end of a prompt loses them first
+                if (place := left.windows.get(name)) is not None:
+                    windows.put_cached(place, block)
         if (copies := self.copies) is not None:
             for name, slot in left.states.items():
                 if name in block_of:

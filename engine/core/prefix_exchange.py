@@ -238,7 +238,7 @@ class PrefixExchange:
         """Keeps the window blocks of these blocks, behind the last one that has none. False: no room."""
         if (windows := self._windows) is None:
             return True
-        first = 1 + max((i for i in range(first, len(table)) if not windows.has(table[i])), default=first - 1)
+        first = 1 + max((i for i in range(first, len(table)) if table[i] not in windows), default=first - 1)
         if not self._may_take(0, len(table) - first, ()):
             return False
         windows.begin(span, table, first, len(table))

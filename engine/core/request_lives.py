@@ -139,7 +139,7 @@ class RequestLives:
         windows = self.pool.windows
         free = self.pool.free + (0 if self.budget is None else self.budget.more_blocks)
         if windows is not None and not self.memory.has_room(0, 0, windows.most):
-            free = min(free, windows.free)
+            free = min(free, windows.grantable)
         return max(0, free)
 
     @property

@@ -64,8 +64,7 @@ class RequestMemory:
         self._budget = budget
         self._windows = pool.windows
         self._block_size = pool.block_size
-        windows = None if pool.windows is None else pool.windows.cells
-        self._cells = [cells for cells in (pool, states, windows) if cells is not None]
+        self._cells = [cells for cells in (pool, states, pool.windows) if cells is not None]
         self.watermark = max(1, pool.num_blocks // 100)
         """Blocks that an admission leaves free, so that running requests can grow."""
 
@@ -159,9 +158,9 @@ class RequestMemory:
         Memory moves so that they can. `one_block`: a request grows by at most one block in a step."""
         free, windows = self._pool.free, self._windows
         if windows is not None:
-            if not windows.spare:
+            if not windows.unowed:
                 return False
-            free = min(free, windows.free)
+            free = min(free, windows.grantable)
         if one_block and len(running) <= free:
             return True
         lacking = [self.lacks(live) for live in running]
@@ -186,7 +185,7 @@ class RequestMemory:
         """Nothing reads the KV of a request any more, in layers with windows. `goes_on`: but later steps."""
         if self._windows is not None:
             for span in live.window_spans[goes_on:]:
-                self._windows.end(span, live.held.table)
+                self._windows.close(span, live.held.table)
             live.shared.spans.clear()
             live.shared.passed.clear()
 
@@ -220,7 +219,7 @@ class RequestMemory:
         for live, chunk in schedule.chunks.items():
             if live.held.table:  # a decode may compute its token again, if a draft after it is wrong
                 while (passed := live.shared.passed) and passed[0][0] <= chunk.stop:
-                    windows.end(passed.popleft()[1], live.held.table)
+                    windows.close(passed.popleft()[1], live.held.table)
                 position = chunk.stop if live in schedule.prompts else chunk.start
                 windows.pass_to(live.held.windows, live.held.table, position)
 
@@ -262,7 +261,7 @@ class RequestMemory:
             windows = 0
         else:
             promised = sum(span.promised for live in released for span in live.window_spans)
-            free_windows = self._windows.free + promised
+            free_windows = self._windows.grantable + promised
         if blocks <= free_blocks and slots <= free_slots and windows <= free_windows:
             return True
         free = Amounts(free_blocks, free_slots, free_windows)

@@ -100,13 +100,9 @@ class StateCopies(Cells[bytes]):
         self._writing = 0
 
     @property
-    def _present(self) -> int:
-        return self.units.present * self.units.size
-
-    @property
     def most_written(self) -> int:
         """Slots that one request may write at a time, so that a long prompt leaves room for others."""
-        return max(1, self._present // 4)
+        return max(1, self.present // 4)
 
     def next_position(self, wanted: Wanted, computed: int, tokens: int) -> int:
         """The first position after `computed` at which a request with so many tokens gets a copy."""
@@ -154,7 +150,7 @@ class StateCopies(Cells[bytes]):
     @property
     def may_write_answer(self) -> bool:
         """Whether one more slot leaves at least half of them to what is cached."""
-        return self._writing < self._present // 2
+        return self._writing < self.present // 2
 
     def name(self, slot: int, name: bytes) -> bool:
         """A slot of `allocate` has the states of this name, which are verified. False: another one has them

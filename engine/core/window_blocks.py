@@ -13,11 +13,10 @@ between two steps. The window blocks of a chunk of a prompt come on top, from th
 These are free again when the step has landed, so a chunk is cut to what there is, and never waits in a
 circle.
 
-The window blocks are places of `Cells`; the name of one is the number of the block that has it. A part of
-them may have no memory (`elastic`). These are in no state.
+A part of them may have no memory (`elastic`). These are in no state.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,12 +44,11 @@ class WindowSpan:
         return max(0, self.promised - (self.stop - self.first))
 
 
-class WindowBlocks:
-    """Owns the window blocks.
+class WindowBlocks(Cells[int]):
+    """Owns the window blocks. The name of each is the number of its block.
 
     Attributes:
         of: int32 [blocks]: the window block of each block. `NULL`: it has none.
-        cells: the window blocks, each with the number of its block as its name.
         promised: so many of them all readers together may read at any time.
         windows: those of the layers.
         most: window blocks that a request reads between two steps, at most.
@@ -71,7 +69,7 @@ class WindowBlocks:
         """`num_blocks`: of the block pool. `count`: window blocks, with `NULL`. `step_tokens`: most tokens of
         a step. `units`: those of window blocks that have memory. None: all have."""
         self.of = np.zeros(num_blocks, dtype=np.int32)
-        self.units = units = Units.fixed(count) if units is None else units
+        super().__init__(Units.fixed(count) if units is None else units, records)
         self.most = window_blocks(windows, block_size)
         self.lost: dict[int, None] = {}
         self.losses = [0] * num_blocks
@@ -79,27 +77,25 @@ class WindowBlocks:
         self._shortest = max(1 if window.chunked else window.length for window in windows)
         self._block_size = block_size
         self._for_steps = -(-step_tokens // block_size)
-        self.cells: Cells[int] = Cells(units, records)
-        taken, _ = self.cells.take(1)
+        taken, _ = self.take(1)
         assert taken == [NULL], "it is the lowest"
-        units.let(NULL)  # its unit stays anyway
+        self.units.let(NULL)  # its unit stays anyway
         self.promised = self._owed = 0
-        assert self.free >= self.most, f"{count} window blocks are too few for one request"
+        assert self.grantable >= self.most, f"{count} window blocks are too few for one request"
 
     @property
-    def present(self) -> int:
-        """Window blocks that have memory, with `NULL`."""
-        return self.units.present * self.units.size
-
-    @property
-    def free(self) -> int:
+    def grantable(self) -> int:
         """Window blocks that may be promised."""
         return self.present - 1 - self._for_steps - self.promised
 
     @property
-    def spare(self) -> int:
+    def unowed(self) -> int:
         """Window blocks that chunks of prompts may take now, beyond what was promised."""
-        return self.cells.free - self._owed
+        return self.free - self._owed
+
+    @property
+    def movable(self) -> int:
+        return min(self.grantable, self.unowed)
 
     def need(self, blocks: int) -> int:
         """Window blocks of a request with so many blocks."""
@@ -110,16 +106,13 @@ class WindowBlocks:
         tokens."""
         return first_read(self.windows, position) // self._block_size
 
-    def has(self, block: int) -> bool:
-        return self.of[block] != NULL
-
     # Spans
 
     def promise(self, span: WindowSpan, count: int) -> None:
-        """The reader may read so many window blocks. So many more must be `free`."""
+        """The reader may read so many window blocks. So many more must be `grantable`."""
         self._owed -= span.owed
         self.promised += count - span.promised
-        self.cells.moves += 1
+        self.moves += 1
         span.promised = count
         self._owed += span.owed
 
@@ -149,11 +142,11 @@ class WindowBlocks:
         if first <= span.first:
             return
         self._owed -= span.owed
-        self.cells.end(*(int(self.of[block]) for block in table[span.first : min(first, span.stop)]))
+        self.end(*(int(self.of[block]) for block in table[span.first : min(first, span.stop)]))
         span.first, span.stop = first, max(first, span.stop)
         self._owed += span.owed
 
-    def end(self, span: WindowSpan, table: Sequence[int]) -> None:
+    def close(self, span: WindowSpan, table: Sequence[int]) -> None:
         """The reader reads nothing any more, and nothing is promised to it."""
         self.leave(span, table, span.stop)
         self.promise(span, 0)
@@ -161,16 +154,15 @@ class WindowBlocks:
 
     def reachable(self, span: WindowSpan) -> int:
         """The index up to which the span may reach now."""
-        return span.stop + span.owed + max(0, self.spare)
+        return span.stop + span.owed + max(0, self.unowed)
 
     def _read(self, block: int) -> None:
-        cells = self.cells
-        if self.has(block):
-            cells.share([int(self.of[block])])
+        if block in self:
+            self.share([int(self.of[block])])
             return
-        [place], evicted = cells.take(1)
+        [place], evicted = self.take(1)
         self._lose(evicted)
-        cells.publish(place, block)
+        self.publish(place, block)
         self.of[block] = place
 
     def _lose(self, blocks: Iterable[int]) -> None:
@@ -182,42 +174,40 @@ class WindowBlocks:
         self.of[block] = NULL
         self.losses[block] += 1
 
-    def freed(self, block: int) -> None:
-        """The block has no content any more."""
-        if self.has(block):
-            assert not self.cells.cell(int(self.of[block])).leases, "a free block has no reader"
-            self.cells.forget(block)
-            self._has_none(block)
+    def forget(self, name: int) -> None:
+        """The block of this number has no content any more."""
+        if name in self:
+            assert not self.cell(int(self.of[name])).leases, "a free block has no reader"
+            super().forget(name)
+            self._has_none(name)
 
-    def put_cached(self, blocks: Mapping[int, int]) -> None:
-        """These blocks have these free window blocks, whose KV is theirs. The first ones lose them first."""
-        for block, place in blocks.items():
-            self.cells.put_cached(place, block)
-            self.of[block] = place
+    def put_cached(self, place: int, name: int) -> None:
+        super().put_cached(place, name)
+        self.of[name] = place
 
     # Memory
 
-    def idle_units(self, blocks: Collection[int]) -> int:
-        """How many units would not be idle any more if these blocks were read."""
-        return self.cells.idle_units(int(self.of[block]) for block in blocks if self.has(block))
+    def idle_units(self, places: Iterable[int]) -> int:
+        """As `Cells.idle_units`, of the window blocks of these blocks."""
+        return super().idle_units(int(self.of[block]) for block in places if block in self)
 
-    def take_out(self, places: range) -> None:
-        """These window blocks, which nothing reads, lose their memory."""
-        self._lose(self.cells.take_out(places))
+    def take_out(self, places: Iterable[int]) -> list[int]:
+        self._lose(evicted := super().take_out(places))
+        return evicted
 
     def assert_consistent(self) -> None:
         """Asserts that each window block has one owner, and that no chunk can take what was promised."""
-        self.cells.assert_consistent()
+        super().assert_consistent()
         owners = {int(block): int(self.of[block]) for block in self.of.nonzero()[0]}
-        assert {block: self.cells.lookup([block]) for block in self.cells.names} == {
+        assert {block: self.lookup([block]) for block in self.names} == {
             block: [place] for block, place in owners.items()
         }
-        assert self.cells.free >= self._owed, "chunks have taken what was promised"
-        assert self.free >= 0
+        assert self.free >= self._owed, "chunks have taken what was promised"
+        assert self.grantable >= 0
 
     def assert_whole(self) -> None:
         """Asserts that nothing reads a window block."""
         self.assert_consistent()
-        assert self.cells.held == 1, "blocks are still read"
+        assert self.held == 1, "blocks are still read"
         assert not self.promised
         assert not self._owed

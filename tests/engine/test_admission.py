@@ -35,7 +35,7 @@ def lives_of(rng: random.Random, *, elastic: bool, kinds: str) -> tuple[RequestL
     if "windows" in kinds:
         units = units_of(rng, WINDOWS, elastic=elastic, fewest=6)
         windows = WindowBlocks(BLOCKS, WINDOWS, 4, [Window(4, tile=4)], 4, units)
-        windows.promise(WindowSpan(), rng.randint(0, windows.free) if rng.random() < 0.5 else 0)
+        windows.promise(WindowSpan(), rng.randint(0, windows.grantable) if rng.random() < 0.5 else 0)
     pool = BlockPool(BLOCKS, 4, windows, units_of(rng, BLOCKS, elastic=elastic))
     if "states" in kinds:
         states = Cells[bytes](units_of(rng, SLOTS, elastic=elastic))
@@ -50,19 +50,19 @@ def lives_of(rng: random.Random, *, elastic: bool, kinds: str) -> tuple[RequestL
     apart: list[int] = []
     for number, block in enumerate(pool.hold(rng.randint(0, pool.free)).table):
         span, is_read = WindowSpan(), rng.random() < share
-        if windows is not None and min(windows.free, windows.spare) > 0 and rng.random() < cached:
+        if windows is not None and min(windows.grantable, windows.unowed) > 0 and rng.random() < cached:
             windows.promise(span, 1)
             windows.begin(span, [block], 0, 1)
             if not is_read:
-                windows.end(span, [block])
-            if windows.cells.unused and windows.spare > 0 and rng.random() < spread:
-                apart += windows.cells.take(1)[0]  # so the next one may be in another unit
+                windows.close(span, [block])
+            if windows.unused and windows.unowed > 0 and rng.random() < spread:
+                apart += windows.take(1)[0]  # so the next one may be in another unit
         if rng.random() < cached:
             pool.publish(block, bytes([number]))
         if not is_read:
             pool.end(block)
     if windows is not None:
-        windows.cells.end(*apart)
+        windows.end(*apart)
     for slot in () if states is None else states.take(rng.randint(0, states.free))[0]:
         if states is not None and rng.random() < 0.3:
             states.end(slot)
@@ -79,14 +79,14 @@ def can_be_had(lives: RequestLives, copies: StateCopies | None, wants: Wants, hi
         wanted.append((wants.slots, states.free))
         pools.append((states.units, PAGES.slots))
     if windows is not None:
-        wanted.append((wants.windows + lives.memory.kept_windows, windows.free))
+        wanted.append((wants.windows + lives.memory.kept_windows, windows.grantable))
         pools.append((windows.units, PAGES.windows))
     if budget is None:
         return all(want <= free for want, free in wanted)
     idle = [[*units.idle] for units, _ in pools]
     idle[0] = [unit for unit in idle[0] if not {*hits} & {*pool.units.places(unit)}]
     if windows is not None:
-        read = {int(windows.of[block]) for block in hits if windows.has(block)}
+        read = {int(windows.of[block]) for block in hits if block in windows}
         idle[-1] = [unit for unit in idle[-1] if not read & {*windows.units.places(unit)}]
     changes = [range(-len(of), len(units.absent) + 1) for of, (units, _) in zip(idle, pools, strict=True)]
     if copies is not None:  # the request may begin with one, and takes the memory of others

@@ -1,7 +1,6 @@
 """Paged attention against plain attention over each request's own tokens."""
 
 import random
-from array import array
 
 import pytest
 import torch
@@ -154,7 +153,7 @@ def plain(
 def test_only_tokens_that_complete_their_request_are_sampled() -> None:
     def live(tokens: int) -> LiveRequest:
         result = LiveRequest(EngineRequest(b"", list(range(tokens))), 0)
-        result.blocks = array("i", [0, 1, 2])
+        result.blocks.extend([0, 1, 2])
         return result
 
     prompts = {live(9): range(4), live(9): range(4, 9)}

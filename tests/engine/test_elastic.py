@@ -278,7 +278,7 @@ def test_cached_blocks_of_a_request_stay_while_memory_moves_for_it() -> None:
         lives.memory.publish(live, 60)
         tables.append(list(live.blocks[:14]))
         lives.drop(live)
-    lives.budget.lacking = Lacking(Amounts(windows=lives.pool.windows.free + 16), tables[0])
+    lives.budget.lacking = Lacking(Amounts(windows=lives.pool.windows.grantable + 16), tables[0])
     lives.budget.go_on(math.inf)
     assert lives.budget.lacking is None
     cached = [sum(lives.pool.has_cached(range(block, block + 1)) for block in table) for table in tables]

@@ -126,7 +126,7 @@ class WithWindows(Operations):
         stop = start + count * CHUNK_TOKENS
         family = self.families.pop(ended)
         windows, come = self.scheduler.lives.pool.windows, range(max(start, self.first_read(stop)), stop)
-        has_window = [windows is None or windows.has(ended.table[at // self.block]) for at in come]
+        has_window = [windows is None or ended.table[at // self.block] in windows for at in come]
         self.write(ended.table, compress(come, has_window), family, stop)
         super().end_import(ended, chunks)
 
@@ -262,7 +262,7 @@ def test_what_follows_begins_with(
 def test_a_chunk_takes_no_window_block_that_was_promised() -> None:
     windows, tables = WindowBlocks(40, 21, 4, [Window(4, tile=4)], 8), (range(20), range(20, 40))
     first, second = WindowSpan(), WindowSpan()
-    assert (windows.most, windows.free) == (9, 18)
+    assert (windows.most, windows.grantable) == (9, 18)
     for span, table in zip((first, second), tables, strict=True):
         windows.promise(span, 9)
         windows.begin(span, table, 0, 0)
@@ -276,7 +276,7 @@ def test_a_chunk_takes_no_window_block_that_was_promised() -> None:
     windows.reach(first, tables[0], 14)
     assert [*windows.lost] == [0, 1, 2], "those that were read first"
     for span, table in zip((first, second), tables, strict=True):
-        windows.end(span, table)
+        windows.close(span, table)
     windows.assert_whole()
 
 
@@ -295,7 +295,7 @@ def test_a_part_that_decodes_here_gives_back_what_windows_read_no_more() -> None
     assert live is not None
     assert windows is not None
     for _ in ranges:
-        assert {index for index, block in enumerate(live.blocks) if windows.has(block)} >= {4, 9}
+        assert {index for index, block in enumerate(live.blocks) if block in windows} >= {4, 9}
         lives.begin_range(live)
         step(scheduler)
     while live.phase is not Phase.HELD:
@@ -317,9 +317,9 @@ def test_drafts_take_no_window_block_that_was_promised() -> None:
     live = lives.start(EngineRequest(b"a", list(range(60)), [], SamplingParams(max_tokens=36)))
     assert live is not None
     other = WindowSpan()
-    windows.promise(other, windows.spare)
+    windows.promise(other, windows.unowed)
     assert not lives.memory.has_room_for(live, 0), "its last blocks are beyond its window"
-    assert windows.spare == 0
+    assert windows.unowed == 0
     windows.promise(other, 0)
     assert lives.memory.has_room_for(live, 0)
     lives.drop(live)
