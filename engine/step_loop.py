@@ -11,6 +11,7 @@ import math
 import time
 from array import array
 
+from baton.engine import split_steps
 from baton.engine.api.request import Hooks, StepResult
 from baton.engine.core.adjustments import build_adjustments
 from baton.engine.core.live_request import Phase
@@ -19,7 +20,7 @@ from baton.engine.core.pace import Pace
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.step_builder import Schedule, build_step, is_plain
 from baton.engine.execution.events import Landings
-from baton.engine.execution.runner import Launched, ModelRunner, StepGivenUp
+from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.grammar import CompiledGrammar, Grammars
 from baton.engine.model_config import ModelConfig
 from baton.engine.outputs import Outputs
@@ -138,9 +139,8 @@ class StepLoop:
                 self._grammars.wait(LONGEST_WAIT)
             return False
         self._computing(schedule)
-        try:
-            launched = self._run(schedule, self._arrays(schedule))
-        except StepGivenUp:
+        launched = self._run(schedule, self._arrays(schedule))
+        if launched is None:
             schedule.end_leases()
             self._computing()
             result.prompts.update(_by_id(schedule))
@@ -220,27 +220,21 @@ class StepLoop:
             sees=self._model_config.vision is not None,
         )
 
-    def _run(self, schedule: Schedule, step: Step) -> Launched:
+    def _run(self, schedule: Schedule, step: Step) -> Launched | None:
+        """None: the step was given up."""
         handed = [live for live in schedule.prompts if live.handover]
-        # Other ranks would wait for this one in their next sum.
-        may_give_up = len(handed) == len(schedule.chunks) and self._runner.followers is None
 
-        def layer_done(layer: int) -> None:
+        def layer_done(layer: int) -> bool:
             self.hooks.tick()
-            if handed:
-                # A draft head computes its layer when the step is sampled. A prompt may have ended by then.
-                moved = {
-                    live.owner: schedule.prompts[live] for live in handed if live.phase is not Phase.GONE
-                }
-                called = time.monotonic()
-                is_useless = self.hooks.layer_done(layer, moved)
-                schedule.waited += (time.monotonic() - called) * step.awaits_kv
-                if is_useless and may_give_up:
-                    raise StepGivenUp
+            if not handed:
+                return False
+            # A draft head computes its layer when the step is sampled. A prompt may have ended by then.
+            moved = {live.owner: schedule.prompts[live] for live in handed if live.phase is not Phase.GONE}
+            return bool(self.hooks.layer_done(layer, moved))
 
-        launched = self._runner.run(step, layer_done)
-        may_give_up = False  # a draft head computes its layer later
-        return launched
+        if step.awaits_kv:
+            return split_steps.run(self._runner, schedule, step, layer_done)
+        return self._runner.run(step, layer_done)
 
     def _sample(self, schedule: Schedule, launched: Launched) -> None:
         adjustments = None

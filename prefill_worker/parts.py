@@ -68,23 +68,38 @@ def pair_ids(part: bytes, plan: Sequence[pb.PlanRange]) -> set[bytes]:
     return {pair_id(*pair) for other in others for pair in ((part, other), (other, part))}
 
 
-class LayerWaits:
-    """The waits of one step at a time, inside the engine's hook of its layers."""
+class SplitSteps:
+    """The layers of steps with parts, one step at a time: what leaves of them, and what they wait for. Steps
+    without a part do not come here."""
 
-    def __init__(self, receiver: kv.Receiver, tick: Callable[[], None]) -> None:
+    def __init__(self, receiver: kv.Receiver, sender: kv.Sender, tick: Callable[[], None]) -> None:
         """`tick`: a sign of life."""
         self._receiver = receiver
+        self._sender = sender
         self._tick = tick
         self._left = STEP_WAIT
 
-    def step_begins(self) -> None:
-        self._left = STEP_WAIT
+    def layer_done(self, layer: int, parts: "Sequence[tuple[PartAttempt, range]]") -> bool:
+        """The layer is written for the chunks of these parts. Waits for the KV before them. True: it will not
+        come for any part."""
+        for part, chunk in parts:
+            # Before the chunk waits for KV of other workers. Once that did not come, all else is of no use.
+            for output_id in () if part.failed else part.outputs:
+                self._sender.ready(output_id, layer, chunk.start, chunk.stop)
+        if layer == 0:
+            self._left = STEP_WAIT
+        for part, chunk in parts:
+            # A decode worker gets all positions from the final part, which has those before the chunk now.
+            if self._wait(part, layer, chunk.start) and part.is_final:
+                start = part.gaps.get(chunk.start, chunk.start)
+                self._sender.ready(part.id, layer, start, chunk.stop)
+        return all(part.failed for part, _ in parts)
 
     def may_wait(self, part: "PartAttempt", start: int) -> bool:
         """Whether a step that computes the part from `start` on may have to wait."""
         return not part.failed and self._receiver.may_wait(part.uncommitted, start)
 
-    def wait(self, part: "PartAttempt", layer: int, start: int) -> bool:
+    def _wait(self, part: "PartAttempt", layer: int, start: int) -> bool:
         """Waits until the layer has all KV of the part below `start`. False: it will not have it."""
         if part.failed:
             return False
@@ -103,7 +118,7 @@ class LayerWaits:
 class PartAttempt(PrefillAttempt):
     """The prefill of the ranges of a prompt that this worker computes."""
 
-    waits: LayerWaits
+    steps: SplitSteps
     is_final: bool = False
     part_tokens: int = 0
     """That are computed here."""
@@ -202,7 +217,7 @@ class PartAttempt(PrefillAttempt):
         live = self.live_request
         positions = live.next_range
         if positions is not None and all(stop > positions.start for stop in self.not_begun):
-            may_wait = partial(self.waits.may_wait, self, positions.start)
+            may_wait = partial(self.steps.may_wait, self, positions.start)
             self.shared.engine.lives.begin_range(live, may_wait)
             self.started()
 

@@ -7,7 +7,7 @@ from typing import Any
 import baton.kv_transfer as kv
 from baton.engine.core.live_request import LiveRequest
 from baton.prefill_worker.attempt import PrefillAttempt
-from baton.prefill_worker.parts import LayerWaits, PartAttempt, pair_ids
+from baton.prefill_worker.parts import PartAttempt, SplitSteps, pair_ids
 from baton.prefill_worker.serving import ServedPrefixes
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.engine_attempt import Reading, Resources
@@ -21,12 +21,11 @@ from baton.worker.requests import content_source, engine_request
 class SenderSink:
     """The engine's hooks of prefills: passes reports to the KV sender and to their routers.
 
-    Only a split prompt waits, for its KV from other workers. `sender` and `waits` are set after the engine
-    is built, because they use its cache.
+    `sender` and `split` are set after the engine is built, because they use its cache.
     """
 
     sender: kv.Sender
-    waits: LayerWaits
+    split: SplitSteps
 
     def __init__(self, trace: kv.TraceWriter) -> None:
         self._trace = trace
@@ -52,26 +51,17 @@ class SenderSink:
         self._cached.clear()
         parts: list[tuple[PartAttempt, range]] = []
         for prefill, chunk in chunks.items():
-            if not isinstance(prefill, PartAttempt):
+            if isinstance(prefill, PartAttempt):
+                parts.append((prefill, chunk))
+            else:
                 self.sender.ready(prefill.id, layer, chunk.start, chunk.stop)
-                continue
-            parts.append((prefill, chunk))
-            # Before the chunk waits for KV of other workers. Once that did not come, all else is of no use.
-            for output_id in () if prefill.failed else prefill.outputs:
-                self.sender.ready(output_id, layer, chunk.start, chunk.stop)
-        if layer == 0:
-            self.waits.step_begins()
-        for part, chunk in parts:
-            # A decode worker gets all positions from the final part, which has those before the chunk now.
-            if self.waits.wait(part, layer, chunk.start) and part.is_final:
-                start = part.gaps.get(chunk.start, chunk.start)
-                self.sender.ready(part.id, layer, start, chunk.stop)
+        is_useless = bool(parts) and self.split.layer_done(layer, parts) and len(parts) == len(chunks)
         if self._trace.enabled:
             for prefill, chunk in chunks.items():
                 self._trace.instant(
                     "layer", prefill=prefill.id.hex(), layer=layer, start=chunk.start, stop=chunk.stop
                 )
-        return len(parts) == len(chunks) and all(part.failed for part, _ in parts)
+        return is_useless
 
 
 class PrefillRole(Role):
@@ -87,7 +77,7 @@ class PrefillRole(Role):
         self._shared = shared
         self._attempts = shared.attempts
         self._sender = sink.sender = shared.sender
-        self._waits = sink.waits = LayerWaits(shared.receiver, shared.tick)
+        self._split = sink.split = SplitSteps(shared.receiver, shared.sender, shared.tick)
         self._prefix_fetches = prefix_fetches
         self._served = ServedPrefixes(shared.engine.prefix_exchange, self._sender, shared.trace)
 
@@ -109,7 +99,7 @@ class PrefillRole(Role):
         prefill = PrefillAttempt(**fields)
         if content.plan:
             ids = pair_ids(request.id, content.plan)
-            prefill = PartAttempt(waits=self._waits, other_ids=ids, **fields)
+            prefill = PartAttempt(steps=self._split, other_ids=ids, **fields)
         if not self._attempts.open(prefill):
             return
         self._shared.trace.instant("taken", attempt=request.id.hex())

@@ -101,10 +101,6 @@ class Launched:
         return [] if self.guessed is None else self.guessed.tolist()
 
 
-class StepGivenUp(Exception):
-    """Nothing of a step is of use any more."""
-
-
 class ModelRunner:
     """Owns the model, its cache and its graphs on one device."""
 
@@ -247,7 +243,7 @@ class ModelRunner:
     def run(self, step: Step, layer_done: LayerDone) -> Launched:
         """Enqueues the forward pass. `layer_done(i)` is called when the KV of layer i is written (on CUDA:
         when its writing is enqueued). A graph of a step that only decodes does not call it. `sample` must be
-        called before the next `run`. If `layer_done` raises StepGivenUp, the step ends with that layer."""
+        called before the next `run`."""
         if self.followers is not None:
             self.followers.run(step)
             if step.awaits_kv:
@@ -255,14 +251,14 @@ class ModelRunner:
         began = self._record()
         if len(step.restores):
             self.cache.copy_states(step.restores)
-        try:
-            launched = self._launch(step, layer_done, began)
-        except StepGivenUp:
-            self._record().synchronize()  # what was launched of it writes into blocks that are free then
-            raise
+        launched = self._launch(step, layer_done, began)
         if len(step.saves):
             self.cache.copy_states(step.saves)
         return launched
+
+    def synchronize(self) -> None:
+        """Waits for all that was launched."""
+        self._record().synchronize()
 
     def _launch(self, step: Step, layer_done: LayerDone, began: Event) -> Launched:
         rows, graphs, embeddings = len(step.sampled_rows), self._graphs, step.images.embeddings

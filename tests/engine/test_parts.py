@@ -117,7 +117,7 @@ def test_waiting_for_other_workers_is_no_slow_prefill(
 ) -> None:
     """A step that waited teaches nothing. One that did not teaches the speed, also of a split prompt."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=time.monotonic())  # stands while layers end
-    monkeypatch.setattr("baton.engine.step_loop.time", clock)
+    monkeypatch.setattr("baton.engine.split_steps.time", clock)
     request = shared_prompt(120)
     source, target = tiny_engine(**CACHING), tiny_engine(**CACHING)
     shared = Shared(target, source)

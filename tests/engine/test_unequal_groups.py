@@ -31,7 +31,7 @@ from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.wait import wait
 from baton.prefill_worker.attempt import PrefillAttempt
-from baton.prefill_worker.parts import LayerWaits
+from baton.prefill_worker.parts import SplitSteps
 from baton.prefill_worker.role import SenderSink
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading, Resources
@@ -168,7 +168,7 @@ class Side:
             paged_kv(self.engine, lambda: self.sink.layers_ready)
         )
         self.receiver = transport.receiver(paged_kv(self.engine))
-        self.sink.waits = LayerWaits(self.receiver, lambda: None)
+        self.sink.split = SplitSteps(self.receiver, self.sink.sender, lambda: None)
         ranks_of = self.engine, *(followers[rank] for rank in sorted(followers))
         attend = [isinstance(spec, AttentionCache) for spec in self.engine.cache_spec]
         self.caches = [list(itertools.compress(of.caches, attend)) for of in ranks_of]

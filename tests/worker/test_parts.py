@@ -14,7 +14,7 @@ import pytest
 
 from baton.kv_transfer import Receiver, Sender, TraceWriter
 from baton.prefill_worker.attempt import PrefillAttempt
-from baton.prefill_worker.parts import LayerWaits, PartAttempt
+from baton.prefill_worker.parts import PartAttempt, SplitSteps
 from baton.prefill_worker.role import SenderSink
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.engine_attempt import Resources
@@ -420,7 +420,7 @@ def prefill_of(sender: Sender, name: bytes, **part: Any) -> PrefillAttempt:
         "shared": stand_in(Resources, sender=sender), "stream": None, "origin": Origin(name, "", "", 0.0),
         "tokens": 24, "handover": True, "awaited": False,
     }  # fmt: skip
-    return PartAttempt(waits=stand_in(LayerWaits), **fields, **part) if part else PrefillAttempt(**fields)
+    return PartAttempt(steps=stand_in(SplitSteps), **fields, **part) if part else PrefillAttempt(**fields)
 
 
 def test_a_part_sends_nothing_that_rests_on_kv_which_did_not_come() -> None:
@@ -429,7 +429,7 @@ def test_a_part_sends_nothing_that_rests_on_kv_which_did_not_come() -> None:
     prefill = prefill_of(stand_in(Sender), b"p", outputs={b"out": 24})
     arriving = stand_in(Receiver, wait_for_layer=lambda ids, layer, *_: layer < 1)
     sink.sender = stand_in(Sender, ready=lambda *of: sent.append(of))
-    sink.waits = LayerWaits(arriving, lambda: None)
+    sink.split = SplitSteps(arriving, sink.sender, lambda: None)
     for layer in range(4):
         sink.layer_done(layer, {prefill: range(16, 24)})
     assert sent == [(b"out", 0, 16, 24), (b"out", 1, 16, 24)]
