@@ -82,7 +82,7 @@ class FirstTokens(KVConnectorWorkerMetadata):
     """What rank 0 tells the scheduler after each step. Other ranks tell nothing."""
 
     tokens: dict[str, int]
-    """By request id."""
+    """By request id. Of a prefix: as in `Transfers.take_first_tokens`."""
     step: int
     """The number of the step."""
     joins_at: float
@@ -143,6 +143,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._encoded = 0, 0, 0.0, 0.0  # that the engine process knows
         # Requests of a router that begin with an output, until their first step.
         self._beginning: dict[str, Request] = {}
+        self._prefixes: dict[str, Request] = {}  # that are fetched, until they have come
         self._transfers: Transfers | None = None  # of rank 0
         self._copier: RankCopier | None = None  # of each other rank
         self._metadata = StepMetadata()
@@ -170,6 +171,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             found = self._pins.add(request.request_id, [bytes.fromhex(x) for x in params["pinned"]])
             self._scheduler.pins(request.request_id, params, found, self._groups[0].kv_cache_spec.block_size)
             return
+        if self._settings.attach and "chunks" in params:
+            self._prefixes[request.request_id] = request
         if self._has_states and not self._settings.attach and params.get("do_remote_decode"):
             _leave_out_the_last(request)
         image_tokens = [feature.mm_position.length for feature in request.mm_features or ()]
@@ -204,6 +207,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             if (request := self._beginning.get(request_id)) is not None:
                 _append_output(request, token)
                 self._steps.joined()
+            elif (request := self._prefixes.pop(request_id, None)) is not None:
+                _end_behind(request, token)
         self._steps.over(meta.step, now)
         for request_id in connector_output.finished_sending or ():
             if self._pins is not None:
@@ -285,6 +290,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if self._pins is not None and request.request_id in self._pins:
             return True, None
         self._beginning.pop(request.request_id, None)
+        self._prefixes.pop(request.request_id, None)
         self._steps.finished(request.request_id)
         match request.status:
             case RequestStatus.FINISHED_LENGTH_CAPPED:
@@ -427,6 +433,14 @@ def _leave_out_the_last(request: Request) -> None:
     if request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
         del request.prompt_token_ids[-1:], request._all_token_ids[-1:]
         request.num_prompt_tokens -= 1
+
+
+def _end_behind(request: Request, tokens: int) -> None:
+    """A prefix has come as far as its source had it. The request ends with the next token, which vLLM
+    computes."""
+    assert request.prompt_token_ids is not None, "it is no request with embeddings"
+    del request.prompt_token_ids[tokens + 1 :], request._all_token_ids[tokens + 1 :]
+    request.num_prompt_tokens, request.num_computed_tokens = tokens + 1, tokens
 
 
 def _append_output(request: Request, token: int) -> None:

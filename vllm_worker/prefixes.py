@@ -2,7 +2,8 @@
 
 KV comes into blocks of a request. So a fetch is a request of its own, with the prompt up to the end of the
 prefix and one token more. The connector fetches what vLLM's cache lacks of it, and vLLM then caches the
-blocks. It schedules that request first, which computes one token, and then the prompts that have waited.
+blocks. If the source has less, the connector cuts the request. It is scheduled first, and computes one token.
+Then come the prompts that have waited.
 
 A request with images, and one that runs alone, fetches nothing.
 """

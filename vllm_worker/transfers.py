@@ -198,14 +198,7 @@ class Attendant:
             self._sender.close(event.pin_id, "gone")
 
     def _checked(self, event: Event | Began) -> Event | Began:
-        if not isinstance(event, Injected):
-            return event
-        fetch = event.owner.fetch if isinstance(event.owner, Fetching) else None
-        if fetch is not None and fetch.chunks:
-            # vLLM caches all that it asked for, or nothing.
-            if event.stats.tokens < fetch.stop - fetch.start // CHUNK_TOKENS * CHUNK_TOKENS:
-                return FetchFailed(event.decode_id, "gone", event.owner)
-        elif defect := event.first_token.defect(self._vocabulary):
+        if isinstance(event, Injected) and (defect := event.first_token.defect(self._vocabulary)):
             return FetchFailed(event.decode_id, defect, event.owner)
         return event
 
@@ -403,7 +396,8 @@ class Transfers:
         return failed
 
     def take_first_tokens(self) -> dict[str, int]:
-        """Returns those of fetches that ended since the last call, by request id."""
+        """Returns those of fetches that ended since the last call, by request id. Of a prefix: how many
+        positions there are now, since the source may have had less of it."""
         tokens, self._first_tokens = self._first_tokens, {}
         return tokens
 
@@ -422,7 +416,9 @@ class Transfers:
             elif event.decode_id not in self._fetches:
                 continue  # of a fetch that only released its prefill
             elif isinstance(event, Injected):
-                fetch = self._fetches.pop(event.decode_id).fetch
-                self._first_tokens[fetch.request_id] = event.first_token.token_id
+                fetch, token = self._fetches.pop(event.decode_id).fetch, event.first_token.token_id
+                if fetch.chunks:
+                    token = fetch.start // CHUNK_TOKENS * CHUNK_TOKENS + event.stats.tokens
+                self._first_tokens[fetch.request_id] = token
             else:
                 self._fetch_ends.append(event)
