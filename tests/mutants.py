@@ -21,10 +21,12 @@ PYTEST = (
 
 
 def failed(copy: Path, tests: list[str]) -> str:
-    """How the tests failed in the copy. Empty: they passed."""
-    ran = subprocess.run(
-        [*PYTEST, *tests], cwd=copy, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    """How the tests failed in the copy. Empty: they passed, or came to no end."""
+    command = [*PYTEST, *tests]
+    try:
+        ran = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
     lines = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return (lines or [f"exit {ran.returncode}"])[0] if ran.returncode else ""
 
