@@ -53,7 +53,7 @@ class Autoscaler:
             while True:
                 await asyncio.sleep(INTERVAL)
                 try:
-                    self._supervisor.pools = await self._poll(time.monotonic())
+                    self._supervisor.pools = await self.poll(time.monotonic())
                     self._failure = ""
                 except Exception as error:  # a defect: the cluster serves on with the pools that it has
                     if self._fails_anew(error):
@@ -71,14 +71,14 @@ class Autoscaler:
         self._supervisor.pools = self._report(sizes, {}, self._failure)
         return self._failure != before
 
-    async def _poll(self, now: float) -> dict[str, dict[str, Any]]:
+    async def poll(self, now: float) -> dict[str, dict[str, Any]]:
         """Resizes the pools. Returns their part of the report."""
         scalers = self._balancer.scalers
         addresses = self._supervisor.worker_addresses()
-        await self._forget_all_but(set(addresses))
+        await self.forget_all_but(set(addresses))
         held_tokens = await self._supervisor.tokens_held() if "prefill" in scalers else None
         self._held_tokens = self._held_tokens if held_tokens is None else held_tokens
-        answers = await asyncio.gather(*map(self._ask, addresses))
+        answers = await asyncio.gather(*map(self.ask, addresses))
         samples = {
             address: sample for address, sample in zip(addresses, answers, strict=True) if sample is not None
         }
@@ -128,12 +128,12 @@ class Autoscaler:
         grows = [pool for pool in new_sizes if new_sizes[pool] > sizes[pool]]
         shrinks = [pool for pool in new_sizes if new_sizes[pool] < sizes[pool]]
         if grows and shrinks:
-            await self._flip(shrinks[0], grows[0], samples)
+            await self.flip(shrinks[0], grows[0], samples)
             return
         for pool in (*grows, *shrinks):
             self._supervisor.resize(pool, new_sizes[pool])
 
-    async def _flip(self, source: Pool, target: Pool, samples: Mapping[str, Sample]) -> None:
+    async def flip(self, source: Pool, target: Pool, samples: Mapping[str, Sample]) -> None:
         """Moves the worker of `source` that has the least work, or the group, unless no other is ready there:
         the size of a pool includes workers that start or crash. If that fails, a later poll decides again."""
         answered = [
@@ -171,7 +171,7 @@ class Autoscaler:
             return False
         return True
 
-    async def _ask(self, address: str) -> Sample | None:
+    async def ask(self, address: str) -> Sample | None:
         """The load of a worker: its last one, if it does not answer. None: it has never answered."""
         if address not in self._channels:
             self._channels[address] = connect(address, self._secret, self._tls)
@@ -190,7 +190,7 @@ class Autoscaler:
             refused=max(0, status.no_room - before.no_room),
         )
 
-    async def _forget_all_but(self, addresses: set[str]) -> None:
+    async def forget_all_but(self, addresses: set[str]) -> None:
         for address in self._channels.keys() - addresses:
             await self._channels.pop(address).close(None)
             self._last.pop(address, None)

@@ -96,7 +96,8 @@ class Pools:
         workers = [RoleSpec(role, 0, (), {}, workers=group) for role in POOLS]
         self.supervisor = Supervisor([*workers, RoleSpec("router", 0, (), {})], self.place)
         pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), shrink_after=10.0)
-        self.autoscaler = Autoscaler(self.supervisor, Balancer(pools, 1000, None, group), SECRET)
+        self.balancer = Balancer(pools, 1000, None, group)
+        self.autoscaler = Autoscaler(self.supervisor, self.balancer, SECRET)
         self.tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.autoscaler.run())]
 
     def place(self, spec: RoleSpec) -> Handle:
@@ -201,14 +202,14 @@ async def test_the_last_ready_worker_of_a_pool_does_not_move(
 
     await eventually(lambda: bool(pools.supervisor.pools))
     monkeypatch.setattr(WorkerHandle, "start", late)
-    asked = pools.autoscaler._balancer.decide
+    asked = pools.balancer.decide
     flips: list[int] = []
 
     def decide(*given: Any) -> dict[Pool, int]:
         flips.append(len(pools.supervisor.pool("decode")))
         return {"prefill": 2, "decode": 1} if flips[-1] == 2 else asked(*given)
 
-    monkeypatch.setattr(pools.autoscaler._balancer, "decide", decide)
+    monkeypatch.setattr(pools.balancer, "decide", decide)
     alone = pools.handles["decode 0"].worker.status
     with contextlib.ExitStack() as at_end:
         at_end.callback(starts.set)  # the supervisor ends when all have started
@@ -243,7 +244,7 @@ async def test_a_defect_ends_neither_the_autoscaler_nor_the_cluster(
         raise RuntimeError("another defect")
 
     with monkeypatch.context() as broken:
-        broken.setattr(pools.autoscaler._balancer, "decide", fails)
+        broken.setattr(pools.balancer, "decide", fails)
         broken.setattr(pools.router, "set_workers", cannot_be_told)
         await eventually(lambda: failures.count("poll") > 2 and failures.count("told") > 2)
         told = pools.supervisor.pools["decode"]
@@ -262,12 +263,12 @@ async def test_a_worker_that_does_not_answer_does_not_count_as_one_that_stays(po
     hangs, answers = (pools.handles[f"decode {index}"].worker for index in range(2))
     hangs.status.requests_running = 5
     later = Autoscaler(pools.supervisor, Balancer(PoolOptions(), 1000, None), SECRET)
-    await later._ask(hangs.address)
+    await later.ask(hangs.address)
     await hangs.kill()
-    samples = {worker.address: await later._ask(worker.address) for worker in (hangs, answers)}
-    await later._flip("decode", "prefill", {address: x for address, x in samples.items() if x is not None})
+    samples = {worker.address: await later.ask(worker.address) for worker in (hangs, answers)}
+    await later.flip("decode", "prefill", {address: x for address, x in samples.items() if x is not None})
     assert answers.status.pool == pb.POOL_DECODE
-    await later._forget_all_but(set())
+    await later.forget_all_but(set())
 
 
 async def test_what_a_worker_did_before_its_first_answer_is_no_load(pools: Pools) -> None:
@@ -277,14 +278,14 @@ async def test_what_a_worker_did_before_its_first_answer_is_no_load(pools: Pools
     address = worker.address
     worker.status.prompt_tokens, worker.status.no_room = 10_000_000, 1000
     later = Autoscaler(pools.supervisor, Balancer(PoolOptions(), 1000, None), SECRET)
-    sample = await later._ask(address)
+    sample = await later.ask(address)
     assert sample is not None
     assert (sample.done, sample.refused) == (0, 0)
     worker.status.prompt_tokens, worker.status.no_room = 10_000_500, 1001
-    sample = await later._ask(address)
+    sample = await later.ask(address)
     assert sample is not None
     assert (sample.done, sample.refused) == (500, 1)
-    await later._forget_all_but(set())
+    await later.forget_all_but(set())
 
 
 @pytest.mark.all
@@ -310,14 +311,14 @@ async def test_in_a_pause_pools_keep_their_size(pools: Pools) -> None:
     await eventually(lambda: "decode 1" in pools.names())
     pools.load("prefill", pause=pb.PAUSE_STEPS)
     pools.load("decode", pause=pb.PAUSE_STEPS, blocks_free=512)
-    polls, poll = [], pools.autoscaler._poll
+    polls, poll = [], pools.autoscaler.poll
 
     async def counted(now: float) -> dict[str, dict[str, Any]]:
         polled = await poll(now)
         polls.append(polled["decode"]["why"])
         return polled
 
-    pools.autoscaler._poll = counted  # type: ignore[method-assign]
+    pools.autoscaler.poll = counted  # type: ignore[method-assign]
     pools.router.held = 9000
     await eventually(lambda: polls.count("the cluster is paused") >= 30)  # it would shrink after 10 s
     assert pools.names() == ["decode 0", "decode 1", "prefill 0"], "requests that wait make no pool grow"
