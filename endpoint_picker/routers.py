@@ -38,6 +38,10 @@ class Routers:
     """The addresses that discovery finds, and the requests that each router has.
 
     A router that does not answer is chosen only if no router answers. Runs on the event loop.
+
+    Attributes:
+        requests: of each address, as reported and as chosen since then.
+        silent: the addresses that do not answer.
     """
 
     def __init__(
@@ -47,8 +51,8 @@ class Routers:
         self._on_found = on_found
         self._discovery = discovery
         self._metrics_port = metrics_port
-        self._requests: dict[str, float] = {}  # address → requests, as reported and as chosen since then
-        self._silent: set[str] = set()
+        self.requests: dict[str, float] = {}
+        self.silent: set[str] = set()
         self._ring = Ring()
         self._names: list[str] = []  # row of the ring → address
 
@@ -57,7 +61,7 @@ class Routers:
         polling = asyncio.create_task(self._poll(), name="loads of routers")
         try:
             async for addresses in self._discovery.watch():
-                self._update(addresses)
+                self.update(addresses)
             await polling  # a fixed set of routers has no later changes
         finally:
             polling.cancel()
@@ -69,11 +73,11 @@ class Routers:
         `allowed`: the addresses to choose from. None: all.
         """
         candidates = {name for name in self._names if allowed is None or name in allowed}
-        candidates = candidates - self._silent or candidates
+        candidates = candidates - self.silent or candidates
         if not candidates:
             return None
         chosen = self._home(conversation, candidates)
-        self._requests[chosen] += 1
+        self.requests[chosen] += 1
         return chosen
 
     def _home(self, conversation: Conversation, candidates: set[str]) -> str:
@@ -83,7 +87,7 @@ class Routers:
             for name in sorted(candidates):
                 if conversation.response_id.startswith(home_tag(name)):
                     return name
-        requests = self._requests
+        requests = self.requests
         if conversation.key is None:
             return min(candidates, key=lambda name: (requests[name], random.random()))
         most = BOUND * sum(requests[name] for name in candidates) / len(candidates) + SLACK
@@ -93,9 +97,10 @@ class Routers:
 
     # ------------------------------------------------------------ what routers report
 
-    def _update(self, addresses: frozenset[str]) -> None:
-        self._requests = {name: self._requests.get(name, 0.0) for name in addresses}
-        self._silent &= addresses
+    def update(self, addresses: frozenset[str]) -> None:
+        """Discovery found these."""
+        self.requests = {name: self.requests.get(name, 0.0) for name in addresses}
+        self.silent &= addresses
         self._names, self._ring = sorted(addresses), Ring()
         for row, name in enumerate(self._names):
             self._ring.add(name, row)
@@ -119,10 +124,10 @@ class Routers:
                 response.raise_for_status()
                 requests = reported_requests(await response.read())
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            if name not in self._silent and name in self._requests:
+            if name not in self.silent and name in self.requests:
                 log.warning("router at %s: %s", name, str(error) or type(error).__name__)
-                self._silent.add(name)
+                self.silent.add(name)
             return
-        if name in self._requests:
-            self._requests[name] = requests
-            self._silent.discard(name)
+        if name in self.requests:
+            self.requests[name] = requests
+            self.silent.discard(name)

@@ -31,7 +31,7 @@ def chat(*turns: str, **more: Any) -> dict[str, Any]:
 @pytest.fixture
 def routers() -> Routers:
     routers = Routers(FileDiscovery(None, ()), None)
-    routers._update(frozenset(ADDRESSES))
+    routers.update(frozenset(ADDRESSES))
     return routers
 
 
@@ -124,10 +124,10 @@ def test_a_response_is_continued_where_it_was_made_however_busy_that_router_is(r
 
 def test_conversations_spread_and_stay(routers: Routers):
     homes = {key: routers.choose(Conversation(key * 2**59)) for key in range(32)}
-    routers._requests = dict.fromkeys(ADDRESSES, 0.0)
+    routers.requests = dict.fromkeys(ADDRESSES, 0.0)
     again = {key: routers.choose(Conversation(key * 2**59)) for key in range(32)}
     assert homes == again
-    routers._requests = dict.fromkeys(ADDRESSES, 0.0)
+    routers.requests = dict.fromkeys(ADDRESSES, 0.0)
     assert len({routers.choose(Conversation(7)) for _ in range(10)}) == 1, "few requests are no load"
     assert set(homes.values()) == set(ADDRESSES)
 
@@ -138,8 +138,8 @@ def test_no_router_gets_more_than_the_bound(routers: Routers):
 
 
 def test_without_a_key_the_least_loaded_router_is_chosen(routers: Routers):
-    routers._requests |= dict.fromkeys(ADDRESSES[1:], 3.0)
-    routers._update(frozenset(ADDRESSES))  # each router keeps its requests when others come and go
+    routers.requests |= dict.fromkeys(ADDRESSES[1:], 3.0)
+    routers.update(frozenset(ADDRESSES))  # each router keeps its requests when others come and go
     assert [routers.choose(Conversation()) for _ in range(3)] == [ADDRESSES[0]] * 3
     assert Counter(routers.choose(Conversation()) for _ in range(5)) == dict.fromkeys(ADDRESSES, 1)
 
@@ -147,11 +147,11 @@ def test_without_a_key_the_least_loaded_router_is_chosen(routers: Routers):
 def test_only_allowed_routers_that_answer_are_chosen(routers: Routers):
     allowed = [*ADDRESSES[:2], "10.9.9.9:8000"]
     assert {routers.choose(Conversation(key << 58), allowed) for key in range(64)} == set(ADDRESSES[:2])
-    routers._silent = {ADDRESSES[0]}
+    routers.silent = {ADDRESSES[0]}
     assert {routers.choose(Conversation(key << 58), allowed) for key in range(64)} == {ADDRESSES[1]}
     assert routers.choose(Conversation(1), [ADDRESSES[0]]) == ADDRESSES[0], "better than none"
     assert routers.choose(Conversation(1), []) is None
-    routers._update(frozenset())
+    routers.update(frozenset())
     assert routers.choose(Conversation(1)) is None
 
 

@@ -70,7 +70,7 @@ def messages(draw: st.DrawFn) -> pb.ProcessingRequest:
 def exchanged(sent: list[pb.ProcessingRequest]) -> None:
     """Checks the answers to the messages of one stream."""
     routers = Routers(FileDiscovery(None, ROUTERS), None)
-    routers._update(frozenset(ROUTERS))
+    routers.update(frozenset(ROUTERS))
     exchange, body, back, is_chosen = Exchange(routers), b"", b"", False
     for number, message in enumerate(sent):
         kind = message.WhichOneof("request")
