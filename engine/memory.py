@@ -7,8 +7,7 @@ import torch
 from baton.engine.api.config import MemoryTag
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.execution.commands import Commands
-from baton.engine.execution.elastic_cache import ElasticCache
-from baton.engine.execution.memory_saver import MemorySaver
+from baton.engine.execution.memory_saver import Releasable
 from baton.engine.step_loop import StepLoop
 from baton.vision.encoder import Encoder
 
@@ -23,7 +22,7 @@ class EngineMemory:
 
     def __init__(
         self,
-        memory: Mapping[MemoryTag, MemorySaver | ElasticCache],
+        memory: Mapping[MemoryTag, Releasable],
         lives: RequestLives,
         loop: StepLoop,
         followers: Commands | None,
@@ -84,9 +83,9 @@ class EngineMemory:
         """Takes this memory again. Raises `MemoryError` if a device has not as much; what came
         before is there then. The call can be repeated."""
         for tag in [tag for tag in tags if tag in self.released]:
+            if self._followers is not None:
+                self._followers.memory(tag, release=False)
             if tag in self._lacking:
                 self._memory[tag].resume()
                 self._lacking.remove(tag)
-            if self._followers is not None:
-                self._followers.memory(tag, release=False)
             self.released.remove(tag)

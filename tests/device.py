@@ -5,6 +5,10 @@ import os
 DEVICE = os.environ.get("BATON_TEST_DEVICE", "cpu")
 
 
+TWO = {} if DEVICE == "cpu" else {"CUDA_VISIBLE_DEVICES": "0,1"}
+"""What a worker with two ranks has in its environment."""
+
+
 def environment(role: str) -> dict[str, str]:
     """What a worker of this role adds to its environment: with two GPUs each role has its own."""
     if DEVICE == "cpu":

@@ -133,15 +133,8 @@ class WorkerConfig:
                 )
         if self.replace_engine and self.engine_args is not None:
             raise ValueError("--replace-engine: only for Baton's engine; leave it out")
-        if self.replace_engine and self.engine.device != "cpu" and self.ranks > 1:
-            raise ValueError(
-                "--replace-engine: on GPUs only with one GPU per worker; leave it out, or "
-                "--tensor-parallel-size"
-            )
         if self.standby and not self.replace_engine:
             raise ValueError("a standby: only with --replace-engine")
-        if self.engine.enable_memory_saver and self.replace_engine:
-            raise ValueError("--enable-memory-saver: not with --replace-engine, whose KV outlives the engine")
         self._check_transfer()
 
     def _check_transfer(self) -> None:

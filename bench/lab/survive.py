@@ -353,7 +353,8 @@ def measure_on_gpus(run: Run) -> None:
     prefill, decode = (("--gpu-memory-utilization", share) for share in shares)
     with served(
         run, shape=args.model_shape, on_gpus=ON_GPUS, prefill_flags=prefill,
-        decode_flags=(*decode, "--replace-engine"), router_flags=(*ALONE, *PATIENT),
+        decode_flags=(*decode, "--replace-engine", "--tensor-parallel-size", str(args.ranks)),
+        router_flags=(*ALONE, *PATIENT),
     ) as cluster:  # fmt: skip
         log, before = cluster.of("decode")[0].log, used_gib()
         try:
@@ -441,6 +442,7 @@ BENCH = Bench(
         Option("--model-shape", "on GPUs", DENSE, choices=sorted(SHAPES), metavar="NAME"),
         Option("--prompt-tokens", "on GPUs", 16_000),
         Option("--rate", "on GPUs: short requests a second beside", 0.0),
+        Option("--ranks", "on GPUs: of the decode worker, which has as many from the second one on", 1),
         Option("--part", "on GPUs: measure this alone", choices=("kills", "step")),
     ),
 )

@@ -228,7 +228,7 @@ class EngineOptions:
     )
     replace_engine: bool = opt(
         False,
-        "Replace an engine process that ends: requests go on with its published KV (GPUs: one a worker).",
+        "Replace an engine process that ends: requests go on with its published KV.",
     )
     no_standby: bool = advanced(
         False,

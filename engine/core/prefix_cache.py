@@ -109,6 +109,8 @@ class PrefixCache:
         if self.copies is not None:
             self.copies.clear()
         self._read_evictions()
+        if self._kept is not None:
+            self._kept.clear()
 
     def publish(
         self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int, *, thin: Sequence[range] = ()

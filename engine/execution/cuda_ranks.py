@@ -45,6 +45,7 @@ class CudaRanks(Group):
         super().__init__(rank, size, device)
         os.environ.update(ENVIRONMENT)
         torch.cuda.set_device(device)
+        free, _ = torch.cuda.mem_get_info(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
         world = dist.group.WORLD
         assert world is not None
@@ -64,6 +65,7 @@ class CudaRanks(Group):
         self._logits_copies = PeerCopy(rank, inboxes(logits), logits, device)
         self._token_copies = PeerCopy(rank, inboxes(tokens), tokens, device)
         dist.barrier()  # no rank writes to an inbox before its owner has cleared it
+        self.device_bytes = free - torch.cuda.mem_get_info(device)[0]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         size = x.nbytes

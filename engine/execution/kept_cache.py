@@ -17,7 +17,8 @@ An engine that needs pages of another size or number, as of a new version of Bat
 starts when no other engine is there, lets go of these pages, and makes its own.
 
 The process that holds the descriptors maps nothing, and needs no CUDA. The memory is given back when that
-process and the engine have ended. The files have no names, so no other process can open them.
+process and the engine have ended, or by `release`. The files have no names, so no other process can open
+them.
 """
 
 import json
@@ -44,6 +45,7 @@ from baton.engine.execution.memory_sums import WORD, sums_of
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.cache_spec import CacheSpec, Places
 from baton.steps.step_model import StepModel
+from baton.system.device_memory import Page
 from baton.system.kept_pages import (
     MOST_PAGES,
     CannotShareError,
@@ -117,6 +119,8 @@ class _Region:
         self._count = -(-size // memory.page_bytes)
         self.address = self.end = memory.reserve(size)
         self._kept = kept
+        self.of_others: dict[int, Sequence[Page]] = {}
+        """Pages of the other ranks, in their order, by address."""
         self._pages = memory.create(self._count if kept is None else 1)
         memory.map(self.address, self._pages if kept is None else self._pages * self._count)
         if kept is not None and device.type == "cuda":  # what a step reads must be numbers
@@ -140,11 +144,22 @@ class _Region:
         """The caller owns the files."""
         return exported(self._memory, self._pages)
 
-    def of_another_rank(self, kept: KeptPages) -> int:
-        """Maps the same region of another rank, and returns its address."""
-        address = self._memory.reserve(self._count * self._memory.page_bytes)
-        self._memory.map(address, adopted(self._memory, kept))
-        return address
+    def reach(self, number: int, kept: KeptPages) -> None:
+        """Maps the same region of another rank, the one with this number. Raises `MemoryError`."""
+        if number == len(self.of_others):
+            self.of_others[self._memory.reserve(self._count * self._memory.page_bytes)] = ()
+        address = [*self.of_others][number]
+        pages = self.of_others[address] = adopted(self._memory, kept)
+        self._memory.map(address, pages)
+
+    def release(self) -> None:
+        """Gives all pages back. Addresses stay."""
+        self._memory.release({self.address: self._pages, **self.of_others})
+        self.of_others = dict.fromkeys(self.of_others, ())
+
+    def resume(self) -> None:
+        """This rank has new pages. Raises `MemoryError`."""
+        self._pages = [*self._memory.resume({self.address: self._pages})[self.address]]
 
 
 def _sizes(cache: Sequence[CacheSpec], places: Places) -> Mapping[torch.dtype, int]:
@@ -277,15 +292,50 @@ class KeptCache:
         for region in self._regions.values():
             region.adopt()
         if self._is_first:
-            files = [region.export() for region in self._regions.values()]
-            self._own.cache.put(files)
-            close(*files)
+            self._put()
         self._mapped[:_KEY_BYTES] = key
         ranks.minimum(0)  # the pages of all ranks wait in their sockets
-        for memory in self._others:
-            for (dtype, region), kept in zip(self._regions.items(), memory.cache.pages(), strict=True):
-                address = region.of_another_rank(kept)
+        self._reach_others()
+        for dtype, region in self._regions.items():
+            for address in region.of_others:
                 self._add_rows(address, [each for each in self._layout if each.dtype == dtype])
+
+    def _put(self) -> None:
+        """The pages wait for the next engine."""
+        files = [region.export() for region in self._regions.values()]
+        self._own.cache.put(files)
+        close(*files)
+
+    def _reach_others(self) -> None:
+        """Sums are over the pages of all ranks, too. Raises `ValueError` if the device cannot read them."""
+        for number, memory in enumerate(self._others):
+            for region, kept in zip(self._regions.values(), memory.cache.pages(), strict=True):
+                try:
+                    region.reach(number, kept)
+                except MemoryError as error:
+                    text = f"the first device cannot read the KV of rank {number + 1}: {error}"
+                    raise ValueError(f"--replace-engine: {text}") from error
+
+    def release(self) -> None:
+        """Gives all memory back, while nothing uses it: no other process has it. Records must have been
+        cleared."""
+        self._own.cache.clear()
+        for region in self._regions.values():
+            region.release()
+
+    def resume(self) -> None:
+        """As in `Releasable`. The other ranks have their memory."""
+        resumed: list[_Region] = []
+        try:
+            for region in self._regions.values():
+                region.resume()
+                resumed.append(region)
+        except MemoryError:
+            for region in resumed:
+                region.release()
+            raise
+        self._put()
+        self._reach_others()
 
     def remember(self, steps_and_pool: Measured) -> None:
         """For engines that follow. The memory is open."""

@@ -83,7 +83,7 @@ def load_weights(
     encoder = run(
         partial(encoder_of, config, checkpoint.config, model, limits.dtype, device, ranks, part_built)
     )
-    saver = open_memory_saver(config, device)
+    saver = None if shared is not None else open_memory_saver(config, device)
     with memory_for(device, "the weights", "choose a smaller --model"):
         if saver is not None:
             saver.take(tensors((model, drafter), without=ranks))

@@ -10,6 +10,7 @@ which goes and comes back, too.
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,17 @@ ALIGNMENT = 512
 """Bytes. As the allocator of torch."""
 STEP = 256 << 20
 """Bytes of memory that a model takes twice while it moves here."""
+
+
+class Releasable(Protocol):
+    """Memory of a cache or of a model at addresses that stay."""
+
+    def release(self) -> None:
+        """Gives all memory back, while nothing uses it."""
+
+    def resume(self) -> None:
+        """Has as much memory as before `release`, with undefined content. Raises `MemoryError`, and has none
+        then."""
 
 
 class MemorySaver:

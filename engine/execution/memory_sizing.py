@@ -53,13 +53,16 @@ class MemoryUse:
     loading: int = 0
     """Peak of that process while it loads weights, beside these."""
 
+    exchange: int = 0
+    """What that process takes from its start, to exchange tensors with other ranks."""
+
     @property
     def standby(self) -> int:
         """Bytes of the standby: those of this engine, without KV and the weights that both share."""
         if not self.stands_by:
-            return 0
+            return self.exchange
         steps = self.weights - self.shared + self.activations + self.graphs + self.encoder
-        return CUDA_BYTES + max(self.loading, steps)
+        return CUDA_BYTES + self.exchange + max(self.loading, steps)
 
     def room(self, share: float) -> int:
         """Bytes for KV if this process may use `share` of the GPU. Less if other processes leave less."""

@@ -80,7 +80,8 @@ class SharedWeights:
         self._sums: Sequence[int] = ()
         """Of the pages then. Only of a GPU."""
         self.apart_bytes = self.loading_bytes = 0
-        self._page_bytes = self._count = self._end = self._next = 0
+        self._page_bytes = self._end = self._next = 0
+        self._pages: Sequence[Page] = ()
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # this thread has its context from now on
             torch.cuda.reset_peak_memory_stats(device)
@@ -99,12 +100,12 @@ class SharedWeights:
 
     def _map(self, kept: KeptPages) -> None:
         """Those of the engine that serves."""
-        self._count = len(kept.pages)
-        memory = self._open(kept.page_bytes, kept.page_bytes * self._count)
+        memory = self._open(kept.page_bytes, kept.page_bytes * len(kept.pages))
         if memory.page_bytes != kept.page_bytes:
             close(kept)
             raise MemoryError(f"the pages of weights have {kept.page_bytes} bytes")
-        memory.map(self._address, adopted(memory, kept), writable=False)
+        self._pages = adopted(memory, kept)
+        memory.map(self._address, self._pages, writable=False)
         self._end = self._address + self.nbytes
         self._changes, self._sums = int(self._count_of_changes()), self._sum()
 
@@ -114,11 +115,11 @@ class SharedWeights:
     def _sum(self) -> Sequence[int]:
         if self._device.type != "cuda":
             return ()
-        return sums_of([(self._address, self._page_bytes)], self._device)(range(self._count)).wait()
+        return sums_of([(self._address, self._page_bytes)], self._device)(range(len(self._pages))).wait()
 
     @property
     def nbytes(self) -> int:
-        return self._count * self._page_bytes
+        return len(self._pages) * self._page_bytes
 
     def part_built(self, name: str, part: Any) -> Any:
         """As in `Weights`. Raises `CannotShareError`."""
@@ -191,13 +192,27 @@ class SharedWeights:
             self._bytes_at(self._next, piece.size).copy_(self._bytes_at(piece.address, piece.size))
             self._move(piece, self._next)
             self._next += aligned(piece.size)
-        self._count = len(pages)
+        self._pages = pages
         self._give_back()
+        self._put()
+
+    def _put(self) -> None:
+        """The pages wait for others, which may map them."""
         self._count_of_changes().zero_()
         self._only_reads()
-        files = exported(memory, pages)
+        files = exported(self._memory, self._pages)
         self._shelf.put([files])
         close(files)
+
+    def release(self) -> None:
+        """Gives the pages back, while nothing uses them: no other process has them."""
+        self._shelf.clear()
+        self._memory.release({self._address: self._pages})
+
+    def resume(self) -> None:
+        """As in `Releasable`. Other processes may map the pages from now on."""
+        self._pages = self._memory.resume({self._address: self._pages})[self._address]
+        self._put()
 
     def _bytes_at(self, address: int, size: int) -> Tensor:
         return tensor_at(address, (size,), torch.uint8, self._device, owner=self)
@@ -224,7 +239,7 @@ class SharedWeights:
         this process ends within, no standby that has these pages takes over. Raises `MemoryError`."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # no step reads the pages while their access changes
-        self._memory.set_access(self._address, self._count, writable=True)
+        self._memory.set_access(self._address, len(self._pages), writable=True)
         self._count_of_changes().add_(1)
         yield
         self._count_of_changes().add_(1)
@@ -233,7 +248,7 @@ class SharedWeights:
     def _only_reads(self) -> None:
         """On a GPU access is not taken back: steps that are launched would have to end before."""
         if self._device.type != "cuda":
-            self._memory.set_access(self._address, self._count, writable=False)
+            self._memory.set_access(self._address, len(self._pages), writable=False)
 
     def take_over(self) -> bool:
         """No other process uses the pages from now on. False: they may have been written to since they were

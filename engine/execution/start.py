@@ -31,7 +31,7 @@ from baton.engine.execution.kept_cache import (
     measured,
 )
 from baton.engine.execution.load_weights import load_weights
-from baton.engine.execution.memory_saver import MemorySaver, open_memory_saver
+from baton.engine.execution.memory_saver import MemorySaver, Releasable, open_memory_saver
 from baton.engine.execution.memory_sizing import MemoryUse, PoolSize, memory_for, size_pool
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
@@ -88,7 +88,7 @@ class Started:
     """What steps cost, as far as it was measured. None: not at all."""
     kept: KeptCache | None
     """The memory of KV that outlives this engine. None: it ends with the engine."""
-    memory: Mapping[MemoryTag, MemorySaver | ElasticCache]
+    memory: Mapping[MemoryTag, Releasable]
     """What can be given back to the device. Empty: nothing."""
 
 
@@ -108,7 +108,7 @@ def start_rank(
     set_threads(config, ranks)
     on_gpu = device.type == "cuda"
     wait_for_turn = keep.wait_for_turn or _nothing
-    known = measured(keep) if on_gpu else None
+    known = _known(keep, ranks) if on_gpu else None
     if on_gpu and known is None:
         wait_for_turn()
         wait_for_turn = _nothing
@@ -176,7 +176,7 @@ def start_rank(
     with memory_for(device, "the KV pool", f"lower --advanced.num-blocks{share}"):
         kept = kept_cache(keep, config, limits, pool, device, ranks, stands_by=stands_by)
         elastic = _elastic_cache(pool.elastic, device)
-        saver = None if elastic else open_memory_saver(config, device)
+        saver = None if elastic or kept else open_memory_saver(config, device)
         runner.cache.open(
             pool.num_blocks,
             pool.num_slots + pool.num_copies,
@@ -223,12 +223,18 @@ def start_rank(
         embeddings,
         steps,
         kept,
-        _releasable(config, {"kv_cache": elastic or saver, "weights": of_weights}),
+        _releasable(config, {"kv_cache": elastic or kept or saver, "weights": of_weights}),
     )
 
 
 def _nothing() -> None:
     pass
+
+
+def _known(keep: Keep, ranks: Ranks) -> Measured | None:
+    """What an engine before has measured. It may have ended before all its ranks had written that."""
+    known = measured(keep)
+    return known if ranks.minimum(int(known is not None)) else None
 
 
 def _take_over(of_weights: MemorySaver | SharedWeights | None, ranks: Ranks) -> None:
@@ -256,6 +262,8 @@ class _Sizing:
         use = None
         if device.type == "cuda":
             use = self._measure(encoding)
+            if config.stands_by:
+                use = replace(use, exchange=ranks.device_bytes)
             if of_weights is not None:
                 use = replace(use, weights=use.weights + of_weights.nbytes)
             if isinstance(of_weights, SharedWeights):
@@ -327,8 +335,8 @@ def _elastic_cache(planned: ElasticPlan | None, device: torch.device) -> Elastic
 
 
 def _releasable(
-    config: EngineConfig, memory: Mapping[MemoryTag, MemorySaver | ElasticCache | SharedWeights | None]
-) -> Mapping[MemoryTag, MemorySaver | ElasticCache]:
+    config: EngineConfig, memory: Mapping[MemoryTag, Releasable | None]
+) -> Mapping[MemoryTag, Releasable]:
     if not config.enable_memory_saver:
         return {}
-    return {tag: owner for tag, owner in memory.items() if isinstance(owner, MemorySaver | ElasticCache)}
+    return {tag: owner for tag, owner in memory.items() if owner is not None}

@@ -76,6 +76,8 @@ class Ranks:
 
     rank = 0
     size = 1
+    device_bytes = 0
+    """Memory of a GPU that this takes."""
     expert_parallel = False
     """Whether a rank has whole experts."""
 

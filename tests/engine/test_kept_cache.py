@@ -562,6 +562,31 @@ def test_ranks_keep_their_parts(ranks: Any, tiny_path: Path, memory: KeptFiles) 
     of_rank_1.close()
 
 
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all)])
+def test_memory_that_is_released_is_kept_anew_when_it_is_back(
+    size: int, ranks: Any, tiny_path: Path, memory: KeptFiles
+) -> None:
+    files = [memory, *(KeptFiles.create() for _ in range(size - 1))]
+
+    def make(**other: Any) -> Engine:
+        settings = CPU | {"enable_memory_saver": True, "stands_by": True} | other
+        return ranks(tiny_path, size, kept_files=files, **settings)
+
+    first = make()
+    tokens, _ = answer(first)
+    first.loop.frozen = True
+    first.memory.release(["kv_cache", "weights"])
+    for each in files:
+        assert [*each.memory.cache.pages(), *each.memory.weights.pages()] == [], "no process has a page of it"
+    first.memory.resume(["weights", "kv_cache"])
+    first.replace_weights(first.stage_weights(str(tiny_path)), "1")
+    first.loop.frozen = False
+    assert answer(first) == (tokens, 0)
+    assert answer(make(weights_version="1")) == (tokens, 36)
+    for each in files[1:]:
+        each.close()
+
+
 def test_a_sum_that_comes_late_is_of_what_the_place_has_then() -> None:
     """A device computes it beside the next steps, in which the place may be given out and recorded again."""
     table = memoryview(bytearray(3 * 64))

@@ -71,6 +71,8 @@ class Tree:
                 self.deliver(status)
             case messages.StageWeights(question):
                 self.deliver(messages.WeightsStaged(question, 1, "", "files"))
+            case messages.SetMemory(question, release, tags):
+                self.deliver(messages.MemorySet(question, tags if release else [], False, False, ""))
             case messages.ReplaceWeights(question):
                 self.deliver(messages.WeightsReplaced(question, "files", b"root"))
 

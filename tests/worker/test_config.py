@@ -43,16 +43,8 @@ def config(**fields: Any) -> WorkerConfig:
         ({"kv_host": "no such host"}, "--advanced.kv-host: 'no such host' is neither"),
         ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),
         ({"deadlines": TransferDeadlines(engine_dead=0)}, "--failure-timeout: 0"),
-        (
-            {"engine": EngineConfig("model", enable_memory_saver=True), "replace_engine": True},
-            "--enable-memory-saver: not with --replace-engine",
-        ),
         ({"standby": True}, "a standby: only with --replace-engine"),
         ({"replace_engine": True, "engine_args": ()}, "--replace-engine: only for Baton's engine"),
-        (
-            {"engine": EngineConfig("model", device="cuda", tensor_parallel_size=2), "replace_engine": True},
-            "--replace-engine: on GPUs only with one GPU per worker",
-        ),
         ({"drain_timeout": 1e6}, "--drain-timeout: 1000000.0"),
     ],
 )

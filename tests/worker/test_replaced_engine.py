@@ -21,6 +21,7 @@ from tests.cluster_helpers import (
     start_worker,
     tiny_model,
 )
+from tests.device import TWO
 from tests.engine.checkpoints import edit_json
 from tests.forked.popen import FORKS_AGAIN
 from tests.within import WITHIN, eventually, within
@@ -392,10 +393,10 @@ async def test_an_engine_that_dies_in_the_change_is_followed_by_one_with_all_old
 
 @pytest.mark.long
 async def test_a_group_of_ranks_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    """Whichever of them dies."""
+    """Whichever of them dies. On two GPUs, too."""
     with start_worker(
         "decode", tiny_model(tmp_path / "model"), tmp_path, engine=ENGINE | {"tensor_parallel_size": 2},
-        replace_engine=True, variables={FORKS_AGAIN: "1"}, engine_module=HELD_ENGINE,
+        replace_engine=True, variables={FORKS_AGAIN: "1"} | TWO, engine_module=HELD_ENGINE,
     ) as started:  # fmt: skip
         worker = started.wait_ready()
         asked = request(PROMPT, sampling(max_tokens=300, ignore_eos=True))

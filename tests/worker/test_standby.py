@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
 import psutil
 import pytest
 
@@ -25,6 +26,7 @@ from tests.cluster_helpers import (
     start_worker,
     tiny_model,
 )
+from tests.device import TWO
 from tests.forked.popen import FORKS_AGAIN
 from tests.within import within
 
@@ -41,7 +43,7 @@ from .test_replaced_engine import (
     status,
     until_serving,
 )
-from .test_weights import described, first_token, replaced, saved
+from .test_weights import described, first_token, memory, pages_of, replaced, saved
 
 pytestmark = pytest.mark.all
 
@@ -55,7 +57,7 @@ def started(directory: Path, engine: dict[str, Any] = ENGINE, **more: Any) -> It
     settings: dict[str, Any] = {"engine_module": HELD_ENGINE, **more}
     with start_worker(
         "decode", tiny_model(directory / "model"), directory, engine=engine,
-        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"},
+        replace_engine=True, standby=True, variables={FORKS_AGAIN: "1"} | TWO,
         **settings,
     ) as worker:  # fmt: skip
         yield worker.wait_ready()
@@ -249,6 +251,28 @@ async def test_a_standby_that_hangs_in_its_takeover_is_no_end_of_streams(kind: s
         await assert_whole(worker)
 
 
+async def test_memory_for_a_trainer_is_no_standbys(tmp_path: Path) -> None:
+    """Both have the same pages. With the memory another one comes, and it has what is kept from then on."""
+    with started(tmp_path, ENGINE | {"enable_memory_saver": True}) as worker:
+        asked = request(PROMPT, sampling(max_tokens=80, ignore_eos=True))
+        async with attached(worker) as stream:
+            right = ids(await read(stream, await stream.submit_decode(asked)))
+            engine = worker.child("engine")
+            old, before = await within(next_standby(worker, stream, engine)), pages_of(worker)
+            await stream.stub.SetMemory(memory("kv_cache", release=True))
+            assert (await status(stream)).standby == "ended"
+            assert not old.is_running()
+            assert before > pages_of(worker)
+            with pytest.raises(grpc.aio.AioRpcError, match="its memory is released"):
+                await stream.stub.RestartEngine(pb.RestartEngineRequest())
+            await stream.stub.SetMemory(memory("kv_cache", release=False))
+            await within(next_standby(worker, stream, old))
+            decode_id = await held(stream, asked, 50)
+            kill(worker)
+            await goes_on(stream, decode_id, right)
+        await assert_whole(worker)
+
+
 class Tree:
     """One whose processes end when the test says so."""
 
@@ -313,7 +337,7 @@ async def test_a_standby_that_is_renewed_while_the_last_one_ends_is_started(erro
 
 @pytest.mark.long
 async def test_a_group_of_ranks_stands_by(tmp_path: Path) -> None:
-    """Whichever of the old ones dies. If one that stands by dies, all are started again."""
+    """Whichever of the old ones dies. If one that stands by dies, all are started again. On two GPUs, too."""
     with started(tmp_path, ENGINE | {"tensor_parallel_size": 2}) as worker:
         asked = request(PROMPT, sampling(max_tokens=60, ignore_eos=True))
         async with attached(worker) as stream:

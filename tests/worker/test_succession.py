@@ -47,6 +47,8 @@ class Walk:
         self._checkpoint = checkpoint
         self.phase = "serving"
         self.begun, self.draining, self.planned, self.has_computed = True, False, False, False
+        self.lacking = False
+        """Whether memory is released."""
         self.outputs: dict[bytes, list[int]] = {}
         """Of open attempts."""
         self.version = self.began_with = self._names = 0
@@ -109,6 +111,7 @@ class Walk:
 
     async def _ends(self, error: TreeError, event: Event) -> None:
         has_standby = self.standby is not None
+        event = "failed" if self.lacking else event
         self.engine.failure.set_exception(error)
         self._ended(event, has_standby)
         self.planned = self.planned and self.phase == "starting alone"
@@ -156,9 +159,15 @@ class Walk:
         self._restarts.append(asyncio.create_task(self.worker.backend.restart_engine()))
         await settled()
         await self.standby_stands_by()
-        if self.begun:
+        if self.begun and not self.lacking:
             self.planned = True
             self._ended("restart", self.worker.backend.standby is not None)
+
+    async def memory(self) -> None:
+        """Of KV: it is released, or it comes back."""
+        if self.begun and not self.draining:
+            self.lacking = not self.lacking
+            await within(self.worker.backend.set_memory(["kv_cache"], release=self.lacking))
 
     async def stage(self) -> None:
         if self.begun and self._reports is None and not self.draining:
@@ -216,6 +225,8 @@ class Walk:
         assert worker.service.phase == self.phase
         assert [tree for tree in TREES if not tree.closed and tree is not self.standby] == [self.engine]
         status = await worker.backend.status()
+        if self.lacking:
+            assert self.standby is None, "it would have pages that are released"
         serves = self.begun and not self.draining
         assert status.health == (
             pb.WorkerStatus.HEALTH_SERVING if serves else pb.WorkerStatus.HEALTH_DRAINING
@@ -243,7 +254,7 @@ Events = list[Callable[[Walk], Awaitable[None]]]
 EVENTS: Events = [
     Walk.engine_is_ready, Walk.engine_ends, Walk.two_engines_end, Walk.another_process_ends,
     Walk.engine_and_standby_end, Walk.standby_stands_by, Walk.standby_ends, Walk.token, Walk.attempt,
-    Walk.cancel, Walk.restart, Walk.stage, Walk.close_and_apply, Walk.drain,
+    Walk.cancel, Walk.restart, Walk.memory, Walk.stage, Walk.close_and_apply, Walk.drain,
 ]  # fmt: skip
 GOES_ON: Events = [Walk.engine_is_ready, Walk.attempt, Walk.token]
 CHANGE: Events = [Walk.stage, Walk.close_and_apply]
@@ -251,6 +262,8 @@ ORDERS: list[Events] = [
     [*CHANGE, Walk.engine_ends, *GOES_ON, *CHANGE, Walk.standby_stands_by, Walk.engine_ends, *GOES_ON],
     [*CHANGE, Walk.restart, *GOES_ON, Walk.engine_ends, *GOES_ON],
     [Walk.stage, Walk.engine_ends, *GOES_ON, Walk.close_and_apply, *CHANGE, Walk.engine_ends, *GOES_ON],
+    [Walk.memory, Walk.memory, Walk.standby_stands_by, Walk.engine_ends, *GOES_ON],
+    [*GOES_ON, Walk.memory, Walk.engine_ends],
     [Walk.attempt, Walk.engine_ends, Walk.cancel, Walk.attempt, Walk.drain, Walk.engine_is_ready],
     [Walk.restart, Walk.engine_is_ready, Walk.restart, *GOES_ON, Walk.restart, Walk.engine_ends, *GOES_ON],
 ]

@@ -178,6 +178,8 @@ class Backend:
             raise Refused("it was started without --replace-engine: restart the whole worker")
         if self.draining:
             raise Refused(self.draining)
+        if self.lacks_memory:
+            raise Refused("its memory is released, or it lacks weights")
         try:
             async with asyncio.timeout(LONGEST_RESTART):
                 if self._serves.is_set() and self.standby is not None:
@@ -261,10 +263,14 @@ class Backend:
             lambda question: messages.ReplaceWeights(question, version)
         )
         self.weights = ReplacedWeights(path, version, replaced)
-        if self.standby is not None:
-            self.standby.renew()
         self.lost_weights = False
+        self._renew_standby()
         return replaced
+
+    def _renew_standby(self) -> None:
+        """It must have what the engine has now. While memory is released there is none."""
+        if self.standby is not None and not self.lacks_memory:
+            self.standby.renew()
 
     @property
     def lacks_memory(self) -> bool:
@@ -272,11 +278,15 @@ class Backend:
         return bool(self.released) or self.lost_weights
 
     async def set_memory(self, tags: Sequence[str], *, release: bool) -> messages.MemorySet:
-        """The engine gives memory back, or takes it again. It is frozen."""
+        """The engine gives memory back, or takes it again. It is frozen. A standby would have the same
+        pages."""
+        if release and self.standby is not None:
+            await self.standby.close()
         done: messages.MemorySet = await self._ask(
             lambda question: messages.SetMemory(question, release, list(tags))
         )
         self.released, self.lost_weights = done.released, done.lost_weights
+        self._renew_standby()
         return done
 
     async def load_adapter(self, adapter: pb.Adapter) -> messages.AdapterLoaded:

@@ -294,7 +294,9 @@ class Service:
         if isinstance(error, EngineRestart):
             self._enter("restart")
         else:
-            follows = self._config.replace_engine and isinstance(error, EngineError)
+            # With less memory there is no KV that the next one could keep.
+            follows = self._config.replace_engine and not self._backend.lacks_memory
+            follows = follows and isinstance(error, EngineError)
             self._enter("ended" if follows else "failed")
 
     def _enter(self, event: Event) -> None:
@@ -344,7 +346,7 @@ class Service:
         if planned:
             self._enter("computed")
         self._crashed = []
-        if self._standby is not None:
+        if self._standby is not None and not self._backend.lacks_memory:
             self._standby.start()
         if stages:
             times = [*stages.values(), time.monotonic()]

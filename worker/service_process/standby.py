@@ -44,13 +44,13 @@ class Standby:
 
     def start(self) -> None:
         """Starts a standby, and others in place of it."""
-        assert self._keeping is None, "one is enough"
-        self._keeping = asyncio.create_task(self._keep())
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep())
 
     def renew(self) -> None:
         """The standby has old weights, or code of an old version: another one takes its place."""
         self._outdated.set()
-        if self.state == "ended" and self._keeping is not None:
+        if self.state == "ended":
             self._keeping = asyncio.create_task(self._keep())
         if self.state != "starting":
             self._begin()
@@ -70,9 +70,10 @@ class Standby:
         return tree
 
     async def close(self) -> None:
-        """Ends the standby. No other one is started."""
+        """Ends the standby. No other one is started before the next `start` or `renew`."""
         if (tree := await self.take()) is not None:
             await self._discarded(tree)
+        self.state, self.memory_bytes = "ended", 0
 
     async def _stop(self) -> None:
         """A caller that is cancelled may call it again."""
