@@ -66,7 +66,16 @@ def test_a_pool_is_shared_by_all_groups() -> None:
     more = {"block": 16, "heads": 1, "dim": 8}
     window = attention("layers.1", **more, kind="SlidingWindowSpec", sliding_window=20)
     of_states = group("MambaSpec", "layers.2", block_size=64, shapes=((8,),), dtypes=())
-    assert pool_of([full[0]], 600) == Pool(32, 600)
+    assert pool_of([full[0]], 600) == Pool(32, 600, prefixes_move=True)
     assert pool_of([*full, window, of_states], 600) == Pool(32, 200, 3, ((16, 3), (64, 2)))
     assert pool_of([of_states, full[0]], 600).complete == 1
     assert pool_of([window, window], 600) == Pool(16, 600, 1, ((16, 3),))
+
+
+def test_prefixes_move_if_all_layers_keep_all_tokens_in_blocks_that_fit_chunks() -> None:
+    more: dict[str, Any] = {"heads": 1, "dim": 8}
+    window = attention("layers.1", block=16, **more, kind="SlidingWindowSpec", sliding_window=20)
+    full = {size: attention("layers.0", block=size, **more) for size in (16, 48, 128)}
+    assert [pool_of([each], 600).prefixes_move for each in full.values()] == [True, False, True]
+    assert not pool_of([window], 600).prefixes_move
+    assert not pool_of([full[16], full[16]], 600).prefixes_move
