@@ -128,13 +128,15 @@ def names_of_prefixes(
     first = lengths[0] // CHUNK_TOKENS * CHUNK_TOKENS
     words = bytes(_words(token_ids[first : lengths[-1]]))
     for length in lengths:
-        chunks, tail = divmod(length, CHUNK_TOKENS)
+        chunks = length // CHUNK_TOKENS
+        begin = chunks * CHUNK_TOKENS
         name = names[chunks - 1] if chunks else root
-        if tail:
-            begin = length - tail
+        if length > begin:
             behind = words[4 * (begin - first) : 4 * (length - first)]
-            pictured = _with_images(behind, begin, length, images) if images else b""
-            name = _of_images(pictured, name) if pictured else name + behind
+            if images and (pictured := _with_images(behind, begin, length, images)):
+                name = _of_images(pictured, name)
+            else:
+                name += behind
         found.append(name)
     return found
 
@@ -190,6 +192,8 @@ def _words(token_ids: Sequence[int]) -> memoryview:
 
 
 def _array(typecode: str, token_ids: Sequence[int]) -> "array[int]":
+    if len(token_ids) == 0:
+        return array(typecode)
     if isinstance(token_ids, array):
         assert token_ids.typecode in "iI"
         return token_ids[:]

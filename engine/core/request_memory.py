@@ -115,10 +115,11 @@ class RequestMemory:
 
     def _look_up(self, live: LiveRequest, cache: PrefixCache, *, on_device: bool) -> list[int]:
         names, shared = self.usable(live, cache), live.shared
-        if shared.ranges and self.states is not None:
-            names = names[: (shared.ranges[0].stop - 1) // self._block_size]
-        for position in shared.read_by_others(cache.windows):
-            names = names[: cache.usable_before(names, position)]
+        if shared is not WHOLE:
+            if shared.ranges and self.states is not None:
+                names = names[: (shared.ranges[0].stop - 1) // self._block_size]
+            for position in shared.read_by_others(cache.windows):
+                names = names[: cache.usable_before(names, position)]
         blocks = self._pool.lookup(names)
         if live.phase is Phase.RESERVED:
             return blocks[: cache.usable_before(names[: len(blocks)], len(live.token_ids))]

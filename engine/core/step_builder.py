@@ -82,12 +82,16 @@ class Schedule:
 
     def lease(self) -> None:
         """The step is scheduled: its size is known, and it uses the blocks and the states of its requests."""
-        tokens = self.prompt_tokens
-        rows = sum(map(len, self.chunks.values())) - tokens + sum(x.count for x in self.drafts.values())
-        positions = sum(len(x) * (x.start + x.stop) / 2 for x in self.prompts.values())
-        self.size = StepSize(rows, self.decode_context, tokens, positions / max(1, tokens))
-        for live in self.chunks:
+        rows, context, tokens, positions = sum([x.count for x in self.drafts.values()]), 0, 0, 0.0
+        for live, chunk in self.chunks.items():
             live.leases.begin(self)
+            if live in self.prompts:
+                tokens += len(chunk)
+                positions += len(chunk) * (chunk.start + chunk.stop) / 2
+            else:
+                rows += len(chunk)
+                context += chunk.stop
+        self.size = StepSize(rows, context, tokens, positions / max(1, tokens))
 
     def end_leases(self) -> None:
         """The device computes nothing of the step any more."""
