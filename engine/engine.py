@@ -111,15 +111,14 @@ def _large(steps: StepModel | None) -> tuple[int, float]:
 
 
 def pools_of(
-    size: PoolSize, block_size: int, windows: WindowBlocks | None, kept: KeptBlocks | None
+    size: PoolSize, block_size: int, windows: WindowBlocks | None
 ) -> tuple[BlockPool, Cells[bytes] | None]:
     """The states are None if no layer has states."""
     block_units = slot_units = None
     if (planned := size.elastic) is not None:
         block_units, slot_units = _units(planned.blocks), _units(planned.slots)
     states = Cells[bytes](slot_units or Units.fixed(size.num_slots)) if size.num_slots else None
-    records = None if kept is None else kept.blocks
-    return BlockPool(size.num_blocks, block_size, windows, block_units, records), states
+    return BlockPool(size.num_blocks, block_size, windows, block_units), states
 
 
 def _units(planned: PoolPlan, first: int = 0) -> Units:
@@ -247,8 +246,8 @@ class Engine:
     ) -> tuple[BlockPool, Cells[bytes] | None, PrefixCache | None]:
         """The blocks, the slots of states and the prefix cache."""
         kept = None if self._kept is None else KeptBlocks(self._kept.parts, self.block_size)
-        windows = self._windows(config, started, kept)
-        pool, states = pools_of(started.pool, self.block_size, windows, kept)
+        windows = self._windows(config, started)
+        pool, states = pools_of(started.pool, self.block_size, windows)
         return pool, states, self._prefix_cache(config, started, hooks, pool, kept)
 
     def _prefix_cache(
@@ -285,8 +284,8 @@ class Engine:
             units, first, count = None, started.pool.num_slots, started.pool.num_copies
             if (planned := started.pool.elastic) is not None:
                 units = _units(planned.copies, first)
-            chunk, records = started.runner.chunk_tokens, None if kept is None else kept.states
-            copies = StateCopies(first, count, COPY_TOKENS, self.block_size, chunk, units, records)
+            chunk = started.runner.chunk_tokens
+            copies = StateCopies(first, count, COPY_TOKENS, self.block_size, chunk, units)
         return PrefixCache(
             pool,
             self.content_root,
@@ -298,17 +297,14 @@ class Engine:
             kept=kept,
         )
 
-    def _windows(
-        self, config: EngineConfig, started: Started, kept: KeptBlocks | None
-    ) -> WindowBlocks | None:
+    def _windows(self, config: EngineConfig, started: Started) -> WindowBlocks | None:
         """None: all layers have the same blocks."""
         if (count := started.pool.window_blocks) is None:
             return None
         windows, tokens, units = windows_of(self.cache_arrays), config.max_num_batched_tokens, None
         if (planned := started.pool.elastic) is not None:
             units = _units(planned.windows)
-        records = None if kept is None else kept.windows
-        return WindowBlocks(self.num_blocks, count, self.block_size, windows, tokens, units, records)
+        return WindowBlocks(self.num_blocks, count, self.block_size, windows, tokens, units)
 
     # The life of a request
 

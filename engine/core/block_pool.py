@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from baton.engine.core.cells import Cell, Cells, Rank, Records
+from baton.engine.core.cells import Cell, Cells, Rank
 from baton.engine.core.state_copies import CopyLease
 from baton.engine.core.units import Units
 from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
@@ -68,10 +68,9 @@ class BlockPool(Cells[bytes]):
         block_size: int,
         windows: WindowBlocks | None = None,
         units: Units | None = None,
-        records: Records | None = None,
     ) -> None:
         """`units`: those of blocks that have memory. None: all have."""
-        super().__init__(Units.fixed(num_blocks) if units is None else units, records)
+        super().__init__(Units.fixed(num_blocks) if units is None else units)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.windows = windows

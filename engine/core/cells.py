@@ -14,7 +14,7 @@ A place is one record, a `Cell`. It is in exactly one of these states:
   copies, then the rest; of one rank first what has been idle for longest. Both return the names that are
   found no more. They call nothing, so nothing else changes meanwhile.
 - *Epoch.* It grows whenever the place loses its content. A reader without a lease compares it afterwards.
-- *Record.* What an engine leaves to the next one (`kept_table`). It ends before the place is written.
+- *Record.* What an engine leaves to the next one (`kept_table`). It ends when a place that was taken is read.
 
 The contracts of match, lock, insert and evict follow those of caches of prefixes in SGLang and mini-sglang.
 """
@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain, islice
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from baton.engine.core.units import Units
 
@@ -43,11 +43,6 @@ class Rank(IntEnum):
     ONLY = 2
 
 
-class Records(Protocol):
-    def remove(self, place: int, /) -> None:
-        """The place will be written."""
-
-
 @dataclass(slots=True, eq=False)
 class Cell(Generic[K]):
     place: int
@@ -62,15 +57,16 @@ class Cells(Generic[K]):
 
     Attributes:
         units: which places have memory.
-        records: None: this memory ends with the engine.
+        taken: places that `take` gave out, in order. What keeps records of them reads and empties it. None:
+            nothing does.
         held: places with a lease.
         moves: grows when a place changes its state.
         changes: names that came or went so far. What was looked up before the last one may be wrong.
     """
 
-    def __init__(self, units: Units, records: Records | None = None) -> None:
+    def __init__(self, units: Units) -> None:
         self.units = units
-        self.records = records
+        self.taken: list[int] | None = None
         self.held = self.moves = self.changes = 0
         self._first = units.all_places.start
         self._cells: list[Cell[K]] = [Cell(place) for place in units.all_places]
@@ -194,9 +190,8 @@ class Cells(Generic[K]):
                 cell.name, cell.rank, cell.leases = None, Rank.ONLY, 1
                 cell.epoch += 1
                 places.append(place)
-        if self.records is not None:
-            for place in places:
-                self.records.remove(place)
+        if self.taken is not None:
+            self.taken += places
         self.units.hold(*places)
         self.held += count
         self.moves += count

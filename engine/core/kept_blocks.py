@@ -13,10 +13,11 @@ from there. Whatever has no record is private or free, and is never used again.
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from baton.engine.api.block_sums import KeptParts
 from baton.engine.api.request import CachedBlock
+from baton.engine.core.cells import Cells
 from baton.engine.core.kept_table import OVERHEAD, KeptTable
 from baton.kv_names import CHUNK_TOKENS, NAME_BYTES
 
@@ -65,6 +66,12 @@ class KeptBlocks:
         self.windows = None if parts.windows is None else KeptTable(parts.windows, size)
         self.states = None if parts.slots is None else KeptTable(parts.slots, size)
         self._tables = [table for table in (self.blocks, self.windows, self.states) if table is not None]
+
+    def follow(self, *pools: Cells[Any] | None) -> None:
+        """Reads what these give out from now on: blocks, window blocks and copies of states."""
+        for table, cells in zip((self.blocks, self.windows, self.states), pools, strict=True):
+            if table is not None and cells is not None:
+                cells.taken = table.taken
 
     def add(self, blocks: Iterable[KeptBlock]) -> None:
         """The cache has these blocks."""

@@ -2,12 +2,12 @@
 has. A place is a block, a window block or a copy of states. Pure.
 
     add ─▶ sum of the place, on a GPU after some steps ─▶ record (body, checksum of sum and body)
-    ─▶ remove: the pool gives the place out, to be written anew
+    ─▶ the pool gives the place out, to be written anew: it has no record once this is read
     the engine dies ─▶ the next one reads the records ─▶ verifies each checksum
 
 Each place has room for one record, so the table is bounded. The length of a record is written last and erased
-first. So a record that an engine left half written does not count. A place without a record is never used
-again as it is.
+first. So a record that an engine left half written does not count, and nor does one of a place that was
+written since. A place without a record is never used again as it is.
 """
 
 import struct
@@ -27,12 +27,17 @@ SUMMED_AT_ONCE = 256
 
 
 class KeptTable:
-    """The records of the places of one pool."""
+    """The records of the places of one pool.
+
+    Attributes:
+        taken: places that the pool gave out since, as of `Cells`.
+    """
 
     def __init__(self, memory: RecordMemory, size: int) -> None:
         """`size`: bytes of a record."""
         self._table, self._sums = memory
         self._size = size
+        self.taken: list[int] = []
         self._recorded: set[int] = set()
         self._under_way: deque[tuple[Outcome, list[int], dict[int, bytes]]] = deque()
         """In order: sums, the places that are summed, and the bodies of those that get records."""
@@ -41,14 +46,16 @@ class KeptTable:
 
     def __contains__(self, place: int) -> bool:
         """Whether the place has a record, or will have one."""
+        self._read()
         return place in self._recorded or place in self._batch_of
 
     def add(self, bodies: Mapping[int, bytes]) -> None:
-        """Gives records to these places, which do not change before `remove`. A body that is too long gets
-        none."""
+        """Gives records to these places, which do not change before they are taken. A body that is too long
+        gets none."""
+        self._read()
         batch = {place: body for place, body in bodies.items() if OVERHEAD + len(body) <= self._size}
         for place in batch:
-            self.remove(place)
+            self._remove(place)
         if batch:
             places = [*batch]
             self._under_way.append((self._sums(places), places, batch))
@@ -56,7 +63,8 @@ class KeptTable:
             self.settle()
 
     def settle(self) -> None:
-        """Writes the records of places whose sums have come."""
+        """Writes the records of places whose sums have come, and ends those of places that were taken."""
+        self._read()
         while self._under_way and self._under_way[0][0].passed():
             outcome, places, batch = self._under_way.popleft()
             for place, place_sum in zip(places, outcome.wait(), strict=True):
@@ -72,8 +80,13 @@ class KeptTable:
         _LENGTH.pack_into(self._table, at, len(body))
         self._recorded.add(place)
 
-    def remove(self, place: int) -> None:
-        """The place has no record any more, if it had one. Must be called before the place is written."""
+    def _read(self) -> None:
+        for place in self.taken:
+            self._remove(place)
+        self.taken.clear()
+
+    def _remove(self, place: int) -> None:
+        """The place has no record any more, if it had one."""
         if (batch := self._batch_of.pop(place, None)) is not None:
             del batch[place]
         if place in self._recorded:
@@ -85,7 +98,7 @@ class KeptTable:
 
     def clear(self) -> None:
         for place in [*self._recorded, *self._batch_of]:
-            self.remove(place)
+            self._remove(place)
 
     def left(self, tick: Callable[[], None]) -> Iterator[tuple[int, bytes]]:
         """Yields the places that an engine before this one has left and that are still as it recorded them,

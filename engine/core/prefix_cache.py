@@ -72,6 +72,8 @@ class PrefixCache:
         self._states_below = CellTiers(copies or pool, 0, *kept_below)
         tiers = [*self._blocks_below.tiers, *self._states_below.tiers]
         self.offload: Sequence[OffloadTier] = tiers
+        if kept is not None:
+            kept.follow(pool, pool.windows, copies)
         self._looked_up = [x for x in (pool, pool.windows, copies, *tiers) if x is not None]
 
     @property

@@ -23,7 +23,7 @@ is evicted (`offload_tier`). No request waits for a slot: without one there is n
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from baton.engine.core.cells import Cells, Records
+from baton.engine.core.cells import Cells
 from baton.engine.core.units import Units
 from baton.kv_names import CHUNK_TOKENS
 
@@ -87,12 +87,11 @@ class StateCopies(Cells[bytes]):
         block_size: int,
         chunk_tokens: int,
         units: Units | None = None,
-        records: Records | None = None,
     ) -> None:
         """The slots are `count` in a row. Positions between two copies: `interval`, rounded up to blocks.
         `chunk_tokens`: as `Kernels.chunk_tokens`. `units`: those of slots that have memory. None: all
         have."""
-        super().__init__(Units.fixed(count, first_slot) if units is None else units, records)
+        super().__init__(Units.fixed(count, first_slot) if units is None else units)
         self._chunk_tokens = chunk_tokens
         self._interval = -(-interval // block_size) * block_size
         self._answer_interval = -(-ANSWER_TOKENS // block_size) * block_size

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.engine.core.cells import Cells, Records
+from baton.engine.core.cells import Cells
 from baton.engine.core.units import Units
 from baton.kv_names.cache_kinds import Window, first_read, window_blocks
 
@@ -64,12 +64,11 @@ class WindowBlocks(Cells[int]):
         windows: Collection[Window],
         step_tokens: int,
         units: Units | None = None,
-        records: Records | None = None,
     ) -> None:
         """`num_blocks`: of the block pool. `count`: window blocks, with `NULL`. `step_tokens`: most tokens of
         a step. `units`: those of window blocks that have memory. None: all have."""
         self.of = np.zeros(num_blocks, dtype=np.int32)
-        super().__init__(Units.fixed(count) if units is None else units, records)
+        super().__init__(Units.fixed(count) if units is None else units)
         self.most = window_blocks(windows, block_size)
         self.lost: dict[int, None] = {}
         self.losses = [0] * num_blocks

@@ -16,9 +16,9 @@ class CellsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.written: list[int] = []
         self.units = Units(0, PLACES, UNIT, PLACES // UNIT, keeps_first=False)
-        self.cells = Cells[int](self.units, self)
+        self.cells = Cells[int](self.units)
+        self.cells.taken = self.taken = []
         self.present = set(range(PLACES))
         self.name: dict[int, int] = {}
         self.leases = dict.fromkeys(range(PLACES), 0)
@@ -26,9 +26,6 @@ class CellsMachine(RuleBasedStateMachine):
         self.idle_since = dict.fromkeys(range(PLACES), 0)
         self.epochs = dict.fromkeys(range(PLACES), 0)
         self.now = 0
-
-    def remove(self, place: int) -> None:
-        self.written.append(place)
 
     @property
     def unheld(self) -> list[int]:
@@ -60,7 +57,8 @@ class CellsMachine(RuleBasedStateMachine):
         assert evicted == self.lost(going)
         assert seen == [name for name, place in zip(evicted, going, strict=True) if self.rank[place]]
         assert taken == [*sorted(free), *going][:count]
-        assert self.written[len(self.written) - count :] == taken, "records end before a place is written"
+        assert self.taken == taken, "whose records end then"
+        self.taken.clear()
         for place in [*taken, *going]:
             self.rank[place] = Rank.ONLY
         for place in taken:

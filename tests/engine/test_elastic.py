@@ -526,7 +526,7 @@ def test_the_shape_of_bamba_holds_short_requests_and_then_long_ones(
     assert planned is not None
     assert planned.num_pages == pages
     pool, states = pools_of(
-        PoolSize(planned.blocks.places, 131072, planned.slots.places, 2, None, planned), 128, None, None
+        PoolSize(planned.blocks.places, 131072, planned.slots.places, 2, None, planned), 128, None
     )
     assert states is not None
     budget = Budget(
