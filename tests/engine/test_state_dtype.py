@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from baton.engine.loader.hf_config import model_config_from_hf
+from tests.device import DEVICE
 from tests.engine.checkpoints import assert_refused, config_of, edited_copy
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, tokens_of
 from tests.engine.random_checkpoints import save_random
@@ -86,6 +87,9 @@ def test_exact_steps_round_after_each_token(kind: str, dtype: str, tmp_path: Pat
 
 
 @pytest.mark.all
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="exact kernels of a GPU are for 16 bits; all else is float32 here"
+)
 @pytest.mark.parametrize("kind", ["Bamba", "Qwen3Next", "KimiLinear"])
 def test_rounded_states_change_the_scores_of_a_text_little(
     kind: str, tiny_of: TinyOf, tiny_engine: MakeEngine
