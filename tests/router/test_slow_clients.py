@@ -326,6 +326,45 @@ async def test_a_long_backlog_is_taken_in_parts():
     assert taken == list(range(1000))
 
 
+async def test_what_comes_at_once_is_consumed_in_parts_and_in_order():
+    token_queue, got, flushed = TokenQueue(10_000, lambda: None, Consumers()), list[int](), list[int]()
+
+    def flush(now: float) -> bool:
+        flushed.append(len(got))
+        return len(got) < 300
+
+    token_queue.consume(lambda index, item: got.append(index), flush)
+    taking = asyncio.create_task(token_queue.take(WITHIN))
+    await asyncio.sleep(0)
+    for i in range(300):
+        token_queue.put(i, Delta(i))
+    assert await taking == [], "they were consumed"
+    assert got == list(range(300))
+    assert flushed == [MAX_TAKEN, 2 * MAX_TAKEN, 300]
+    token_queue.put(7, Delta(7))
+    assert await token_queue.take(WITHIN) == [(7, Delta(7))], "it came while nothing waited"
+
+
+@pytest.mark.parametrize("fails_in", ["add", "flush"])
+async def test_a_defect_of_a_consumer_ends_the_task_that_waits(fails_in: str):
+    token_queue = TokenQueue(10_000, lambda: None, Consumers())
+
+    def defect(*_: object) -> Any:
+        raise RuntimeError("a defect")
+
+    def nothing(*_: object) -> Any:
+        return True
+
+    add, flush = (defect, nothing) if fails_in == "add" else (nothing, defect)
+    token_queue.consume(add, flush)
+    taking = asyncio.create_task(token_queue.take(WITHIN))
+    await asyncio.sleep(0)
+    token_queue.put(0, Delta(0))
+    token_queue.put(0, Delta(1))
+    with pytest.raises(RuntimeError, match="a defect"):
+        await taking
+
+
 @pytest.mark.all
 async def test_a_whole_response_keeps_no_deltas(cluster: Cluster, deltas: Collection[Delta]):
     decode = cluster.decodes[0]
