@@ -27,13 +27,13 @@ from baton.router.policy.planner import Held, Lack, plan
 from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.policy.settings import DEFAULT_SETTINGS, PlanSettings
+from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import LARGE
 
-WINDOW_SECONDS = 1.0
-"""How often the prefill window and the regime are updated. Workers report as often."""
-WINDOW_CHANGE = 0.1
-"""It is updated at once if a pool has grown or shrunk by more than this part: not at each change of many."""
+WINDOW_SECONDS = LONGEST_REPORT
+"""How often the prefill window and the regime are updated: as often as workers report. No simulated row
+changes by 3 % with 0.25 or 4 s."""
 
 Listener = Callable[[float, str, Sequence[Any]], None]
 """Takes the time, the name and the arguments of an event."""
@@ -73,7 +73,7 @@ class Desk(Fleet):
         self._open: dict[bytes, tuple[int, PrefillWork]] = {}  # prompts without a first token, by attempt
         self._window = PrefillWindow()
         self._window_until = -math.inf
-        self._window_pools = 0, 0  # workers of both pools then
+        self._window_pools = False, False  # which pools had a worker then
 
     def _event(self, name: str, *arguments: Any) -> None:
         self.now = self._clock()
@@ -207,11 +207,7 @@ class Desk(Fleet):
         """
         if not self.decoders or not (self.prefills or self.settings.overflow):
             return PrefillWindow(math.inf)
-        pools = len(self.prefills), len(self.decodes)
-        changes = zip(self._window_pools, pools, strict=True)
-        if self._clock() > self._window_until or any(
-            abs(new - old) > WINDOW_CHANGE * old for old, new in changes
-        ):
+        if self._clock() > self._window_until or self._pools != self._window_pools:
             self.renew_window()
         return self._window
 
@@ -234,7 +230,12 @@ class Desk(Fleet):
         demand = self.loads.demand()
         self.apart = self.settings.overflow and regime.apart(prefills, decodes, demand, stands=self.apart)
         self._window_until = self.now + WINDOW_SECONDS
-        self._window_pools = len(self.prefills), len(self.decodes)
+        self._window_pools = self._pools
+
+    @property
+    def _pools(self) -> tuple[bool, bool]:
+        """Which pools have a worker."""
+        return bool(self.prefills), bool(self.decodes)
 
     def _prompt_speed(self, prefills: Sequence[Seen], decodes: Sequence[Seen]) -> float:
         """Prompt tokens that all workers compute in a second. Workers without a large step count as the mean

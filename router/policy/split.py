@@ -174,8 +174,11 @@ def best_of(
     if len({index for index, _, _ in ranges}) == 1:
         return None
     alone = unsplit - workers[0].wait
+    longer = 1 + sum(idle) / alone
     harm = sum(
-        lost * _delayed(worker, seconds, alone) for worker, lost in zip(workers, idle, strict=True) if lost
+        lost * _delayed(worker, seconds, alone, longer)
+        for worker, lost in zip(workers, idle, strict=True)
+        if lost
     )
     return Plan(
         "split",
@@ -196,10 +199,11 @@ def _without_waits(cost: PromptCost, workers: Sequence[SplitWorker]) -> float:
     return until
 
 
-def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
+def _delayed(worker: SplitWorker, seconds: float, alone: float, longer: float) -> float:
     """How many prompts wait for a second that this worker loses: those that come until it is idle, if it has
-    work for `seconds` (an M/G/1 queue). `alone`: seconds of a prompt."""
-    share = min(worker.utilisation, MOST_BUSY)
+    work for `seconds` (an M/G/1 queue). `alone`: seconds of a prompt. `longer`: how many times as long
+    workers have work as they compute. Prompts that come are split, too, and lose as much as this one."""
+    share = min(longer * worker.utilisation, MOST_BUSY)
     return seconds / alone * share / (1 - share)
 
 

@@ -125,8 +125,8 @@ def test_time_that_busy_workers_lose_counts_by_the_prompts_that_come() -> None:
     plans = [split(cost_of(8_000), [worker, worker]) for worker in busy]
     harms = [plan.costs["harm"] for plan in plans if plan is not None]
     assert harms[0] == 0.0
-    assert 1.3 * FLOOR < harms[1] < 1.6 * FLOOR, "half a prompt comes meanwhile"
-    assert harms[2] == pytest.approx(7 / 3 * harms[1])
+    assert 1.5 * FLOOR < harms[1] < 1.7 * FLOOR, "half a prompt comes meanwhile, and loses time, too"
+    assert 7 / 3 * harms[1] < harms[2] < 8 / 3 * harms[1]
     assert split(cost_of(1_000), [busy[0]] * 2) is not None
     assert split(cost_of(1_000), [busy[2]] * 2) is None
 
