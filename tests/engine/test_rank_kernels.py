@@ -177,6 +177,7 @@ def test_nvlink_multicast_is_off_when_nccl_starts(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("NCCL starts")
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(dist, "init_process_group", start)
     with pytest.raises(RuntimeError, match="NCCL starts"):
         CudaRanks(0, 2, dist.HashStore(), torch.device("cuda", 0))
