@@ -30,7 +30,7 @@ from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
 from baton.simulator.router import Pool, Router
 from baton.simulator.step_worker import Worker
-from baton.simulator.steps import H200_8B, Machine
+from baton.simulator.steps import H200_8B, Machine, of_vllm
 from baton.simulator.trace import Load, Session, arrivals
 
 SEATS = 256
@@ -224,6 +224,7 @@ def simulate(
         sessions = list(arrivals(lambda _: load, requests, workers, rng))
     else:
         sessions = list(arrivals(load, requests, workers, rng)) if callable(load) else load
+    machine = of_vllm(machine) if kind == "colocated" else machine
     of_prefill, prefills = prefill_machine or machine, workers // 2 if prefills is None else prefills
     engines = [
         Worker(

@@ -32,10 +32,6 @@ from baton.steps.step_model import StepModel
 BLOCK = 128
 BUDGET = 8_192
 """Prompt tokens of a step."""
-COLOCATED_BUDGET = 512
-"""Tokens of a step of a colocated engine."""
-COLOCATED_DECODES = 1.12
-"""How many times as long the decodes of a colocated engine take: vLLM 0.26 on an H200, 1 to 256 of them."""
 LEAD_SECONDS = 1.1e-3
 """Before the end of a step, the engine launches the next one. From traces of an H200."""
 LONG_CONTEXT = 4_096
@@ -265,7 +261,7 @@ class Worker:
         starts = [(count, request.computed) for request, count in chunks]
         position = sum(count * (start + count / 2) for count, start in starts) / max(1, tokens)
         now, seconds = self._clock.now, self.machine.step(len(self._decodes), self._context, starts)
-        seconds *= COLOCATED_DECODES if self._colocated and not tokens else self.slowness
+        seconds *= self.slowness
         seconds = max(seconds, *(request.earliest_end(self, seconds) - now for request, _ in chunks), 0.0)
         last = []
         for request, count in chunks:
@@ -295,7 +291,7 @@ class Worker:
         if not self._prompts:
             return 0  # what is below would take a third of the time of a simulation
         if self._colocated:
-            return COLOCATED_BUDGET - decodes
+            return self.machine.mixed_rows - decodes
         if not decodes and not self.reserved:
             return BUDGET
         joins_at = self._clock.now if joined else min(self.arriving.values(), default=math.inf)
@@ -305,7 +301,8 @@ class Worker:
         batch = Batch(decodes, context, prompts_left[0].computed if prompts_left else 0, gap_cost)
         prompts = [(request.untaken, request.due) for request in prompts_left]
         tokens = self._limit.tokens(batch, prompts, begins, joins_at)
-        return min(BUDGET - decodes, prompt_limit(tokens, decodes, self._mixed_steps, GRAPH_ROWS))
+        most = min(BUDGET, self.machine.mixed_rows) - decodes
+        return min(most, prompt_limit(tokens, decodes, self._mixed_steps, GRAPH_ROWS))
 
     def _chunks(self, budget: int, decodes: int) -> Iterator[tuple[Request, int]]:
         tokens = 0

@@ -8,8 +8,8 @@ License 2.0). `samples/conversation.jsonl` has the first 150 seconds of its conv
 hash ids of blocks that only one request has.
 
 Both are served by the policy on 1P1D, and by two colocated engines that each session is bound to. All workers
-have as much memory. Two cases of agents have other workers: a GPU half as fast with a model four times as
-large, and 64 workers.
+have as much memory. Some cases of agents have other workers: a GPU half as fast with a model four times as
+large, workers with vLLM (`--engine vllm`), and 64 workers.
 """
 
 import statistics
@@ -25,7 +25,7 @@ from baton.kv_names import CHUNK_TOKENS
 from baton.simulator.agents import agents, chunk_name
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.placement_outcome import PlacementOutcome
-from baton.simulator.steps import H200_8B, HALF_32B, Machine
+from baton.simulator.steps import H200_8B, HALF_32B, Machine, of_vllm
 from baton.simulator.trace import Session, Turn
 from baton.steps.quantiles import percentile
 
@@ -38,6 +38,8 @@ class Case(NamedTuple):
     workers: int = 2
     routers: int = 1
     machine: Machine = H200_8B
+    base: Machine | None = None
+    """Of the colocated engines, which are vLLM's. None: `machine`."""
     seeds: Sequence[int] = (1, 2, 3)
 
 
@@ -48,6 +50,8 @@ CASES = {
     MAIN: Case(48, 8),
     "agents96": Case(96, 8),
     "agents16.half_32b": Case(16, 8, machine=HALF_32B),
+    "agents16.vllm": Case(16, 10, machine=of_vllm(H200_8B), base=H200_8B),
+    "agents48.vllm": Case(48, 8, machine=of_vllm(H200_8B), base=H200_8B),
     "agents1536.w64": Case(1536, 2, workers=64, routers=4, seeds=(1,)),
 }
 KINDS: tuple[Kind, Kind] = ("policy", "colocated")
@@ -103,7 +107,7 @@ def _served(case: Case, kind: Kind, seed: int) -> PlacementOutcome:
         seed=seed,
         workers=case.workers,
         routers=case.routers,
-        machine=case.machine,
+        machine=case.machine if kind == "policy" else case.base or case.machine,
     )
 
 
