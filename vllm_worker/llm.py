@@ -68,8 +68,6 @@ class VLLM:
             on_step: gets vLLM's statistics after each step, in the thread of the event loop.
         """
         self._engine = config.engine
-        chosen = config.engine.state_dtype
-        self._state_dtype = "" if chosen == "auto" else f" {chosen}"
         self._computes_other_kv = computes_other_kv(config.engine_args)
         if current_platform.device_type != config.engine.device:
             platform = current_platform.device_type
@@ -213,11 +211,10 @@ class VLLM:
                 fingerprint = model_fingerprint(self._engine, model.max_model_len)
             except ValueError as error:
                 log.info("no worker with Baton's engine can be in this cluster: %s", error)
+        states = "" if self._engine.state_dtype == "auto" else f" {self._engine.state_dtype}"
         described = pb.WorkerDescription(
             model_fingerprint=fingerprint,
-            content_root=content_root(
-                fingerprint, str(model.dtype), f"torch.{attach.layout.dtype}{self._state_dtype}"
-            ),
+            content_root=content_root(fingerprint, str(model.dtype), f"torch.{attach.layout.dtype}{states}"),
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
             block_size=attach.pool.block_size,

@@ -183,15 +183,17 @@ def _states(model: ModelConfig, limits: CacheLimits) -> str:
     size, shape = f"{limits.state_bytes / MIB:.1f} MiB a request", model.state
     if shape is None or not shape.state_size:
         return size
-    narrower = replace(model, state=replace(shape, dtype="bfloat16"))
-    less = state_bytes_per_request(cache_spec(narrower, limits.dtype, limits.kv_dtype))
-    whole = state_bytes_per_request(cache_spec(model, limits.dtype, limits.kv_dtype))
-    silent = (
-        ""
-        if shape.says_dtype or less == whole
-        else (f" (the checkpoint names no dtype; --state-dtype bfloat16 would take {less / whole:.0%} of it)")
+    said = f"{shape.dtype}, {size}"
+    if shape.says_dtype:
+        return said
+    specs = (
+        cache_spec(replace(model, state=replace(shape, dtype=dtype)), limits.dtype, limits.kv_dtype)
+        for dtype in (shape.dtype, "bfloat16")
     )
-    return f"{shape.dtype}, {size}{silent}"
+    whole, less = map(state_bytes_per_request, specs)
+    return (
+        f"{said} (the checkpoint names no dtype; --state-dtype bfloat16 would take {less / whole:.0%} of it)"
+    )
 
 
 def layer_caches(

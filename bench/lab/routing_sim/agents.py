@@ -38,8 +38,8 @@ class Case(NamedTuple):
     workers: int = 2
     routers: int = 1
     machine: Machine = H200_8B
-    base: Machine | None = None
-    """Of the colocated engines, which are vLLM's. None: `machine`."""
+    vllm: bool = False
+    """Whether the workers have vLLM, as colocated engines always have."""
     seeds: Sequence[int] = (1, 2, 3)
 
 
@@ -50,8 +50,8 @@ CASES = {
     MAIN: Case(48, 8),
     "agents96": Case(96, 8),
     "agents16.half_32b": Case(16, 8, machine=HALF_32B),
-    "agents16.vllm": Case(16, 10, machine=of_vllm(H200_8B), base=H200_8B),
-    "agents48.vllm": Case(48, 8, machine=of_vllm(H200_8B), base=H200_8B),
+    "agents16.vllm": Case(16, 10, vllm=True),
+    "agents48.vllm": Case(48, 8, vllm=True),
     "agents1536.w64": Case(1536, 2, workers=64, routers=4, seeds=(1,)),
 }
 KINDS: tuple[Kind, Kind] = ("policy", "colocated")
@@ -107,7 +107,7 @@ def _served(case: Case, kind: Kind, seed: int) -> PlacementOutcome:
         seed=seed,
         workers=case.workers,
         routers=case.routers,
-        machine=case.machine if kind == "policy" else case.base or case.machine,
+        machine=of_vllm(case.machine) if case.vllm and kind == "policy" else case.machine,
     )
 
 
