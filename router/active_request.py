@@ -8,10 +8,11 @@ cancelled.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from baton.router import access_log
 from baton.router.admission.entry import Entry
@@ -32,6 +33,7 @@ from baton.router.workers.pool import WorkerPool
 from baton.system.tracing import Attributes, Span, Tracer
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_UNREAD_TOKENS = 2048
 """Tokens of one choice that wait for the endpoint. With more than this for each choice the request is cut
@@ -210,8 +212,9 @@ class ActiveRequest:
         the ApiError that ended the request once, after all deltas before it were taken.
         """
         if self._error is None:
-            items = await self._token_queue.take(timeout)
-            deltas = [(i, delta) for i, item in items if (delta := self.add(i, item)) is not None]
+            deltas: list[tuple[int, Delta]] = []
+            for index, item in await self._token_queue.take(timeout):
+                self._add(deltas, _numbered, index, item)
             if deltas or self._error is None:
                 return deltas
         error, self._error = self._error, None
@@ -221,25 +224,36 @@ class ActiveRequest:
         finally:
             del error  # it refers to this frame, and a cycle would be garbage
 
-    def consume(self, add: Callable[[int, Delta | ApiError], None], flush: Callable[[float], bool]) -> None:
-        """From now on `add` gets what comes while the task waits in `take`, and passes it to `self.add`. Then
-        `flush` is called, with the time of the loop. The task goes on if it returns False.
+    def consume(
+        self,
+        make: Callable[[int, Delta], T],
+        made: MutableSequence[T],
+        flush: Callable[[float], bool],
+    ) -> None:
+        """From now on `made` gets at once what `make` makes of a delta that comes while the task waits in
+        `take`. Then `flush` is called, with the time of the loop. The task goes on if it returns False.
 
         The task takes all deltas if the first ones have log probabilities of their prompts, which may be
         long."""
         if not any(job.scores_prompt for job in self.jobs):
-            self._token_queue.consume(add, flush)
+            self._token_queue.consume(partial(self._add, made, make), flush)
 
-    def add(self, index: int, item: Delta | ApiError) -> Delta | None:
-        """Adds what its generation put to a choice. Returns the delta with its text. None: it is an error,
-        which `take` raises, or a token after a stop string."""
+    def _add(
+        self,
+        made: MutableSequence[T],
+        make: Callable[[int, Delta], T],
+        index: int,
+        item: Delta | ApiError,
+    ) -> None:
+        """Adds what its generation put to a choice. `made` gets what `make` makes of the delta with its text:
+        nothing of an error, which `take` raises, and of a token after a stop string."""
         if isinstance(item, ApiError):
             if self._error is None:
                 self._error, self._failure = item, item.message
-            return None
+            return
         choice = self.choices[index]
         if choice.finish_reason:
-            return None
+            return
         choice.push(item)
         if item.first:
             self._choice_began(index)
@@ -247,7 +261,7 @@ class ActiveRequest:
             self._choice_ended(index, choice)
         if self._counter is not None:
             self._counter.count += 1
-        return item
+        made.append(make(index, item))
 
     def _choice_began(self, index: int) -> None:
         if index % self.options.n == 0:  # the choices of a prompt share it
@@ -379,3 +393,7 @@ class ActiveRequest:
             reason = choice.finish_reason or ("abort" if cut else "error")
             metrics.finished[reason].inc()
             metrics.e2e.observe(seconds)
+
+
+def _numbered(index: int, delta: Delta) -> tuple[int, Delta]:
+    return index, delta

@@ -7,6 +7,7 @@ meanwhile: it admits the generations, and cancels them if the client leaves.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -59,10 +60,6 @@ async def stream(active: ActiveRequest, builder: ResponseBuilder | MessagesBuild
     """Writes the deltas as they come, to the end. Raises ApiError if the stream has not begun."""
     new: list[bytes] = []  # events that are not written yet
 
-    def add(index: int, item: Delta | ApiError) -> None:
-        if (delta := active.add(index, item)) is not None:
-            new.append(builder.events(index, delta))
-
     def flush(now: float) -> bool:
         if active.over or not to.may_write(now):
             return False
@@ -83,7 +80,7 @@ async def stream(active: ActiveRequest, builder: ResponseBuilder | MessagesBuild
                 begins = not to.begun
                 await to.write(events)
                 if begins and to.begun:
-                    active.consume(add, flush)
+                    active.consume(builder.events, new, flush)
         end = builder.end()
     except ApiError as error:
         if not to.begun:
@@ -105,12 +102,7 @@ async def collect(
 ) -> None:
     """Gives all deltas to `add`, by default that of the builder. Raises ApiError."""
     use = add or builder.add
-
-    def consume(index: int, item: Delta | ApiError) -> None:
-        if (delta := active.add(index, item)) is not None:
-            use(index, delta)
-
-    active.consume(consume, lambda now: not active.over)
+    active.consume(use, deque(maxlen=0), lambda now: not active.over)
     while not active.finished:
         for index, delta in await _deltas(active, builder):
             use(index, delta)

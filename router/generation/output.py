@@ -124,18 +124,14 @@ class TokenQueue:
 
     def put(self, index: int, item: Delta | ApiError) -> None:
         """`index` is the number of the generation in its request."""
-        if self._add is None:
+        add = self._add
+        if add is None:
             self._items.append((index, item))
             if len(self._items) == self._limit + 1:
                 asyncio.get_running_loop().call_soon(self._on_full)
             if not self._added:
                 self._wake()
-        else:
-            self._consume(self._add, index, item)
-
-    def _consume(
-        self, add: Callable[[int, Delta | ApiError], None], index: int, item: Delta | ApiError
-    ) -> None:
+            return
         if not self._added:
             self._consumers.add(self)
         self._added += 1
@@ -199,11 +195,10 @@ class TokenQueue:
             return
         if not goes_on:
             self._wake()
-        elif self._add is None and (add := self._consumer) is not None:
-            items = self.pop()
-            self._add = None if self._items else add
-            for index, item in items:
-                self._consume(add, index, item)
+        elif self._add is None:
+            items, self._add = self.pop(), self._consumer
+            for index, item in items:  # the last of `MAX_TAKEN` leaves the others to the next turn
+                self.put(index, item)
 
 
 class Choice:
