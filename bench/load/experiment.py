@@ -154,7 +154,8 @@ def client_of(
 
 
 def report_of(setup: Setup, harvest: Harvest, started: str) -> Report:
-    """The records of the clients as rows and detail. `started`: the time of day."""
+    """The records of the clients as rows and detail, which has the time.monotonic() from which the records
+    count. `started`: the time of day."""
     options = setup.options
     summary = summarize(
         harvest.records, options.objectives, warm_up=options.warmup, attainment=options.attainment
@@ -173,6 +174,7 @@ def report_of(setup: Setup, harvest: Harvest, started: str) -> Report:
         "incomplete": harvest.interrupted,
         "invalid_reasons": reasons,
         "notes": [*setup.notes, *_notes(setup, summary)],
+        "started_at": harvest.started,
         "elapsed_s": harvest.ended - harvest.started,
         "client": client | {"processes": len(harvest.loads)},
     }

@@ -63,6 +63,7 @@ class Served:
     max_tokens: int
     session: str
     user: str
+    name: str
     writes: list[float] = field(default_factory=list)
 
 
@@ -130,6 +131,7 @@ class MockServer:
         served = Served(
             arrived, body.get("prompt", body.get("messages")), count_tokens(body), _max_tokens(body),
             request.headers.get("x-session-id", ""), body.get("user", ""),
+            request.headers.get("x-request-id", ""),
         )  # fmt: skip
         number = len(self.served)
         self.served.append(served)

@@ -171,6 +171,7 @@ async def test_sessions_keep_their_id_history_and_think_time() -> None:
     assert len(records) == 6
     assert {s.session for s in served} == {"run-0", "run-1"}
     mine = [s for s in served if s.session == "run-0"]
+    assert [s.name for s in mine] == ["run-0-0", "run-0-1", "run-0-2"]
     assert [len(s.prompt) for s in mine] == [1, 3, 5]
     assert [m["role"] for m in mine[2].prompt] == ["user", "assistant"] * 2 + ["user"]
     assert mine[2].prompt[1]["content"] == " t0 t1", "what the server had said"

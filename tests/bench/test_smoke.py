@@ -46,6 +46,7 @@ SHORT = (
     "split",
     "store",
     "survive",
+    "turns",
     "weights",
     "weights --trainer",
     "worker",

@@ -82,7 +82,9 @@ class EngineAttempt(Attempt):
 
     def prefilled(self, output: Output, tokens: int) -> None:
         """Reports the prefill. `tokens`: of the prompt that were computed here, or cached."""
-        self.shared.trace.instant("first token", prefill=self.id.hex(), computing=output.prefill_seconds)
+        self.shared.trace.instant(
+            "first token", prefill=self.id.hex(), request=self.origin.name, computing=output.prefill_seconds
+        )
         self.attempts.counts.count_prompt(tokens, output.cached_tokens, self.fetched)
         images = None if self.live is None else self.live.images
         times = (0.0, 0.0) if images is None else (images.asked_at, images.encoded_at)

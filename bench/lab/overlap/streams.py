@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from baton.bench.lab.harness.workers import Workers, prompt_of, request
 from baton.rpc import worker_pb2 as pb
@@ -99,16 +101,19 @@ class Trace:
     def read(cls, *paths: Path) -> Self:
         """Of some processes. Complete when they have ended."""
         trace = cls()
-        for path in paths:
-            for line in path.read_text().splitlines()[1:]:
-                event = json.loads(line.rstrip(","))
-                at, fields = event.get("ts", 0.0) / 1e6, event["args"]
-                match event["name"]:
-                    case "taken":
-                        trace.taken[bytes.fromhex(fields["attempt"])] = at
-                    case "first token":
-                        trace.first_token[bytes.fromhex(fields["prefill"])] = at
-                    case "joined":
-                        joined = Joined(at, fields["bytes"], fields["fetch_us"] / 1e6)
-                        trace.joined[bytes.fromhex(fields["decode"])] = joined
+        for event in chain.from_iterable(map(events, paths)):
+            at, fields = event.get("ts", 0.0) / 1e6, event["args"]
+            match event["name"]:
+                case "taken":
+                    trace.taken[bytes.fromhex(fields["attempt"])] = at
+                case "first token":
+                    trace.first_token[bytes.fromhex(fields["prefill"])] = at
+                case "joined":
+                    joined = Joined(at, fields["bytes"], fields["fetch_us"] / 1e6)
+                    trace.joined[bytes.fromhex(fields["decode"])] = joined
         return trace
+
+
+def events(path: Path) -> Iterator[dict[str, Any]]:
+    """Those in the trace of a process, as `TraceWriter` writes them."""
+    return (json.loads(line.rstrip(",")) for line in path.read_text().splitlines()[1:])

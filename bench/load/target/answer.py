@@ -217,6 +217,11 @@ class Record(msgspec.Struct, kw_only=True, tag=True):
     skipped_turns: int = 0
 
     @property
+    def name(self) -> str:
+        """As logs of the server name the request. Empty: it is of no session."""
+        return f"{self.session}-{self.turn}" if self.session else ""
+
+    @property
     def ok(self) -> bool:
         return self.failure is None
 
@@ -261,7 +266,7 @@ class Record(msgspec.Struct, kw_only=True, tag=True):
 
     def as_line(self) -> dict[str, Any]:
         """The fields and the derived latencies in ms, for the JSONL file."""
-        fields = msgspec.structs.asdict(self)
+        fields = msgspec.structs.asdict(self) | {"name": self.name}
         if self.ok:
             mean_gap = self.mean_gap
             fields |= {

@@ -108,6 +108,8 @@ async def exchange(
     record.sent = clock()
     try:
         headers = {"content-type": "application/json", "accept": "text/event-stream"} | target.headers
+        if record.session:
+            headers["x-request-id"] = record.name
         if record.session and target.session_as == "header":
             headers["x-session-id"] = record.session
         async with http.post(target.endpoint(record.bound), data=body, headers=headers) as response:
