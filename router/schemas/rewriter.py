@@ -11,14 +11,12 @@ The work is bounded by the constants of `walk`, and by the steps of `disjoint` a
 from typing import Any, NamedTuple
 
 from baton.router.schemas import combinations, objects
-from baton.router.schemas.disjoint import Proof, types_of
+from baton.router.schemas.disjoint import types_of
 from baton.router.schemas.lookahead import LOOK, without_lookahead
-from baton.router.schemas.negation import Negation
-from baton.router.schemas.places import Places, token
+from baton.router.schemas.places import token
 from baton.router.schemas.probe import Probe
-from baton.router.schemas.walk import MAX_DEPTH, MAX_FORMS, MAX_TOGETHER, Node, Rule, members
+from baton.router.schemas.walk import MAX_DEPTH, Node, Rule, Walk, members
 
-_MAX_LOOKS = 1_000
 _KEPT = {
     "type", "const", "enum", "required", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
     "exclusiveMaximum", "multipleOf", "minItems", "maxItems", "minProperties", "maxProperties", "$id",
@@ -68,38 +66,26 @@ def rewritten(schema: Any, probe: Probe, without: frozenset[str] = frozenset()) 
     return Rewritten(rewriter.whole(), tuple(dict.fromkeys(rewriter.unenforced)), rewriter.forms > 0)
 
 
-class _Rewriter:
-    """As `walk.Walk`."""
-
+class _Rewriter(Walk):
     def __init__(self, root: Any, probe: Probe, without: frozenset[str]) -> None:
-        self._root = root
-        self.probe = probe
-        self.without = without
-        self.places = Places(root)
-        self.proof = Proof(self.places)
-        self.negation = Negation(self.places, self._exact_target)
-        self.unenforced: list[str] = []
-        self.forms = 0
-        self._looks = 0
-        self._targets: dict[str, Any] = {}
+        super().__init__(root, probe, without)
         self._new_references: dict[str, str] = {}
         self._wanted: list[tuple[str, str, Any, str]] = []
         """Container, name, schema and pointer of definitions."""
 
     def whole(self) -> Any:
-        new = self.schema(self._root, "", 0)
+        new = self.schema(self.root, "", 0)
         if not isinstance(new, dict):
             return {} if new is True else new
         if not self.places.plain:
             for container in _DEFINITIONS:
-                for name, value in members(self._root.get(container)).items():
+                for name, value in members(self.root.get(container)).items():
                     self._wanted.append((container, name, value, f"/{container}/{token(name)}"))
         for container, name, value, pointer in self._wanted:  # they may want more
             new.setdefault(container, {})[name] = self.schema(value, pointer, 1)
         return new  # without definitions that no reference reaches
 
     def schema(self, schema: Any, pointer: str, depth: int) -> Any:
-        """Rewrites one schema."""
         if not isinstance(schema, dict):
             return schema
         if depth > MAX_DEPTH:
@@ -171,39 +157,6 @@ class _Rewriter:
     def _left_out(self, node: Node, keyword: str) -> None:
         self.unenforced.append(f"{node.pointer}/{token(keyword)}")
 
-    # ------------------------------------------------------------ for rules
-
-    def exact(self, schema: Any, pointer: str, depth: int) -> Any:
-        """As `walk.Walk.exact`."""
-        count = len(self.unenforced)
-        new = self.schema(schema, pointer, depth)
-        if len(self.unenforced) > count or not isinstance(new, bool | dict):
-            del self.unenforced[count:]
-            return None
-        return new
-
-    def _exact_target(self, reference: str) -> Any:
-        """As `exact`, of what a reference names."""
-        if reference not in self._targets:
-            self._targets[reference] = None  # while it is written, for those that name themselves
-            target = self.places.target(reference)
-            self._targets[reference] = self.exact(target, reference.removeprefix("#"), 1)
-        return self._targets[reference]
-
-    def may_branch(self, node: Node) -> bool:
-        """As `walk.Walk.may_branch`."""
-        if "forms" in self.without or (not node.pointer and "forms of the whole" in self.without):
-            return False
-        if self.forms >= MAX_FORMS or len(node.also) >= MAX_TOGETHER:
-            return False
-        self.forms += 1
-        return True
-
-    def may_look(self) -> bool:
-        """As `walk.Walk.may_look`."""
-        self._looks += 1
-        return self._looks <= _MAX_LOOKS
-
     def _reference(self, reference: Any) -> Any:
         if not self.places.plain or reference in ("#", "#/"):
             return reference
@@ -216,7 +169,7 @@ class _Rewriter:
             if container not in _DEFINITIONS or any(character in name for character in "/~%"):
                 # Its place may be another one in the new schema.
                 container, name = "$defs", f"moved-{len(self._wanted)}"
-                while name in members(self._root.get("$defs")):
+                while name in members(self.root.get("$defs")):
                     name += "-"
             self._new_references[reference] = f"#/{container}/{name}"
             self._wanted.append((container, name, target, pointer))

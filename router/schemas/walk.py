@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from baton.router.schemas.disjoint import Proof
 from baton.router.schemas.negation import Negation
@@ -16,6 +16,7 @@ MAX_TOGETHER = 4
 """Of these, in one object: their alternatives multiply."""
 MAX_NAMES = 1_000
 """Properties that a keyword may add to an object."""
+_MAX_LOOKS = 1_000
 
 CONDITIONAL = {"$dynamicRef", "$recursiveRef", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies"}
 """Keywords by which it depends on the value what a schema evaluates."""
@@ -46,29 +47,61 @@ class Node:
         return self.new.get("additionalProperties") is False and "patternProperties" not in self.new
 
 
-class Walk(Protocol):
-    probe: Probe
-    places: Places
-    proof: Proof
-    negation: Negation
-    without: frozenset[str]
-    unenforced: list[str]
+class Walk:
+    """One schema with all inside of it, as rules see it. `rewriter` says what becomes of each keyword.
+
+    Attributes:
+        unenforced: JSON pointers of what is left out.
+        forms: equal forms with alternatives that are used.
+    """
+
+    def __init__(self, root: Any, probe: Probe, without: frozenset[str]) -> None:
+        """`without`: as of `rewritten`."""
+        self.root = root
+        self.probe = probe
+        self.without = without
+        self.places = Places(root)
+        self.proof = Proof(self.places)
+        self.negation = Negation(self.places, self._exact_target)
+        self.unenforced: list[str] = []
+        self.forms = 0
+        self._looks = 0
+        self._targets: dict[str, Any] = {}
 
     def schema(self, schema: Any, pointer: str, depth: int) -> Any:
-        """Rewrites a schema inside of another one."""
-        ...
+        """Rewrites one schema."""
+        raise NotImplementedError
 
     def exact(self, schema: Any, pointer: str, depth: int) -> Any:
         """Returns an equal schema; None: there is none. It names no place then."""
-        ...
+        count = len(self.unenforced)
+        new = self.schema(schema, pointer, depth)
+        if len(self.unenforced) > count or not isinstance(new, bool | dict):
+            del self.unenforced[count:]
+            return None
+        return new
+
+    def _exact_target(self, reference: str) -> Any:
+        """As `exact`, of what a reference names."""
+        if reference not in self._targets:
+            self._targets[reference] = None  # while it is written, for those that name themselves
+            target = self.places.target(reference)
+            self._targets[reference] = self.exact(target, reference.removeprefix("#"), 1)
+        return self._targets[reference]
 
     def may_branch(self, node: Node) -> bool:
         """Whether an equal form with alternatives may be used. Counts it."""
-        ...
+        if "forms" in self.without or (not node.pointer and "forms of the whole" in self.without):
+            return False
+        if self.forms >= MAX_FORMS or len(node.also) >= MAX_TOGETHER:
+            return False
+        self.forms += 1
+        return True
 
     def may_look(self) -> bool:
         """Whether one more schema may be looked at for a rule. Counts it."""
-        ...
+        self._looks += 1
+        return self._looks <= _MAX_LOOKS
 
 
 Rule = Callable[[Walk, Node, str], bool]
