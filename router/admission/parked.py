@@ -163,7 +163,7 @@ class Deadline:
 class Waits:
     """What one generation waits for outside the queue: a worker, retry budget, and its own deadline.
 
-    Owns two timers: one until `deadline`, and `worker_wait` seconds while no worker is available.
+    Owns two timers: one until `deadline`, and one while no worker is available or all pause.
 
     Attributes:
         arrival: number of the generation in order of arrival.
@@ -177,7 +177,6 @@ class Waits:
     on_deadline: Callable[[ApiError], None]
     """It has waited too long."""
     deadline: Deadline
-    worker_wait: float
     tenant: bytes = b""
     """Of the request's API key."""
     prefilled: bool = False
@@ -218,20 +217,22 @@ class Waits:
     def prefill_sent(self) -> None:
         self.prefilled, self._has_retry = True, False
 
-    def wait_for_worker(self, pool: str) -> None:
-        """Parks the generation."""
-        self.parked.without_worker[self] = None
-        if self._worker_timer is None:
-            loop = asyncio.get_running_loop()
-            self._worker_timer = loop.call_later(self.worker_wait, self._no_worker, pool)
+    def wait_for_worker(self, pool: str, seconds: float) -> None:
+        """Parks the generation. It fails when it has waited `seconds` without any worker."""
+        text = f"no {pool} worker became available within {seconds:g} s"
+        self._park(seconds, NoWorker(text, retry_after=max(1, round(seconds))))
 
     def wait_for_resume(self, max_wait: float) -> None:
         """Parks the generation until the end of a pause. It fails when it has waited `max_wait` seconds in
         all."""
+        text = f"the cluster is paused, and request {self.name} may wait {max_wait:g} s"
+        error = Paused(text, retry_after=max(1, round(min(max_wait, MAX_RETRY_AFTER))))
+        self._park(max(0.0, max_wait - self.waited), error)
+
+    def _park(self, seconds: float, error: ApiError) -> None:
         self.parked.without_worker[self] = None
-        if self._worker_timer is None and max_wait < math.inf:
-            loop, seconds = asyncio.get_running_loop(), max(0.0, max_wait - self.waited)
-            self._worker_timer = loop.call_later(seconds, self._paused, max_wait)
+        if self._worker_timer is None and seconds < math.inf:
+            self._worker_timer = asyncio.get_running_loop().call_later(seconds, self.on_deadline, error)
 
     def worker_ready(self) -> None:
         self.advance()
@@ -249,14 +250,6 @@ class Waits:
         self.worker_found()
         self.parked.remove(self)
         self.advance = self.on_deadline = lambda *_: None  # they refer to the generation
-
-    def _no_worker(self, pool: str) -> None:
-        text = f"no {pool} worker became available within {self.worker_wait:g} s"
-        self.on_deadline(NoWorker(text, retry_after=max(1, round(self.worker_wait))))
-
-    def _paused(self, max_wait: float) -> None:
-        text = f"the cluster is paused, and request {self.name} may wait {max_wait:g} s"
-        self.on_deadline(Paused(text, retry_after=max(1, round(min(max_wait, MAX_RETRY_AFTER)))))
 
     def _timed_out(self) -> None:
         text = f"request {self.name} was not finished within {self.deadline.seconds:g} s"

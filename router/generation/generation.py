@@ -74,7 +74,6 @@ class Generation:
             advance=self.advance,
             on_deadline=self._waited_too_long,
             deadline=context.deadline,
-            worker_wait=context.worker_wait,
             tenant=self.job.sender.tenant,
         )
         self.pair = AttemptPair(self._on_event, self.job, context, self._waits)
@@ -132,7 +131,7 @@ class Generation:
                 self._waits.worker_found()
                 return TurnResult.NO_CAPACITY
             case Lack():
-                self._waits.wait_for_worker(planned.value)
+                self._waits.wait_for_worker(planned.value, self.context.worker_wait)
             case Plan():
                 if not planned.ranges or self._waits.may_prefill():
                     return self._submit(planned)

@@ -50,7 +50,6 @@ class Waiting:
 
     parked: Parked
     times: int = 0
-    worker_wait: float = 60.0
     deadline: Deadline | None = None
     tenant: bytes = b""
     then: Callable[[], object] = bool
@@ -66,7 +65,6 @@ class Waiting:
             advance=self._advance,
             on_deadline=self.errors.append,
             deadline=self.deadline or Deadline(time.monotonic(), 60.0),
-            worker_wait=self.worker_wait,
             tenant=self.tenant,
         )
 
@@ -77,7 +75,7 @@ class Waiting:
             return
         self.woken += 1
         if self.woken <= self.times:
-            self.waits.wait_for_worker("prefill")
+            self.waits.wait_for_worker("prefill", 60.0)
         else:
             self.then()
 
@@ -86,7 +84,7 @@ async def test_each_ready_worker_wakes_all_that_wait_for_one_once() -> None:
     parked = Parked(RetryBudget())
     satisfied, waits, gone = (Waiting(parked, times) for times in (0, 5, 0))
     for generation in (satisfied, waits, gone, satisfied):
-        generation.waits.wait_for_worker("prefill")
+        generation.waits.wait_for_worker("prefill", 60.0)
     gone.waits.worker_found()
     parked.worker_ready()
     assert list(parked.without_worker) == [waits.waits]
@@ -101,7 +99,7 @@ async def test_thousands_that_wait_for_a_worker_are_woken_in_parts(monkeypatch: 
     parked = Parked(RetryBudget())
     waits, gone, *others = (Waiting(parked, times) for times in (5, 0, 0, 0, 0))
     for generation in (waits, *others, gone):
-        generation.waits.wait_for_worker("prefill")
+        generation.waits.wait_for_worker("prefill", 60.0)
     parked.worker_ready()
     assert [generation.woken for generation in (waits, *others)] == [1, 1, 0, 0]
     parked.worker_ready()  # another worker, before all were woken
@@ -120,7 +118,7 @@ async def test_a_defect_in_one_generation_does_not_keep_the_others_asleep(
     parked = Parked(RetryBudget())
     generations = [Waiting(parked, then=lambda: 1 // 0), Waiting(parked), Waiting(parked)]
     for generation in generations:
-        generation.waits.wait_for_worker("prefill")
+        generation.waits.wait_for_worker("prefill", 60.0)
     with pytest.raises(ZeroDivisionError):
         parked.worker_ready()
     for _ in range(3):
@@ -200,11 +198,11 @@ async def test_new_requests_free_retries_for_the_first_that_waits() -> None:
 
 async def test_a_worker_that_came_ends_the_wait_for_one_although_the_budget_is_used() -> None:
     parked = Parked(Scripted())
-    without_budget = Waiting(parked, worker_wait=0.05)
+    without_budget = Waiting(parked)
     without_budget.then = lambda: parked.take_retry(without_budget.waits)
-    without_worker = Waiting(parked, times=1, worker_wait=0.05)
+    without_worker = Waiting(parked, times=1)
     for generation in (without_budget, without_worker):
-        generation.waits.wait_for_worker("decode")
+        generation.waits.wait_for_worker("decode", 0.05)
     parked.worker_ready()
     assert len(parked.without_budget) == 1
     await eventually(lambda: without_worker.errors)  # its timer began last, and ends last
