@@ -1,11 +1,10 @@
-"""The header of a GGUF file, llama.cpp's format: its metadata, where its tensors are, and its tokenizer.
+"""The header of a GGUF file, llama.cpp's format: its metadata, and where its tensors are.
 
 The layout is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf`
 package takes three seconds for a vocabulary of 49,152, because it makes an array of every token and every
 merge.
 """
 
-import json
 import mmap
 import struct
 from pathlib import Path
@@ -14,26 +13,6 @@ from typing import Any
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
-CONTROL, USER_DEFINED = 3, 4  # types of tokens
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT2 = None  # the rule of the pre-tokenizer itself
-SPLITS = {
-    **dict.fromkeys(("default", "gpt-2", "smollm"), _GPT2),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
-    "qwen2": _QWEN2,
-    "tekken": _TEKKEN,
-}
-"""The rules that split text before the merges, by their names in a file."""
 
 
 class GGUFHeader:
@@ -114,60 +93,3 @@ class GGUFHeader:
         values = struct.unpack_from("<" + layout, self.data, self.end)
         self.end += struct.calcsize("<" + layout)
         return values
-
-
-def token_of(header: GGUFHeader, name: str) -> tuple[str, int] | None:
-    """The text and the id of a special token, such as "bos". None: the model has none."""
-    token_id = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return None if token_id is None else (header.metadata["tokenizer.ggml.tokens"][token_id], token_id)
-
-
-def tokenizer_json(header: GGUFHeader) -> str:
-    """The tokenizer as the text of Hugging Face's tokenizer.json, from a header with its vocabulary.
-
-    Only byte-level BPE is supported ("gpt2" in the file), built in the same way as transformers builds it.
-    The file has only the name of the rule that splits text before the merges, for example "smollm". The
-    tokenizer.json of that model also splits off every digit, which changes the tokens of several spaces
-    before a digit. For a GGUF file transformers does not do that. Raises `ValueError` naming the file for
-    another kind or rule."""
-    get, path = header.metadata.get, header.path
-    kind, split = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "gpt2":
-        raise ValueError(f"{path} has a tokenizer of kind {kind!r}; of GGUF files only 'gpt2' is supported")
-    tokens, merges = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.merges")
-    if not isinstance(tokens, list) or not isinstance(merges, list):
-        raise ValueError(f"{path} has no vocabulary (tokenizer.ggml.tokens and merges)")
-    if split not in SPLITS:
-        raise ValueError(f"{path} splits text as {split!r}; supported are {', '.join(sorted(SPLITS))}")
-    rule = SPLITS[split]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps: list[dict[str, Any]] = [byte_level | {"use_regex": rule is None}]
-    if rule is not None:
-        steps.insert(
-            0, {"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False}
-        )
-    types = get("tokenizer.ggml.token_type") or ()
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    tokenizer: dict[str, Any] = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": token_id, "content": token, "special": token_type == CONTROL, **plain}
-            for token_id, (token, token_type) in enumerate(zip(tokens, types, strict=False))
-            if token_type in (CONTROL, USER_DEFINED)
-        ],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "decoder": byte_level | {"use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: token_id for token_id, token in enumerate(tokens)},
-            "merges": merges,
-        },
-    }
-    if get("tokenizer.ggml.add_bos_token", False) and (bos := token_of(header, "bos")) is not None:
-        text, token_id = bos
-        single = [{"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-        special = {text: {"id": text, "ids": [token_id], "tokens": [text]}}
-        tokenizer["post_processor"] = {
-            "type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special,
-        }  # fmt: skip
-    return json.dumps(tokenizer)

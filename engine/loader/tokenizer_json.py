@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from baton.engine import gguf_header
+from baton.engine import gguf_tokenizer
+from baton.engine.gguf_header import GGUFHeader
 from baton.engine.loader.settings import read_json
 
 
@@ -12,7 +13,7 @@ def tokenizer_json(source: str) -> str:
     no tokenizer, or if its kind is not supported."""
     path = Path(source)
     if path.is_file():
-        return gguf_header.tokenizer_json(gguf_header.GGUFHeader(path, vocabulary=True))
+        return gguf_tokenizer.tokenizer_json(GGUFHeader(path, vocabulary=True))
     try:
         return (path / "tokenizer.json").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -24,7 +25,7 @@ def vocabulary(source: str) -> dict[str, int]:
     `ValueError` if tokenizer.json is not a tokenizer."""
     path = Path(source)
     if path.is_file():
-        tokens = gguf_header.GGUFHeader(path, vocabulary=True).metadata.get("tokenizer.ggml.tokens") or []
+        tokens = GGUFHeader(path, vocabulary=True).metadata.get("tokenizer.ggml.tokens") or []
         return {token: token_id for token_id, token in enumerate(tokens)}
     if not (path / "tokenizer.json").is_file():
         return {}

@@ -7,7 +7,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from baton.engine.gguf_header import GGUFHeader, token_of, tokenizer_json
+from baton.engine.gguf_header import GGUFHeader
+from baton.engine.gguf_tokenizer import token_of, tokenizer_json
 from baton.vision.images import PREPROCESSOR, PROCESSOR, ImageSettings, image_settings, processor_settings
 
 TEMPLATE_FILES = {

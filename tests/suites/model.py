@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.engine.gguf_header import LENGTH, USER_DEFINED, GGUFHeader
+from baton.engine.gguf_header import LENGTH, GGUFHeader
+from baton.engine.gguf_tokenizer import USER_DEFINED
 from baton.engine.loader.gguf_file import GGUFFile
 
 THINK, END = 151667, 151668
