@@ -11,10 +11,8 @@ from torch import Tensor
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.cache_limits import CacheLimits, gib
 from baton.engine.execution.image_encoder import encoder_of
-from baton.engine.execution.memory_saver import MemorySaver, open_memory_saver
 from baton.engine.execution.memory_sizing import memory_for
 from baton.engine.execution.shared_weights import SharedWeights
-from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Checkpoint, PlainFormat, as_built
 from baton.engine.loader import load_model
@@ -39,7 +37,7 @@ class Loaded(NamedTuple):
     tower: Mapping[str, Tensor]
     embeddings: EmbeddingFormat | None
     """This and the two before: as `encoder_of` returns them."""
-    memory: MemorySaver | SharedWeights | None
+    memory: SharedWeights | None
     """Of the weights. None: that of torch."""
 
 
@@ -62,8 +60,9 @@ def load_weights(
     run = partial(_in_background, device) if stands_by else _at_once
     shared: SharedWeights | None = None
     with memory_for(device, "the weights", "choose a smaller --model"):
-        if shelf is not None:
-            shared = run(partial(SharedWeights, shelf, device, ranks, alone=not stands_by))
+        if shelf is not None or config.enable_memory_saver:
+            alone = shelf is None or not stands_by
+            shared = run(partial(SharedWeights, shelf, device, ranks, alone=alone))
         part_built = as_built if shared is None else shared.part_built
         model, drafter, fingerprint = run(
             partial(
@@ -83,15 +82,12 @@ def load_weights(
     encoder = run(
         partial(encoder_of, config, checkpoint.config, model, limits.dtype, device, ranks, part_built)
     )
-    saver = None if shared is not None else open_memory_saver(config, device)
-    with memory_for(device, "the weights", "choose a smaller --model"):
-        if saver is not None:
-            saver.take(tensors((model, drafter), without=ranks))
-        if shared is not None:
+    if shared is not None:
+        with memory_for(device, "the weights", "choose a smaller --model"):
             run(partial(shared.finish, (model, drafter)))
-            if apart := shared.apart_bytes:
-                log.warning("%s of weights are others than those of the process that serves", gib(apart))
-    return Loaded(model, drafter, fingerprint, *encoder, shared or saver)
+        if apart := shared.apart_bytes:
+            log.warning("%s of weights are others than those of the process that serves", gib(apart))
+    return Loaded(model, drafter, fingerprint, *encoder, shared)
 
 
 def _at_once(work: Callable[[], T]) -> T:

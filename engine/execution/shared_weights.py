@@ -1,7 +1,8 @@
-"""One copy of the weights for the engine process that serves and the one that stands by.
+"""Weights in pages: one copy for the engine process that serves and the one that stands by, and memory that
+is given back while a trainer needs it (`Releasable`).
 
     an engine that starts alone: loads the model ─▶ moves its weights to new pages ─▶ their files wait for
-      others (`Shelf`)
+      others (`Shelf`), if there may be any
     standby: maps the pages, to read ─▶ loads part by part: a part with the same bytes gets the memory of the
       pages ─▶ takes over, unless the pages were written to since it mapped them
 
@@ -63,9 +64,9 @@ class SharedWeights:
             engine that starts alone measures it.
     """
 
-    def __init__(self, shelf: Shelf, device: torch.device, ranks: Ranks, *, alone: bool) -> None:
-        """`ranks`: no part of the model. `alone`: no other process has pages, and the shelf is empty. Raises
-        `MemoryError`."""
+    def __init__(self, shelf: Shelf | None, device: torch.device, ranks: Ranks, *, alone: bool) -> None:
+        """`shelf`: None: no other process may have the pages. `ranks`: no part of the model. `alone`: no
+        other process has pages, and the shelf is empty. Raises `MemoryError`."""
         self._shelf = shelf
         self._device = device
         self._ranks = ranks
@@ -86,12 +87,13 @@ class SharedWeights:
             torch.cuda.synchronize(device)  # this thread has its context from now on
             torch.cuda.reset_peak_memory_stats(device)
         if not alone:
-            kept = shelf.pages()
+            kept = () if shelf is None else shelf.pages()
             assert kept, "the engine that serves has its weights in pages"
             self._map(kept[0])
 
     def _open(self, page_bytes: int, size: int) -> DeviceMemory:
-        self._memory = memory = memory_of(self._device, page_bytes, exportable=True)
+        exportable = self._shelf is not None
+        self._memory = memory = memory_of(self._device, page_bytes, exportable=exportable)
         weakref.finalize(self, memory.close).atexit = False  # pyrefly: ignore[missing-attribute]
         self._page_bytes = memory.page_bytes
         self._address = memory.reserve(size)
@@ -197,16 +199,19 @@ class SharedWeights:
         self._put()
 
     def _put(self) -> None:
-        """The pages wait for others, which may map them."""
+        """The pages wait for others, which may map them, if there may be any."""
         self._count_of_changes().zero_()
         self._only_reads()
+        if self._shelf is None:
+            return
         files = exported(self._memory, self._pages)
         self._shelf.put([files])
         close(files)
 
     def release(self) -> None:
         """Gives the pages back, while nothing uses them: no other process has them."""
-        self._shelf.clear()
+        if self._shelf is not None:
+            self._shelf.clear()
         self._memory.release({self._address: self._pages})
 
     def resume(self) -> None:

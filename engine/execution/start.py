@@ -31,7 +31,7 @@ from baton.engine.execution.kept_cache import (
     measured,
 )
 from baton.engine.execution.load_weights import load_weights
-from baton.engine.execution.memory_saver import MemorySaver, Releasable, open_memory_saver
+from baton.engine.execution.memory_saver import Releasable, open_memory_saver
 from baton.engine.execution.memory_sizing import MemoryUse, PoolSize, memory_for, size_pool
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
@@ -217,7 +217,7 @@ def start_rank(
             model,
             drafter,
             tower=tower,
-            writing=of_weights.writing if isinstance(of_weights, SharedWeights) else nullcontext,
+            writing=nullcontext if of_weights is None else of_weights.writing,
         ),
         encoder,
         embeddings,
@@ -237,8 +237,8 @@ def _known(keep: Keep, ranks: Ranks) -> Measured | None:
     return known if ranks.minimum(int(known is not None)) else None
 
 
-def _take_over(of_weights: MemorySaver | SharedWeights | None, ranks: Ranks) -> None:
-    if isinstance(of_weights, SharedWeights) and not ranks.minimum(int(of_weights.take_over())):
+def _take_over(of_weights: SharedWeights | None, ranks: Ranks) -> None:
+    if of_weights is not None and not ranks.minimum(int(of_weights.take_over())):
         raise ValueError("the weights in memory were changed while this engine process stood by")
 
 
@@ -254,7 +254,7 @@ class _Sizing:
     """By an engine before, whose KV fills the GPU."""
     progress: Callable[[str, float], None]
 
-    def pool(self, encoding: int, of_weights: MemorySaver | SharedWeights | None, keep: Keep) -> PoolSize:
+    def pool(self, encoding: int, of_weights: SharedWeights | None, keep: Keep) -> PoolSize:
         """`encoding`: bytes of the GPU that the largest image takes. `of_weights`: has the weights."""
         if self.known is not None:
             return self.known.pool
@@ -265,9 +265,8 @@ class _Sizing:
             if config.stands_by:
                 use = replace(use, exchange=ranks.device_bytes)
             if of_weights is not None:
-                use = replace(use, weights=use.weights + of_weights.nbytes)
-            if isinstance(of_weights, SharedWeights):
-                use = replace(use, shared=of_weights.nbytes, loading=of_weights.loading_bytes)
+                nbytes, loading = of_weights.nbytes, of_weights.loading_bytes
+                use = replace(use, weights=use.weights + nbytes, shared=nbytes, loading=loading)
         moves = moves_memory(config, limits) and not (keep.memory and can_keep(config, limits))
         pages = _pages(device, ranks) if moves else None
         return size_pool(config, self.model_config, limits, use, ranks, pages)

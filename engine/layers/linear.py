@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -48,11 +48,6 @@ def packs_plain(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
-
-
-def packed_like(weight: Tensor, shape: Sequence[int]) -> Tensor:
-    """Of this shape, packed as the weight of a `PlainLinear`, with undefined values."""
-    return _pack(torch.empty(*shape, dtype=weight.dtype))
 
 
 def packed_memory(weight: Tensor) -> tuple[int, int]:

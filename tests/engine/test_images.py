@@ -559,3 +559,20 @@ def test_memory_is_released_when_the_encoder_computes_nothing(seeing: tuple[Path
     engine.memory.release(["kv_cache"])
     assert seen == [True]
     engine.close()
+
+
+def test_the_weights_of_the_encoder_are_released_and_replaced_with_the_others(
+    seeing: tuple[Path, Any],
+) -> None:
+    fresh, engine = load(seeing[0]), load(seeing[0], enable_memory_saver=True)
+    asked = request_with(1, fresh, [pixels_of(1, 40, 24)])
+    right = tokens_of(fresh, [asked])
+    engine.loop.frozen = True
+    engine.memory.release(["weights"])
+    engine.memory.resume(["weights"])
+    assert not any(weight.any() for weight in engine.loaded.tower.values())
+    engine.replace_weights(engine.stage_weights(str(seeing[0])), "1")
+    engine.loop.frozen = False
+    assert tokens_of(engine, [asked]) == right
+    for each in (fresh, engine):
+        each.close()

@@ -11,6 +11,8 @@ import torch
 
 from baton.engine import Engine
 from baton.engine.execution.memory_saver import MemorySaver
+from baton.engine.execution.shared_weights import SharedWeights
+from baton.engine.layers.ranks import Ranks
 from baton.system.device_memory import DeviceMemory, HostMemory, Page
 from tests.device import DEVICE
 from tests.engine.checkpoints import load
@@ -156,20 +158,22 @@ def test_each_rank_gives_its_memory_back_and_all_have_it_again_or_wait(
     engine = ranks(before, 2, enable_memory_saver=True, **settings)
     first, used = answer(engine, 1)[0][0], taken()
     engine.loop.frozen = True
-    release, released = MemorySaver.release, list[MemorySaver]()
-    monkeypatch.setattr(MemorySaver, "release", lambda saver: released.append(saver) or release(saver))
+    released = list[object]()
+    for part in (MemorySaver, SharedWeights):
+        release = part.release
+        monkeypatch.setattr(part, "release", lambda x, release=release: released.append(x) or release(x))
     engine.memory.release(["kv_cache", "weights"])
-    assert len({id(saver) for saver in released}) == 4, "two parts on two ranks"
+    assert len({id(part) for part in released}) == 4, "two parts on two ranks"
     assert taken() < used
-    resume, ranks_that_lack = MemorySaver.resume, [1]
+    resume, ranks_that_lack = SharedWeights.resume, [1]
 
-    def full(saver: MemorySaver) -> None:
+    def full(weights: SharedWeights) -> None:
         if threading.current_thread() is not threading.main_thread() and ranks_that_lack:
             ranks_that_lack.pop()
             raise MemoryError("no page is left")
-        resume(saver)
+        resume(weights)
 
-    monkeypatch.setattr(MemorySaver, "resume", full)
+    monkeypatch.setattr(SharedWeights, "resume", full)
     with pytest.raises(MemoryError, match="rank 1: no page is left"):
         engine.memory.resume(["weights"])
     assert engine.memory.released == {"kv_cache", "weights"}
@@ -180,19 +184,20 @@ def test_each_rank_gives_its_memory_back_and_all_have_it_again_or_wait(
     assert answer(engine, 2)[0][0] == wanted != first
 
 
-def test_tensors_that_share_memory_share_it_in_the_saver(tmp_path: Path) -> None:
-    saver = MemorySaver(HostMemory(1), torch.device("cpu"))
+def test_tensors_that_share_memory_share_it_in_pages() -> None:
+    weights = SharedWeights(None, torch.device("cpu"), Ranks(), alone=True)
     whole = torch.arange(3000.0)
     part, other = whole[1000:].view(2, 1000).T, torch.ones(3, dtype=torch.int8)
-    saver.take([whole, part, other])
+    weights.finish([whole, part, other])
     assert torch.equal(whole, torch.arange(3000.0))
     assert part[0].tolist() == [1000.0, 2000.0]
-    part[0, 1] = 7.0
+    with weights.writing():
+        part[0, 1] = 7.0
     assert whole[2000] == 7.0
     assert other.tolist() == [1, 1, 1]
     address = whole.data_ptr()
-    saver.release()
-    saver.resume()
+    weights.release()
+    weights.resume()
     assert whole.data_ptr() == address
     assert not whole.any(), "what was there is gone"
 
