@@ -6,6 +6,7 @@ merge.
 """
 
 import mmap
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GGUFHeader:
@@ -93,3 +95,12 @@ class GGUFHeader:
         values = struct.unpack_from("<" + layout, self.data, self.end)
         self.end += struct.calcsize("<" + layout)
         return values
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of a checkpoint in several, if this is the name of the first. Others are alone."""
+    named = PART.fullmatch(path.name)
+    if named is None or int(named[2]) != 1:
+        return [path]
+    count = int(named[3])
+    return [path.with_name(f"{named[1]}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from baton.cluster.model import embedded_path
 from baton.engine.layers.ranks import Shard
-from baton.engine.loader.gguf_file import GGUFCheckpoint
+from baton.engine.loader.gguf_checkpoint import GGUFCheckpoint
 from baton.router.text.model_files import read_gguf
 
 

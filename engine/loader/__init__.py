@@ -18,7 +18,7 @@ from baton.engine.loader.device_file import wait_for_copy
 from baton.engine.loader.draft_heads import FoundHead, find_head
 from baton.engine.loader.families import FAMILIES, model_class
 from baton.engine.loader.formats import choose_format
-from baton.engine.loader.gguf_file import GGUFCheckpoint
+from baton.engine.loader.gguf_checkpoint import open_gguf
 from baton.engine.loader.hf import OTHER_FORMATS, DummyCheckpoint, HFCheckpoint
 from baton.engine.loader.hf_config import read_config
 from baton.engine.loader.hybrid_config import chosen_dtype
@@ -44,7 +44,7 @@ def open_checkpoint(
     if progress is not None:
         wait_for_copy(path, progress)
     if path.is_file():
-        checkpoint = GGUFCheckpoint(path)  # which has no encoder
+        checkpoint = open_gguf(path)  # which has no encoder
         if config.load_format == "auto":
             return checkpoint
         return DummyCheckpoint(checkpoint.config, str(path), config.seed, device)

@@ -14,7 +14,8 @@ from gguf.quants import dequantize
 from baton.engine import EngineConfig
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.loader import check_model
-from baton.engine.loader.gguf_file import GGUFCheckpoint, GGUFFile
+from baton.engine.loader.gguf_checkpoint import GGUFCheckpoint
+from baton.engine.loader.gguf_file import PIECE_BYTES, GGUFFile
 from baton.engine.loader.hf import DummyCheckpoint, HFCheckpoint
 from tests.engine.checkpoints import assert_refused, is_refused, load
 from tests.engine.conftest import request_of, save_tiny, tokens_of
@@ -22,38 +23,76 @@ from tests.engine.test_models import LLAMA3_ROPE
 
 
 def write_gguf(
-    path: Path, reference: Any, architecture: str, *, rope_freqs: torch.Tensor | None = None
+    path: Path, reference: Any, architecture: str, *, rope_freqs: torch.Tensor | None = None, parts: int = 1
 ) -> None:
-    """Writes a GGUF file like llama.cpp's converter."""
+    """Writes a GGUF file like llama.cpp's converter. `parts`: in as many files."""
     config = reference.config
-    writer = gguf.GGUFWriter(path, architecture)
+    size = -(-len(reference.state_dict()) // parts) if parts > 1 else 0
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if architecture == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+        pattern = [kind == "sliding_attention" for kind in config.layer_types]
+        writer.add_array("gemma3.attention.sliding_window_pattern", pattern)
+        writer.add_float32(
+            "gemma3.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"]
+        )
+        if (factor := rope.get("factor")) is not None:
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(factor)
+    if architecture == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_token_list([b"a", b"longer token", b""])
     writer.add_eos_token_id(2)
     writer.add_eot_token_id((1 << 32) - 1)  # which the embedding lacks
     writer.add_eot_token_id(5)
-    kind = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}[architecture]
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    for name, tensor in reference.state_dict().items():
+    for name, tensor in by_layer(reference.state_dict()).items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         permuted = next((n for key, n in heads.items() if key in name and architecture == "llama"), None)
         if permuted:
             tensor = tensor.unflatten(0, (permuted, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+        if name.endswith("norm.weight") and architecture == "gemma3":
+            tensor = tensor + 1
         data = tensor.numpy()
         if name.endswith("up_proj.weight"):
             data = data.astype("float16")
-        writer.add_tensor(str(names.get_name(name, (".weight",))), data)
+        writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), data)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs.numpy())
     write(writer)
+
+
+def by_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the gate and up of experts apart, as llama.cpp has them."""
+    made = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            made |= {name.replace("gate_up_proj", "gate_proj.weight"): gate.contiguous()}
+            made |= {name.replace("gate_up_proj", "up_proj.weight"): up.contiguous()}
+        elif name.endswith("experts.down_proj"):
+            made[f"{name}.weight"] = tensor
+        else:
+            made[name] = tensor
+    return made
 
 
 def write(writer: gguf.GGUFWriter) -> None:
@@ -63,10 +102,32 @@ def write(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+types = gguf.GGMLQuantizationType
+NO_REFERENCE = {
+    *(types.Q8_1, types.Q8_K),  # of activations only
+    *(types.I8, types.I16, types.I32, types.I64, types.F64, types.Q1_0),  # the package does not dequantize
+}
+
+KINDS = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3moe": ("Qwen3Moe", {"norm_topk_prob": True}),
+    "gemma3": ("Gemma3Text", {"query_pre_attn_scalar": 16, "head_dim": 16}),
+    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {}),
+    "glm4": ("Glm4", {}),
+}
+"""Each architecture of GGUF: the kind of model in transformers, and its settings."""
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma3", "phi3", *sorted({*KINDS} - {"llama", "gemma3", "phi3"})]
+)
 def test_a_gguf_file_gives_the_same_model(architecture: str, tmp_path: Path) -> None:
-    kind, changes = ("Llama", {"rope_parameters": LLAMA3_ROPE}) if architecture == "llama" else ("Qwen3", {})
-    reference = save_tiny(tmp_path, kind, head_dim=16, **changes)
+    kind, changes = KINDS[architecture]
+    reference = save_tiny(tmp_path, kind, **changes)
     freqs = None
     if architecture == "llama":
         rotary = reference.model.rotary_emb
@@ -133,7 +194,7 @@ def test_broken_gguf(tiny_gguf: bytes, tmp_path: Path) -> None:
     whole = tiny_gguf
     path = tmp_path / "model.gguf"
     path.write_bytes(whole)
-    header = GGUFCheckpoint(path)._file._data_start
+    header = GGUFFile(path)._data_start
     position = whole.index(b"general.architecture") + len("general.architecture") + 4
     incomplete = r"model\.gguf: cut short, tensor \S+ is incomplete"
     corrupt = r"corrupt or cut short at byte \d+; download it again$"
@@ -167,7 +228,6 @@ def test_a_gguf_tensor_of_an_unsupported_type_is_named(tiny_gguf: bytes, tmp_pat
         with pytest.raises(ValueError, match=rf"model\.gguf: .*tensor \S+ {message}"):
             load(path)
 
-    types = gguf.GGMLQuantizationType
     refused(kind, struct.pack("<I", 99), "is of type 99, which is not supported")
     refused(kind, struct.pack("<I", types.I8), "is of type I8, which is not supported")
     refused(slice(at, at + 20), struct.pack("<QQI", 63, 96, types.Q4_1), r"of type Q4_1 is \[96, 63\]")
@@ -183,10 +243,45 @@ def test_a_damaged_gguf_header_is_accepted_or_refused_by_name(tiny_gguf: bytes, 
     """Every fourth byte of it, in two ways: never another exception, never memory for what is not there."""
     path = tmp_path / "model.gguf"
     path.write_bytes(tiny_gguf)
-    header = GGUFCheckpoint(path)._file._data_start
+    header = GGUFFile(path)._data_start
     refused = 0
     for at in range(0, header, 4):
         for damage in (0xFF, tiny_gguf[at] ^ 0x10):
             path.write_bytes(tiny_gguf[:at] + bytes([damage]) + tiny_gguf[at + 1 :])
             refused += is_refused(partial(GGUFCheckpoint, path), str(path))
     assert refused > header // 4
+
+
+def test_a_model_in_several_parts(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "Qwen3", head_dim=16)
+    write_gguf(tmp_path / "model.gguf", reference, "qwen3", parts=3)
+    first, second, _ = sorted(tmp_path.glob("model-*.gguf"))
+    requests = [request_of(0, range(3, 40), max_tokens=20, ignore_eos=True)]
+    assert tokens_of(load(tmp_path), requests) == tokens_of(load(first), requests)
+    check_model(EngineConfig(model=str(first)))
+    with pytest.raises(ValueError, match=r"part 2 of 3; name the first part .*NAME-00001-of-00003\.gguf"):
+        load(second)
+    second.rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(ValueError, match=r"model-00002-of-00003\.gguf cannot be read"):
+        load(first)
+    first.rename(tmp_path / "alone.gguf")
+    with pytest.raises(ValueError, match=r"alone\.gguf: part 1 of 3; name the first part"):
+        load(tmp_path / "alone.gguf")
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("kind", [kind for kind in gguf.GGMLQuantizationType if kind not in NO_REFERENCE])
+def test_each_type_is_dequantized_as_by_the_gguf_package(
+    kind: gguf.GGMLQuantizationType, tmp_path: Path
+) -> None:
+    """Random bytes; some of the numbers are not finite. Rows of two blocks, in more than one piece."""
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    rows = 2 * PIECE_BYTES // (2 * size) + 3
+    raw = np.random.default_rng(int(kind)).integers(0, 256, (rows, 2 * size), dtype=np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("m", raw, raw_dtype=kind)
+    write(writer)
+    with np.errstate(all="ignore"):
+        expected = dequantize(raw, kind)
+        read = GGUFFile(tmp_path / "model.gguf").read("m", [unsharded(rows), unsharded(2 * values)])
+    np.testing.assert_array_equal(read, expected)

@@ -84,6 +84,19 @@ async def test_memory_of_a_trainers_gpu_is_not_read_once_more(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [source]
 
 
+async def test_the_first_of_several_files_brings_the_others(tmp_path: Path) -> None:
+    names = [f"m-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    files = CheckpointFiles.opened(tmp_path / names[0], None)
+    copy = await CheckpointFiles.received(each(await sent(files)), None)
+    for opened in (files, copy):
+        first = Path(opened.path)
+        assert [first.with_name(name).read_text() for name in names] == names
+        assert first.name == names[0]
+        opened.close()
+
+
 async def test_one_file_is_a_checkpoint_too(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     opened = CheckpointFiles.opened(tmp_path / "model.gguf", None)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Self
 
 from baton.engine import trainer_files
+from baton.engine.gguf_header import parts_of
 from baton.rpc import worker_pb2 as pb
 from baton.system import available_memory
 from baton.worker.service_process.backend import Refused
@@ -49,10 +50,11 @@ class CheckpointFiles:
 
     @classmethod
     def opened(cls, source: Path, run_dir: str | None) -> Self:
-        """The files of a checkpoint on this host: a directory, or one file. Raises `OSError`."""
+        """The files of a checkpoint on this host: a directory, or a file with its other parts. Raises
+        `OSError`."""
         files = cls(run_dir)
         try:
-            names = sorted(source.iterdir()) if source.is_dir() else [source]
+            names = sorted(source.iterdir()) if source.is_dir() else parts_of(source)
             if trainer_files.found_in(names):
                 files.path = str(source)
                 return files
