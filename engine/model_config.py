@@ -193,9 +193,9 @@ class StateConfig:
     """Whether the two products have biases."""
     dt_limits: tuple[float, float]
     norm_eps: float
-    dtype: str = "float32"
+    dtype: str = field(default="float32", repr=False)
     """Of the states of heads: as the checkpoint says, or the user. Inputs of the convolution are of the
-    model's dtype."""
+    model's dtype. Not in the repr, which the fingerprint covers: workers of one model may have several."""
     says_dtype: bool = field(default=False, compare=False, repr=False)
     """Whether the checkpoint or the user names it."""
     low_rank: int = 0

@@ -7,7 +7,7 @@ both units, and other layers other arrays. An attention layer has one array, wit
 has one row, the vector from which every query head makes its key and its value. It is cut into heads of
 `latent_head_dim` numbers, so that each has a scale of its own in FP8; all ranks hold all of them. Beside a
 latent a layer may have an *index key*, by which queries choose the positions that they attend to. A state
-layer has an array for each of its states.
+layer has an array for each of its states: those of heads, and the inputs of its convolution.
 
 An array of tokens may have a *window*: a token reads only the tokens that are not further behind it. What the
 next token does not read is not sent.
@@ -52,8 +52,8 @@ class CacheKind:
     copied: bool = False
     """Whether all ranks hold all heads. If not, ranks share the heads out."""
     converts: bool = False
-    """Whether a receiver may keep it in another dtype than the sender, as `layout.convertible` says. All
-    arrays of a layout that convert have one dtype, the KV dtype."""
+    """Whether a receiver may keep it in another dtype than the sender, as `layout.Dtypes` says. All arrays of
+    a layout that convert have one dtype for each unit."""
     by_name: bool = True
     """Whether its value follows from what content names say. If not, requests share nothing of the model."""
 
@@ -62,6 +62,8 @@ ATTENTION = CacheKind("attention", Unit.TOKEN, converts=True)
 LATENT = CacheKind("latent", Unit.TOKEN, copied=True, converts=True)
 INDEX = CacheKind("index", Unit.TOKEN, copied=True)
 STATE = CacheKind("state", Unit.REQUEST)
+HEAD_STATE = CacheKind("head_state", Unit.REQUEST, converts=True)
+"""States of Mamba-2 and linear attention. Each worker chooses their dtype."""
 EMBEDDING = CacheKind("embedding", Unit.TOKEN, copied=True)
 """Embeddings of images. No layer of a model keeps them: encoders send them to workers."""
 

@@ -10,7 +10,7 @@ map positions to their own block tables; a block size never travels. An array th
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -21,13 +21,14 @@ WIRE_VERSION = 11
 """In each header. Two sides of different versions refuse each other."""
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
+_Name = Annotated[str, Meta(max_length=64)]
 
 
 class KVLayout(msgspec.Struct, frozen=True, dict=True):
     """What both sides must agree on before a byte of KV travels: what all layers of a model keep.
 
-    Block sizes and numbers of ranks are not in it: these may differ. So may two dtypes that are
-    `convertible`: KV travels in the dtype of the sender.
+    Block sizes and numbers of ranks are not in it: these may differ. So may `dtypes`: what a receiver
+    converts travels in the dtype of the sender.
     """
 
     num_layers: int
@@ -54,18 +55,19 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
                 raise ValueError(
                     f"dtype of {array.name} is {array.dtype!r}: KV is moved as one of {', '.join(ITEM_BYTES)}"
                 )
-        if len({array.dtype for array in self.arrays if array.kind.converts}) > 1:
-            raise ValueError("arrays that convert have several dtypes: a session has one KV dtype")
+        if any(array.dtype != self.dtypes.of(array) for array in self.arrays if array.kind.converts):
+            raise ValueError(
+                "arrays that convert have several dtypes: a session has one for KV, one for states"
+            )
 
     @cached_property
-    def dtype(self) -> str:
-        """The KV dtype: that of the arrays that convert."""
-        converting = (array.dtype for array in self.arrays if array.kind.converts)
-        return next(converting, self.arrays[0].dtype)
+    def dtypes(self) -> "Dtypes":
+        of = {array.per_token: array.dtype for array in self.arrays if array.kind.converts}
+        return Dtypes(of.get(True, self.arrays[0].dtype), of.get(False, ""))
 
-    def sent_as(self, dtype: str) -> "KVLayout":
-        """The layout of a peer with this KV dtype."""
-        arrays = (replace(array, dtype=dtype) if array.kind.converts else array for array in self.arrays)
+    def sent_as(self, dtypes: "Dtypes") -> "KVLayout":
+        """The layout of a peer with these dtypes."""
+        arrays = (replace(x, dtype=dtypes.of(x)) if x.kind.converts else x for x in self.arrays)
         return msgspec.structs.replace(self, arrays=tuple(arrays))
 
     @cached_property
@@ -125,10 +127,30 @@ def _ranges(layers: Sequence[int]) -> str:
     return ",".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else f"{g[0]}" for g in groups)
 
 
-def convertible(sent: str, kept: str) -> bool:
-    """Whether a receiver that keeps KV in one dtype takes KV in the other. Models that compute in different
-    dtypes do not exchange plain KV."""
-    return sent == kept or (sent == FP8) != (kept == FP8)
+class Dtypes(NamedTuple):
+    """Those of the arrays that a receiver converts."""
+
+    kv: _Name
+    states: _Name = ""
+    """"": no layer has states of heads."""
+
+    def of(self, array: CacheArray) -> str:
+        return self.kv if array.per_token else self.states
+
+    def converts(self, sent: "Dtypes") -> bool:
+        """Whether a receiver with these dtypes takes what is sent in others."""
+        return all(map(convertible, sent, self, (True, False)))
+
+    def __str__(self) -> str:
+        return f"KV {self.kv}" + (f", states {self.states}" if self.states else "")
+
+
+def convertible(sent: str, kept: str, per_token: bool) -> bool:
+    """Whether a receiver takes an array that converts. Models that compute in different dtypes do not
+    exchange plain KV; states are in any dtype but FP8."""
+    if sent == kept or not {sent, kept} <= ITEM_BYTES.keys():
+        return sent == kept
+    return (sent == FP8) != (kept == FP8) if per_token else FP8 not in (sent, kept)
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -214,7 +214,9 @@ class VLLM:
         states = "" if self._engine.state_dtype == "auto" else f" {self._engine.state_dtype}"
         described = pb.WorkerDescription(
             model_fingerprint=fingerprint,
-            content_root=content_root(fingerprint, str(model.dtype), f"torch.{attach.layout.dtype}{states}"),
+            content_root=content_root(
+                fingerprint, str(model.dtype), f"torch.{attach.layout.dtypes.kv}{states}"
+            ),
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
             block_size=attach.pool.block_size,

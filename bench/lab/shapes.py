@@ -15,13 +15,13 @@ from baton.cluster.tools.sizing import MODELS
 DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"
 """What benches of one GPU measure by default, and what they measure of mixtures of experts."""
 
-BAMBA, GRANITE = "bamba-9b", "granite-4.0-h-tiny"
+BAMBA, GRANITE, NEMOTRON = "bamba-9b", "granite-4.0-h-tiny", "nemotron-h-8b"
 LATENT = "glm-4.7-flash"
 SPARSE = "deepseek-v3.2-4-layers"
 """One layer is dense: with FP8 weights 39 GB."""
 
 GATED_DELTA, KIMI_DELTA = "qwen3.5-35b-a3b", "kimi-linear-48b-a3b"
-HYBRIDS = BAMBA, GRANITE, GATED_DELTA, KIMI_DELTA
+HYBRIDS = BAMBA, GRANITE, NEMOTRON, GATED_DELTA, KIMI_DELTA
 """Models with state layers."""
 
 GPT_OSS, GEMMA = "gpt-oss-20b", "gemma-4-e4b"

@@ -14,7 +14,7 @@ from baton.engine.loader.families import cache_spec
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request, windows_of
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, IndexedLatentCache
-from baton.kv_names.cache_kinds import STATE, Window, window_blocks
+from baton.kv_names.cache_kinds import HEAD_STATE, Window, window_blocks
 from baton.system import available_memory
 
 log = logging.getLogger(__name__)
@@ -119,15 +119,13 @@ class CacheLimits:
     def kv_dtype(self) -> torch.dtype:
         """Of what each token has: as `dtype`, or FP8."""
         arrays = (array for layer in self.cache for array in layer.arrays)
-        return getattr(torch, next(array.dtype for array in arrays if array.kind.converts))
+        return getattr(torch, next(x.dtype for x in arrays if x.per_token and x.kind.converts))
 
     @property
     def formats(self) -> str:
         """The dtype of what each token has, and that of states if it is not float32: what is cached depends
         on both."""
-        states = {
-            a.dtype for layer in self.cache for a in layer.arrays if a.kind == STATE and a.name == "ssm"
-        }
+        states = {a.dtype for layer in self.cache for a in layer.arrays if a.kind == HEAD_STATE}
         return " ".join([str(self.kv_dtype), *sorted(states - {"float32"})])
 
 

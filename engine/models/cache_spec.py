@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.kernels import FP8, KV, Fp8KV, IndexedLatents, LayerState, parts
 from baton.engine.model_config import Span
-from baton.kv_names.cache_kinds import ATTENTION, INDEX, STATE, CacheArray, CacheKind, Window
+from baton.kv_names.cache_kinds import ATTENTION, HEAD_STATE, INDEX, STATE, CacheArray, CacheKind, Window
 
 
 class Places(NamedTuple):
@@ -196,7 +196,7 @@ class StateCache:
             inputs,
             CacheArray(STATE, "B", self.conv_inputs, groups, each, dtype),
             CacheArray(STATE, "C", self.conv_inputs, groups, each, dtype),
-            CacheArray(STATE, "ssm", 1, self.num_heads, self.head_dim * each, _name(self.state_dtype)),
+            CacheArray(HEAD_STATE, "ssm", 1, self.num_heads, self.head_dim * each, _name(self.state_dtype)),
         )
 
     def allocate(self, places: Places, memory: CacheMemory) -> LayerState:

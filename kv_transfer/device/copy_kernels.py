@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kv_names.cache_kinds import CacheArray
 from baton.kv_transfer.device.pool import LARGEST_FP8, LEAST_OF_HEAD, Window
 
 WORDS = 4096  # of one program: 16 KiB, 32 words a thread
@@ -36,8 +37,9 @@ FIELDS = 11  # of a line: see `Pages.line`
 SUM_FIELDS = 3
 _compiled: dict[tuple[torch.device, tuple[int, ...]], Any] = {}
 """Kernels of `_copy`. To look one up, Triton takes longer than to launch it."""
-CONVERTED_FIELDS = 10
+CONVERTED_FIELDS = 11
 CONVERTED_HEADS = 32  # of one program
+CONVERTED_DIMS = 128  # of a piece of a state
 LARGEST, LEAST = tl.constexpr(LARGEST_FP8), tl.constexpr(LEAST_OF_HEAD)
 SHIFT = tl.constexpr(2.0**120)
 
@@ -129,15 +131,29 @@ def launch_sums(table: Tensor, most_words: int) -> None:
 def line_to_convert(pool: int, scales: int, blocks: int, dense: int, part: Window) -> list[int]:
     """As `Pages.line`, for `launch_converting`. `scales`: of a pool in FP8, else 0."""
     return [
-        pool, scales, blocks, dense, part.start, part.count, part.first_head, part.heads, part.dense_head,
-        part.dense_heads,
+        pool, scales, blocks, dense, part.start, part.count, part.first_head, part.heads,
+        part.dense_start * part.dense_heads + part.dense_head, part.dense_heads, part.dense_positions,
     ]  # fmt: skip
 
 
-def launch_converting(table: Tensor, pools: Sequence[Tensor], dtype: torch.dtype, most: int) -> None:
+def pieces_to_convert(array: CacheArray) -> int:
+    """Into how many neighbours a head is cut: a program converts all of one. A state of a head is large, and
+    has no scale. It is a position of its own, and so is each piece."""
+    pieces, dims = 1, array.head_dim
+    while not array.per_token and dims > CONVERTED_DIMS and dims % 2 == 0:
+        pieces, dims = 2 * pieces, dims // 2
+    return pieces
+
+
+def launch_converting(
+    table: Tensor, pools: Sequence[Tensor], dtype: torch.dtype, most: int, pieces: int = 1
+) -> None:
     """Scatters every line of `table` [lines, CONVERTED_FIELDS] from dense memory of `dtype`. `pools`: values,
-    and scales in FP8, of any of the layers: they are alike. `most`: heads of all positions, of any line."""
+    and scales in FP8, of any of the layers: they are alike. `most`: heads of all positions, of any line.
+    `pieces`: as `pieces_to_convert`; lines count them."""
     pool, *scales = pools
+    if pieces > 1:
+        pool = pool.squeeze(3).unflatten(3, (pieces, -1)).flatten(2, 3).unsqueeze(3)
     row, *strides, _ = pool.stride()
     scale_row, *scale_strides, _ = scales[0].stride() if scales else [0] * 5
     _convert[(_cdiv(most, CONVERTED_HEADS), pool.shape[0], len(table))](
@@ -272,11 +288,12 @@ def _convert(
     tokens = tl.load(entry + 5)
     heads = tl.load(entry + 7)
     dense_heads = tl.load(entry + 9)
+    dense_tokens = tl.load(entry + 10)
     number = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     token = number // heads
     head = number - token * heads
     inside = token < tokens
-    from_head = (half * tokens + token) * dense_heads + tl.load(entry + 8) + head
+    from_head = (half * dense_tokens + token) * dense_heads + tl.load(entry + 8) + head
     dims = tl.arange(0, DIMS)[None, :]
     values = inside[:, None]
     if DIMS != HEAD_DIM:
@@ -286,7 +303,7 @@ def _convert(
         x = tl.load(address.to(tl.pointer_type(FROM)) + at, mask=values, other=0).to(tl.float32)
     else:
         x = _decoded(tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=values, other=0))
-        scales = address + tl.num_programs(1) * tokens * dense_heads * HEAD_DIM
+        scales = address + tl.num_programs(1) * dense_tokens * dense_heads * HEAD_DIM
         x *= tl.load(scales.to(tl.pointer_type(tl.float32)) + from_head, mask=inside)[:, None]
     position = start + token
     block = tl.load(blocks + position // BLOCK, mask=inside, other=0)

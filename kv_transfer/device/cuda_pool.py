@@ -12,6 +12,7 @@ from baton.kv_transfer.cuda_memory import ExportedMemory, PeerDeviceMemory, Slot
 from baton.kv_transfer.device.pool import Event, Outcome, Remainder
 from baton.kv_transfer.device.slice_kernels import RequestTable, SliceKernels
 from baton.kv_transfer.device.tables import Tables, pin, unpin
+from baton.kv_transfer.layout import Dtypes
 from baton.kv_transfer.peer_memory import PeerMemories, Unreachable
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.slices import Slice
@@ -161,13 +162,13 @@ class CudaPool:
         with torch.cuda.device(self._device), torch.cuda.stream(self._pulls):
             self._exported = self._open_one(export)
 
-    def open(self, export: Export, dtype: str) -> PeerMemories[PeerDeviceMemory]:
+    def open(self, export: Export, dtypes: Dtypes | None) -> PeerMemories[PeerDeviceMemory]:
         if export.slot_bytes > (most := exported_slot_bytes(self._slot_bytes)):
             raise Unreachable(f"the sender has slots of {export.slot_bytes} bytes, the receiver takes {most}")
         with torch.cuda.device(self._device), torch.cuda.stream(self._pulls):
             memory = PeerMemories(export, self._layout, self._heads, self._open_one)
             try:
-                if dtype not in ("", self._layout.dtype):
+                if dtypes not in (None, self._layout.dtypes):
                     self._make_landings()
             except Unreachable:
                 memory.close()

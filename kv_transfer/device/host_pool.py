@@ -27,7 +27,7 @@ from baton.kv_transfer.device.pool import (
     planes,
     window,
 )
-from baton.kv_transfer.layout import runs, slice_bytes
+from baton.kv_transfer.layout import Dtypes, runs, slice_bytes
 from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, export_arena, mark
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.slices import Slice
@@ -106,7 +106,7 @@ class HostPool:
     def adopt(self, export: Export) -> None:
         self._exported = True  # it is the arena
 
-    def open(self, export: Export, dtype: str) -> PeerMemories[PeerArena]:
+    def open(self, export: Export, dtypes: Dtypes | None) -> PeerMemories[PeerArena]:
         return PeerMemories(export, self._layout, self._heads, PeerArena)
 
     def opened(self, memory: Any) -> bool:

@@ -2,13 +2,14 @@
 share: where the parts of a cache (`kv_names.cache_kinds`) and of a slice lie."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
 from baton.kv_names.cache_kinds import FP8, ITEM_BYTES, CacheArray, Range
-from baton.kv_transfer.layout import KVLayout, Piece
+from baton.kv_transfer.layout import Dtypes, KVLayout, Piece, convertible
 from baton.kv_transfer.peer_memory import PeerMemory
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.slices import Slice
@@ -67,8 +68,8 @@ class Pool(Protocol):
         """Instead of `export`: these slices go to slots of the transfer process.
         Raises Unreachable. With several ranks it waits for the others."""
 
-    def open(self, export: Export, dtype: str) -> PeerMemory:
-        """`dtype`: of KV there; "": not known. Raises Unreachable unless a test copy succeeded."""
+    def open(self, export: Export, dtypes: Dtypes | None) -> PeerMemory:
+        """`dtypes`: of what is there. None: not known. Raises Unreachable unless a test copy succeeded."""
 
     def opened(self, memory: Any) -> bool:
         """Whether all ranks can read `memory`, which `open` returned. False: not all have answered yet.
@@ -103,6 +104,13 @@ class Window(NamedTuple):
     def dense_size(self) -> int:
         """Heads of all positions of the slice, in one row."""
         return self.dense_positions * self.dense_heads
+
+    def cut(self, pieces: int) -> "Window":
+        """Of an array that each request has, if each head counts as so many."""
+        start, count, dense_start, positions = (
+            pieces * x for x in (self.start, self.count, self.dense_start, self.dense_positions)
+        )
+        return self._replace(start=start, count=count, dense_start=dense_start, dense_positions=positions)
 
     @property
     def is_first(self) -> bool:
@@ -157,8 +165,10 @@ def tensor_planes(kv: PagedKV) -> list[list[dict[int, torch.Tensor]]]:
 
 def arrays_sent(layout: KVLayout) -> dict[tuple[int, str | None], CacheArray]:
     """Each array as it may come, by `Piece.array` and `Slice.dtype`."""
-    return {
-        (number, dtype): array
-        for dtype in (None, *ITEM_BYTES)
-        for number, array in enumerate(layout.arrays if dtype is None else layout.sent_as(dtype).arrays)
-    }
+    arrays = dict[tuple[int, str | None], CacheArray]()
+    for number, array in enumerate(layout.arrays):
+        arrays[number, None] = arrays[number, array.dtype] = array
+        for dtype in ITEM_BYTES if array.kind.converts else ():
+            if convertible(dtype, array.dtype, array.per_token):
+                arrays[number, dtype] = replace(array, dtype=dtype)
+    return arrays

@@ -12,7 +12,7 @@ from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.pool import Window, arrays_sent, tensor_planes, window
 from baton.kv_transfer.device.tables import Table, Tables
-from baton.kv_transfer.layout import Piece, convertible, slice_bytes
+from baton.kv_transfer.layout import Piece, slice_bytes
 from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.transport import PagedKV
 
@@ -109,11 +109,11 @@ class SliceKernels:
             for into_pool in (False, True):
                 self.copy(items, into_pool=into_pool, sums=[at] * len(items))
             copy_kernels.launch_sums(tables.send([dense.data_ptr(), 1, at]).view(1, -1), 1)
-        for piece, array in zip(pieces, layout.arrays, strict=True):
-            nothing = Slice(msgspec.structs.replace(piece, token_count=0), table=table)
-            for dtype in ITEM_BYTES if array.kind.converts else ():
-                if dtype != array.dtype and convertible(dtype, array.dtype):
-                    self._convert([(nothing, dense.data_ptr())], dtype)
+        for (number, dtype), array in self._arrays.items():
+            if dtype is not None and array != layout.arrays[number]:
+                none = {"token_count" if array.per_token else "head_count": 0}
+                nothing = Slice(msgspec.structs.replace(pieces[number], **none), table=table)
+                self._convert([(nothing, dense.data_ptr())], dtype)
 
     @property
     def fields(self) -> int:
@@ -205,7 +205,8 @@ class SliceKernels:
         number = items[0][0].piece.array
         values, *scales = self._pools[number]
         array = self._layout.arrays[number]
-        windows = [self.window(x.piece) for x, _ in items]
+        pieces = copy_kernels.pieces_to_convert(array)
+        windows = [self.window(x.piece).cut(pieces) for x, _ in items]
         lines = [
             copy_kernels.line_to_convert(
                 values[0][x.piece.layer], scales[0][0][x.piece.layer] if scales else 0,
@@ -216,4 +217,4 @@ class SliceKernels:
         table = self._tables.send([field for line in lines for field in line]).view(len(lines), -1)
         pools = [next(iter(plane.values())) for plane in self._planes[number]]
         most = max(1, *(part.dense_size for part in windows))
-        copy_kernels.launch_converting(table, pools, getattr(torch, dtype), most)
+        copy_kernels.launch_converting(table, pools, getattr(torch, dtype), most, pieces)

@@ -71,7 +71,7 @@ class Pulls:
         try:
             if not self._allowed:
                 raise Unreachable(f"{TCP_ONLY} at the receiver")
-            self._sources[message.session] = _Source(self._pool.open(message.export, message.dtype))
+            self._sources[message.session] = _Source(self._pool.open(message.export, message.dtypes))
             self._opening[message.session] = message.export.kind
         except Unreachable as e:
             self._answers.append(Opened(message.session, False, str(e)))

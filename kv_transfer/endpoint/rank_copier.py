@@ -150,10 +150,10 @@ class _Slices:
         match order:
             case Copy():
                 self.orders.append(order)
-            case ExportIn(number, export, dtype):
+            case ExportIn(number, export, dtypes):
                 try:
                     if number:
-                        self._memories[number] = self.pool.open(export, dtype)
+                        self._memories[number] = self.pool.open(export, dtypes)
                     else:
                         self.pool.adopt(export)
                 except Unreachable as e:

@@ -29,7 +29,7 @@ from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Event, Outcome, Pool, Remainder
 from baton.kv_transfer.endpoint.other_ranks import Line, OtherRanks
-from baton.kv_transfer.layout import Piece, Range, rank_of
+from baton.kv_transfer.layout import Dtypes, Piece, Range, rank_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable, join
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.messages import Export
@@ -166,19 +166,19 @@ class RankedPool:
             time.sleep(LOOK)
             self._receive()
 
-    def open(self, export: Export, dtype: str) -> RankedMemory:
-        rank0 = self._rank0.open(export, dtype)
+    def open(self, export: Export, dtypes: Dtypes | None) -> RankedMemory:
+        rank0 = self._rank0.open(export, dtypes)
         self._memories += 1
-        self._ask_to_open(self._memories, export, dtype)
+        self._ask_to_open(self._memories, export, dtypes)
         return RankedMemory(rank0, self._memories, self._line, self._opening)
 
     def opened(self, memory: RankedMemory) -> bool:
         self._receive()
         return self._all_opened(memory.number)
 
-    def _ask_to_open(self, number: int, export: Export, dtype: str = "") -> None:
+    def _ask_to_open(self, number: int, export: Export, dtypes: Dtypes | None = None) -> None:
         self._opening[number] = [None] * len(self._exports)  # `_receive` fills in the answers
-        self._line.tell(local.ExportIn(number, export, dtype))
+        self._line.tell(local.ExportIn(number, export, dtypes))
 
     def _all_opened(self, number: int) -> bool:
         """Raises Unreachable if a rank could not open the memory."""

@@ -94,7 +94,7 @@ class Arrivals:
         except FrameRefused as e:
             self.apply(e.effects)
             return False
-        s.dtype = transfer.incoming.layout.dtype
+        s.dtype = transfer.incoming.layout.arrays[s.piece.array].dtype
         (self._channel.hold if s.memory == ARENA else self._channel.post)(Arrived(s))
         if complete:
             self._channel.send(transfer.complete())

@@ -83,7 +83,7 @@ class DecodeSide:
         now = time.monotonic()
         peer = self._peers.session_up(session, now)
         assert session.peer is not None
-        self.arrivals.apply(self.fetches.session_up(peer.key, session.number, session.peer.kv_dtype, now))
+        self.arrivals.apply(self.fetches.session_up(peer.key, session.number, session.peer.dtypes, now))
         self.arrivals.settle()
 
     def session_down(self, session: Session, reason: str, detail: str) -> None:

@@ -83,7 +83,7 @@ class PeerExports:
         self._memories[number] = _Memory(session, export, count_slots(export), reader)
         assert session.peer is not None
         if reader is None:
-            self._channel.post(ExportIn(number, export, session.peer.kv_dtype))
+            self._channel.post(ExportIn(number, export, session.peer.dtypes))
         elif why := reader.open(number, session.peer.incarnation, export):
             self.opened(number, False, why)
 

@@ -155,7 +155,7 @@ class TcpConnector:
         return Identity(
             side=side, name=config.name, incarnation=config.incarnation,
             model_fingerprint=config.model_fingerprint, layout_fingerprint=config.layout.fingerprint,
-            kv_dtype=config.layout.dtype, slot_bytes=config.slot_bytes,
+            dtypes=config.layout.dtypes, slot_bytes=config.slot_bytes,
         )  # fmt: skip
 
     def _adopt(self, sock: socket.socket, network: str | None, owner: Handshake) -> Lane:

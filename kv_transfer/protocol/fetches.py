@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.config import TransferDeadlines
-from baton.kv_transfer.layout import KVLayout
+from baton.kv_transfer.layout import Dtypes, KVLayout
 from baton.kv_transfer.protocol.incoming import Fault, Incoming
 from baton.kv_transfer.protocol.local_messages import Complete, FailedIn, FetchIn
 from baton.kv_transfer.protocol.messages import Abort, Aborted, Commit, Fetch, FetchContent, Have, Reason
@@ -170,11 +170,11 @@ class Fetches:
 
     # ------------------------------------------------------------ from sessions
 
-    def session_up(self, peer: PeerKey, session: int, dtype: str, now: float) -> list[Effect]:
-        """`dtype`: of the KV that the peer sends."""
+    def session_up(self, peer: PeerKey, session: int, dtypes: Dtypes, now: float) -> list[Effect]:
+        """`dtypes`: of what the peer sends."""
         source = self._source(peer)
         source.session, source.up_at = session, now
-        source.layout = self._layout.sent_as(dtype)
+        source.layout = self._layout.sent_as(dtypes)
         live = [transfer for transfer in source.transfers.values() if transfer.incoming.live]
         for transfer in live:
             transfer.incoming.sent_as(source.layout)

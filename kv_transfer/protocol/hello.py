@@ -14,7 +14,6 @@ import os
 from typing import TYPE_CHECKING
 
 from baton.kv_transfer.config import MAX_LANES, MAX_SLOT_BYTES, PAGE
-from baton.kv_transfer.layout import ITEM_BYTES, convertible
 from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.frame import LaneKeys
 
@@ -149,10 +148,11 @@ def _check(mine: wire.Identity, theirs: wire.Identity) -> None:
         raise LaneRefused("side", f"{theirs.name} and {mine.name} both say that they are the {mine.side}")
     if theirs.incarnation == mine.incarnation:
         raise LaneRefused("self", f"{mine.name} cannot fetch from itself over a lane")
-    fields = {"model": "model_fingerprint", "layout": "layout_fingerprint", "dtype": "kv_dtype"}
-    for reason, field in fields.items():
-        a, b = getattr(mine, field), getattr(theirs, field)
-        if not (a == b or (field == "kv_dtype" and b in ITEM_BYTES and convertible(a, b))):
-            raise LaneRefused(reason, f"{field}: {mine.name} has {a!r}, {theirs.name} has {b!r}")
+    for reason in ("model", "layout"):
+        a, b = (getattr(side, f"{reason}_fingerprint") for side in (mine, theirs))
+        if a != b:
+            raise LaneRefused(reason, f"{reason}_fingerprint: {mine.name} has {a!r}, {theirs.name} has {b!r}")
+    if not mine.dtypes.converts(theirs.dtypes):
+        raise LaneRefused("dtype", f"{mine.name} has {mine.dtypes}, {theirs.name} has {theirs.dtypes}")
     if not PAGE <= theirs.slot_bytes <= MAX_SLOT_BYTES:
         raise LaneRefused("limits", f"{theirs.name} takes slices of {theirs.slot_bytes} bytes")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from baton.kv_transfer.layout import KVLayout
+from baton.kv_transfer.layout import Dtypes, KVLayout
 from baton.kv_transfer.protocol.messages import Export, FirstToken, Reason
 from baton.kv_transfer.slices import Slice
 
@@ -207,7 +207,7 @@ class ExportIn(Local):
 
     session: int  # for other ranks: a number that rank 0 gives. 0: to fill it, instead of memory of their own
     export: Export
-    dtype: str = ""  # of the peer's KV; "": not known
+    dtypes: Dtypes | None = None  # of the peer; None: not known
 
 
 class ExportGone(Local):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from baton.kv_transfer.layout import U32, Piece
+from baton.kv_transfer.layout import U32, Dtypes, Piece
 from baton.kv_transfer.protocol.frame import FrameType, Refusal
 
 MAX_CONTROL_BYTES = 64 << 10
@@ -76,7 +76,7 @@ class Identity(Message):
     incarnation: U64
     model_fingerprint: Text
     layout_fingerprint: Text
-    kv_dtype: Text
+    dtypes: Dtypes
     slot_bytes: U32
 
 

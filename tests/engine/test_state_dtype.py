@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from baton.engine.loader.hf_config import model_config_from_hf
+from baton.worker.engine_process.paged_kv import kv_layout
 from tests.device import DEVICE
 from tests.engine.checkpoints import assert_refused, config_of, edited_copy
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, tokens_of
@@ -72,6 +73,15 @@ def test_the_user_chooses_and_the_start_says_what_a_narrower_state_saves(
     dtypes = {array.dtype for layer in narrow.cache_arrays for array in layer if array.name == "ssm"}
     assert dtypes == {"bfloat16"}
     assert narrow.content_root != silent_engine.content_root
+    assert narrow.model_fingerprint == silent_engine.model_fingerprint, "a router takes both"
+    sent, other = kv_layout(narrow), kv_layout(silent_engine)
+    assert (sent.fingerprint, sent.dtypes.states, other.dtypes.states) == (
+        other.fingerprint,
+        "bfloat16",
+        "float32",
+    )
+    whole, half = (sum(x.bytes for x in layout.arrays if x.name == "ssm") for layout in (other, sent))
+    assert half / whole == 0.5, "of the bytes of a handover"
 
 
 @pytest.mark.all

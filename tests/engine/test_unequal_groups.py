@@ -26,7 +26,7 @@ from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import KV, Fp8KV, parts
 from baton.engine.models.cache_spec import AttentionCache
-from baton.kv_names.cache_kinds import LATENT, STATE, CacheArray
+from baton.kv_names.cache_kinds import HEAD_STATE, LATENT, STATE, CacheArray
 from baton.kv_transfer.endpoint.other_ranks import OtherRanks
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.wait import wait
@@ -420,7 +420,7 @@ def states(heads: int, head_dim: int, groups: int = 2) -> tuple[CacheArray, ...]
         CacheArray(STATE, "x", 3, heads, head_dim, "float32"),
         CacheArray(STATE, "B", 3, groups, 16, "float32"),
         CacheArray(STATE, "C", 3, groups, 16, "float32"),
-        CacheArray(STATE, "ssm", 1, heads, head_dim * 16, "float32"),
+        CacheArray(HEAD_STATE, "ssm", 1, heads, head_dim * 16, "float32"),
     )
 
 

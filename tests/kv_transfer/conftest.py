@@ -47,10 +47,10 @@ class Worker(TransferProcess):
         self.adopts = "reader_device" in config
         rows = layout.arrays[0].rows
         shape = (rows, blocks, block_size, layout.arrays[0].heads, layout.arrays[0].head_dim)
-        dtype, each = getattr(torch, layout.dtype), layout.layers[0]
+        dtype, each = getattr(torch, layout.dtypes.kv), layout.layers[0]
         layers = [self.filled(torch.zeros(shape, device=device)).to(dtype) for _ in each]
         scales: list[torch.Tensor] = []
-        if layout.dtype == "float8_e4m3fn":
+        if layout.dtypes.kv == "float8_e4m3fn":
             shape = (2, blocks, layout.arrays[0].heads, block_size)
             scales = [self.filled(torch.zeros(shape, device=device)).abs() for _ in each]
         self.others = other_arrays(

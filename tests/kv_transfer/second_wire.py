@@ -164,11 +164,12 @@ def identity(
     side: str,
     incarnation: int = 5,
     dtype: str = "float32",
+    states: str = "",
     layout: str = LAYOUT,
     model: str = "model of the tests",
     slot_bytes: int = 4096,
 ) -> bytes:
-    return pack([side, f"fake {side}", incarnation, model, layout, dtype, slot_bytes])
+    return pack([side, f"fake {side}", incarnation, model, layout, [dtype, states], slot_bytes])
 
 
 def part_id(sender: bytes, receiver: bytes) -> bytes:

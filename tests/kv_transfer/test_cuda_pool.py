@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.kv_names.cache_kinds import ATTENTION, STATE, CacheArray, CacheKind, Unit, Window
+from baton.kv_names.cache_kinds import ATTENTION, HEAD_STATE, STATE, CacheArray, CacheKind, Unit, Window
 from baton.kv_transfer import staging
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import ExportedMemory, PeerDeviceMemory, Slots
@@ -22,7 +22,7 @@ from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.device.pool import Pool, Remainder, tensor_planes
 from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, ReadyLayer, Slicing
-from baton.kv_transfer.layout import FP8, KVLayout, Piece, cut, slice_bytes
+from baton.kv_transfer.layout import FP8, Dtypes, KVLayout, Piece, cut, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderSlots
 from baton.kv_transfer.slices import EXPORTED, Slice
 from baton.kv_transfer.transport import PagedKV
@@ -32,9 +32,19 @@ from . import cuda_on_cpu
 from .ranks import ORDERS, in_memory, positions
 
 BLOCKS, TOKENS, SLOTS, SLOT_BYTES = 6, 41, 16, 4096
-STATES = CacheArray(STATE, "conv", 1, 4, 6, "bfloat16"), CacheArray(STATE, "ssm", 4, 4, 8, "float32")
+CONV, SSM = (
+    CacheArray(STATE, "conv", 1, 4, 6, "bfloat16"),
+    CacheArray(HEAD_STATE, "ssm", 2, 4, 160, "float32"),
+)
 THERE, HERE = [5, 0, 3, 1], [2, 4, 0, 5]
-DTYPES = [("bfloat16", "bfloat16"), (FP8, FP8), ("bfloat16", FP8), (FP8, "float32")]
+PLAIN = Dtypes("bfloat16", "float32")
+DTYPES = [
+    (PLAIN, PLAIN),
+    (Dtypes(FP8, "float16"), Dtypes(FP8, "float16")),
+    (PLAIN, Dtypes(FP8, "bfloat16")),
+    (Dtypes(FP8, "bfloat16"), Dtypes("float32", "float32")),
+    (PLAIN, Dtypes("bfloat16", "float16")),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +58,16 @@ def emulated(kernel_device: str, exact_casts: None) -> Iterator[None]:
         yield
 
 
-def cache(dtype: str, block_size: int, seed: int, order: str | None = None) -> PagedKV:
+def cache(dtypes: Dtypes, block_size: int, seed: int, order: str | None = None) -> PagedKV:
     """A KV cache with random bytes: two layers of KV, one of states. `order`: of the KV in memory."""
-    layout = kv_layout(3, 4, 8, dtype, STATES, (1,))
+    dtype, all_states = dtypes.kv, (CONV, replace(SSM, dtype=dtypes.states))
+    layout = kv_layout(3, 4, 8, dtype, all_states, (1,))
     torch.manual_seed(seed)
     layers = [torch.randn(2, BLOCKS, block_size, 4, 8).to(getattr(torch, dtype)) for _ in range(2)]
     scales = [torch.rand(2, BLOCKS, 4, block_size) for _ in layers] if dtype == FP8 else []
     states = [
         [torch.randn(3, state.rows, state.heads, state.head_dim).to(getattr(torch, state.dtype))]
-        for state in STATES
+        for state in all_states
     ]
     if order is not None:
         layers = [in_memory(order, x) for x in layers]
@@ -85,7 +96,13 @@ def layers_of(kv: PagedKV) -> list[torch.Tensor]:
 
 def pieces(layout: KVLayout, most: int) -> list[Piece]:
     found = [p for i in (0, 2) for h in ((0, 3), (3, 4)) for p in cut(layout, i, (7, TOKENS), h, most)]
-    return found + [p for part in (1, 2) for p in cut(layout, 1, (0, TOKENS), (0, 4), 300, part)]
+    found += cut(layout, 1, (0, TOKENS), (0, 4), 300, 1)
+    return found + [p for h in ((0, 3), (3, 4)) for p in cut(layout, 1, (0, TOKENS), h, SLOT_BYTES, 2)]
+
+
+def arriving(piece: Piece, layout: KVLayout, **place: Any) -> Slice:
+    """A slice of a sender with this layout."""
+    return Slice(piece, dtype=layout.arrays[piece.array].dtype, **place)
 
 
 def over(pool: Pool, event: Any) -> bool:
@@ -93,7 +110,9 @@ def over(pool: Pool, event: Any) -> bool:
     return any(pool.passed(event) for _ in range(cuda_on_cpu.LOOKS))
 
 
-def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str, order: str | None = None) -> PagedKV:
+def moved(
+    make: Callable[[PagedKV, Arena], Pool], sent: Dtypes, kept: Dtypes, order: str | None = None
+) -> PagedKV:
     """The receiver's cache after a transfer through an arena."""
     source, target, arena = (
         cache(sent, 16, 1, order),
@@ -105,14 +124,14 @@ def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str, order: s
     for few in batches(source.layout, 2048):
         assert over(sender, sender.gather([Slice(piece, slot=slot, table=tables[0]) for slot, piece in few]))
         for event in receiver.scatter(
-            [Slice(piece, slot=slot, table=tables[1], dtype=sent) for slot, piece in few]
+            [arriving(piece, source.layout, slot=slot, table=tables[1]) for slot, piece in few]
         ):
             assert over(receiver, event)
     return target
 
 
 def pulled(
-    sent: str, kept: str, damage: Callable[[Slots], None], *, adopts: bool = False
+    sent: Dtypes, kept: Dtypes, damage: Callable[[Slots], None], *, adopts: bool = False
 ) -> tuple[PagedKV, list[bool]]:
     """The same through exported memory, and which slices were right. `damage` comes after a first gather.
     `adopts`: the memory is that of another process."""
@@ -135,7 +154,10 @@ def pulled(
             damage(PeerDeviceMemory(export))
         event, outcome = receiver.pull(
             memory,
-            [Slice(piece, there=slot, table=tables[1], dtype=sent, sum=generation) for slot, piece in few],
+            [
+                arriving(piece, source.layout, there=slot, table=tables[1], sum=generation)
+                for slot, piece in few
+            ],
         )
         assert over(receiver, event)
         whole += [remainder == 0 for remainder in outcome()]
@@ -154,7 +176,7 @@ def nothing(_: Slots) -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("sent", "kept"), DTYPES)
-def test_the_pool_gets_the_numbers_that_it_gets_on_a_host(sent: str, kept: str) -> None:
+def test_the_pool_gets_the_numbers_that_it_gets_on_a_host(sent: Dtypes, kept: Dtypes) -> None:
     right = everything(moved(HostPool, sent, kept))
     through_exported, whole = pulled(sent, kept, nothing)
     assert all(whole)
@@ -169,16 +191,16 @@ def test_the_pool_gets_the_numbers_that_it_gets_on_a_host(sent: str, kept: str) 
 def test_a_token_is_looked_at_after_its_copy() -> None:
     """The look waits for the current stream only."""
     cuda_on_cpu.be_late(range(9))
-    pool = CudaPool(cache("bfloat16", 16, 1), Arena.create(SLOTS, SLOT_BYTES), exported=True)
+    pool = CudaPool(cache(PLAIN, 16, 1), Arena.create(SLOTS, SLOT_BYTES), exported=True)
     export = ExportedMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, os.urandom(16)).export
     pool.adopt(export)
-    pool.open(export, "bfloat16")
+    pool.open(export, PLAIN)
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("late", [*range(7)])
 @pytest.mark.parametrize(("sent", "kept"), DTYPES[::2])
-def test_any_stream_may_be_late(sent: str, kept: str, late: int) -> None:
+def test_any_stream_may_be_late(sent: Dtypes, kept: Dtypes, late: int) -> None:
     """Streams of the sender's pool (1 to 3), of the receiver's (4 to 6), or that of the steps. The host waits
     for nothing until all is launched."""
     source, target = cache(sent, 16, 1), cache(kept, 32, 2)
@@ -198,7 +220,7 @@ def test_any_stream_may_be_late(sent: str, kept: str, late: int) -> None:
     ]
     assert all(over(sender, event) for event in written)
     pulls = [
-        receiver.pull(memory, [Slice(piece, there=slot, table=tables[1], dtype=sent, sum=1)])
+        receiver.pull(memory, [arriving(piece, source.layout, there=slot, table=tables[1], sum=1)])
         for slot, piece in few
     ]
     assert all(over(receiver, event) for event, _ in pulls)
@@ -209,7 +231,7 @@ def test_any_stream_may_be_late(sent: str, kept: str, late: int) -> None:
     there, here = ours.table(THERE, TOKENS, 2), theirs.table(HERE, TOKENS, 1)
     for slot, piece in few:
         ours.gather([Slice(piece, slot=slot, table=there)])
-        theirs.scatter([Slice(piece, slot=slot, table=here, dtype=sent)])
+        theirs.scatter([arriving(piece, source.layout, slot=slot, table=here)])
     assert all(map(torch.equal, everything(target), everything(expected)))
 
 
@@ -217,8 +239,8 @@ def test_any_stream_may_be_late(sent: str, kept: str, late: int) -> None:
 def test_a_copy_through_the_arena_may_be_late(late: int) -> None:
     """Of a pool that both gathers and scatters, whose slots are used again."""
     cuda_on_cpu.be_late([late])
-    right = everything(moved(HostPool, "bfloat16", "bfloat16"))
-    found = everything(moved(partial(CudaPool, exported=False), "bfloat16", "bfloat16"))
+    right = everything(moved(HostPool, PLAIN, PLAIN))
+    found = everything(moved(partial(CudaPool, exported=False), PLAIN, PLAIN))
     assert all(map(torch.equal, found, right))
 
 
@@ -227,7 +249,7 @@ def test_an_arena_that_cannot_be_pinned_is_the_users_error(monkeypatch: pytest.M
     with pytest.raises(
         ValueError, match=r"--advanced.kv-slots.* 16 slots of 4096 bytes: cannot pin 65536 bytes"
     ):
-        CudaPool(cache("bfloat16", 16, 1), Arena.create(SLOTS, SLOT_BYTES), exported=False)
+        CudaPool(cache(PLAIN, 16, 1), Arena.create(SLOTS, SLOT_BYTES), exported=False)
 
 
 def test_a_slice_that_is_wrong_or_late_is_found() -> None:
@@ -238,14 +260,14 @@ def test_a_slice_that_is_wrong_or_late_is_found() -> None:
         ctypes.memset(memory.mark(9), 9, 1)
 
     for damage, wrong in ((bend, 1), (use_again, 4)):
-        _, whole = pulled("bfloat16", "bfloat16", damage, adopts=damage is bend)
+        _, whole = pulled(PLAIN, PLAIN, damage, adopts=damage is bend)
         assert [i for i, right in enumerate(whole) if not right] == [wrong]
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("sent", "kept"), DTYPES)
 def test_ranks_read_each_byte_once_and_their_sums_add_up(
-    sent: str, kept: str, monkeypatch: pytest.MonkeyPatch
+    sent: Dtypes, kept: Dtypes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker of two ranks, from a worker of one. What is converted is read by both."""
     launch, read = copy_kernels.launch, 0
@@ -277,7 +299,8 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
             windows = [rank._kernels.window(piece) for _, piece in few]
             mine = [item for item, held in zip(few, windows, strict=True) if min(held.count, held.heads) > 0]
             staged = [
-                Slice(piece, there=slot, table=table, dtype=sent, sum=generation) for slot, piece in mine
+                arriving(piece, source.layout, there=slot, table=table, sum=generation)
+                for slot, piece in mine
             ]
             for item, remainder in zip(mine, rank.pull(memory, staged)[1](), strict=True):
                 assert remainder is not None
@@ -292,7 +315,7 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
 
 
 def test_a_wrong_byte_is_in_the_rest_of_the_rank_that_reads_it() -> None:
-    source = cache("bfloat16", 16, 1)
+    source = cache(PLAIN, 16, 1)
     sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
     ranks = [
         CudaPool(rank_of_two(source, rank), Arena.create(SLOTS, SLOT_BYTES), exported=True) for rank in (0, 1)
@@ -305,7 +328,7 @@ def test_a_wrong_byte_is_in_the_rest_of_the_rank_that_reads_it() -> None:
             remainder
             for rank in ranks
             for remainder in rank.pull(
-                rank.open(export, "bfloat16"),
+                rank.open(export, PLAIN),
                 [Slice(piece, there=3, table=rank.table(HERE, TOKENS, 1), sum=1)],
             )[1]()
         ]

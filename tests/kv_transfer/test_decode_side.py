@@ -10,7 +10,7 @@ import pytest
 
 import baton.kv_transfer as kv
 from baton.kv_transfer import channel as ch
-from baton.kv_transfer.layout import Piece
+from baton.kv_transfer.layout import Dtypes, Piece
 from baton.kv_transfer.nixl.memory import NixlMemory
 from baton.kv_transfer.process import arrivals, decode_side, peer_exports
 from baton.kv_transfer.process.decode_side import DecodeSide
@@ -41,7 +41,7 @@ class Peer:
     """The session that `Network` makes."""
 
     slot_bytes, lane_count, transport = 4096, 4, "tcp"
-    peer = stand_in(Identity, kv_dtype="float32", incarnation=9)
+    peer = stand_in(Identity, dtypes=Dtypes("float32"), incarnation=9)
 
     def __init__(self, number: int) -> None:
         self.kv_moved = 0.0

@@ -34,7 +34,7 @@ def passed(pool: Pool, event: Any) -> None:
 
 def cache(layout: KVLayout, blocks: int, block_size: int, device: str) -> list[torch.Tensor]:
     shape = (2, blocks, block_size, layout.arrays[0].heads, layout.arrays[0].head_dim)
-    dtype = getattr(torch, layout.dtype)
+    dtype = getattr(torch, layout.dtypes.kv)
     return [torch.randn(shape).to(dtype).to(device) for _ in range(layout.num_layers)]
 
 

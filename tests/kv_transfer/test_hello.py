@@ -5,14 +5,19 @@ import contextlib
 import msgspec
 import pytest
 
+from baton.kv_transfer.layout import Dtypes
 from baton.kv_transfer.protocol.hello import Initiator, LaneKeys, LaneRefused, Listener
 from baton.kv_transfer.protocol.messages import HelloOpen, HelloProof, HelloReply, Identity, decode_hello
 
 from .second_wire import mac
 
 SECRET = b"0123456789abcdef"
-PREFILL = Identity("sender", "prefill 0", 7, "m", "layout a", "bfloat16", slot_bytes=1 << 20)
-DECODE = Identity("receiver", "decode 3", 9, "m", "layout a", "bfloat16", slot_bytes=1 << 16)
+PREFILL = Identity(
+    "sender", "prefill 0", 7, "m", "layout a", Dtypes("bfloat16", "float32"), slot_bytes=1 << 20
+)
+DECODE = Identity(
+    "receiver", "decode 3", 9, "m", "layout a", Dtypes("bfloat16", "float32"), slot_bytes=1 << 16
+)
 replace = msgspec.structs.replace
 
 
@@ -36,9 +41,13 @@ def test_both_sides_learn_the_identity_of_the_other() -> None:
     assert (peer, opened.session_id, opened.lane, opened.lanes) == (DECODE, b"s" * 16, 2, 4)
 
 
-def test_kv_in_fp8_and_plain_kv_are_converted() -> None:
-    fp8 = {"kv_dtype": "float8_e4m3fn"}
-    for ours, theirs in ((PREFILL, replace(DECODE, **fp8)), (replace(PREFILL, **fp8), DECODE)):
+@pytest.mark.parametrize(
+    "other",
+    [Dtypes("float8_e4m3fn", "float32"), Dtypes("bfloat16", "float16"), Dtypes("float8_e4m3fn", "bfloat16")],
+)
+def test_kv_in_fp8_and_plain_kv_are_converted_and_states_in_any_dtype(other: Dtypes) -> None:
+    changed = {"dtypes": other}
+    for ours, theirs in ((PREFILL, replace(DECODE, **changed)), (replace(PREFILL, **changed), DECODE)):
         a, b = initiator(theirs), Listener(SECRET, ours)
         assert a.reply(answer(b, a)) == ours
         assert a.proof is not None
@@ -86,8 +95,11 @@ def test_every_word_is_signed() -> None:
     [
         ({"model_fingerprint": "n"}, "model"),
         ({"layout_fingerprint": "layout b"}, "layout"),
-        ({"kv_dtype": "float16"}, "dtype"),
-        ({"kv_dtype": "int8"}, "dtype"),
+        ({"dtypes": Dtypes("float16", "float32")}, "dtype"),
+        ({"dtypes": Dtypes("int8", "float32")}, "dtype"),
+        ({"dtypes": Dtypes("bfloat16", "float8_e4m3fn")}, "dtype"),
+        ({"dtypes": Dtypes("bfloat16", "int8")}, "dtype"),
+        ({"dtypes": Dtypes("bfloat16")}, "dtype"),
         ({"side": "sender"}, "side"),
         ({"incarnation": 7}, "self"),
         ({"slot_bytes": 100}, "limits"),
@@ -103,7 +115,12 @@ def test_mismatch_names_both_sides(changed: dict[str, object], reason: str) -> N
     with pytest.raises(LaneRefused, match=r"decode 3|prefill 0") as refused:
         b.check(a.proof)
     assert refused.value.reason == reason
-    if reason in ("model", "layout", "dtype"):
+    if reason == "dtype":
+        theirs_said = theirs.dtypes
+        assert (
+            refused.value.detail == f"prefill 0 has KV bfloat16, states float32, decode 3 has {theirs_said}"
+        )
+    if reason in ("model", "layout"):
         [(field, value)] = changed.items()
         ours = getattr(PREFILL, field)
         assert refused.value.detail == f"{field}: prefill 0 has {ours!r}, decode 3 has {value!r}"

@@ -64,7 +64,7 @@ class World:
         self.left: dict[bytes, int] = {}  # frames that really left, by transfer
         self.now = 0.0
         self.kv_moved = 0.0
-        self.fetches.session_up(PEER, self.session, LAYOUT.dtype, self.now)
+        self.fetches.session_up(PEER, self.session, LAYOUT.dtypes, self.now)
 
     @property
     def frame_bytes(self) -> int:
@@ -257,7 +257,7 @@ class World:
         """ACKs that may be lost are said again, those that came, too; then what was asked for meanwhile."""
         self.up = True
         self.acknowledge()
-        self.apply_decode(self.fetches.session_up(PEER, self.session, LAYOUT.dtype, self.now))
+        self.apply_decode(self.fetches.session_up(PEER, self.session, LAYOUT.dtypes, self.now))
 
     # ------------------------------------------------------------ what must hold
 

@@ -129,7 +129,7 @@ def test_memory_that_may_shrink_is_refused(arena: kv.Arena) -> None:
 @pytest.mark.parametrize("change", ["none", "byte", "gathered again", "gathered for TCP", "marked again"])
 def test_a_slice_that_is_not_the_one_named(arena: kv.Arena, change: str) -> None:
     owner, reader = pool(arena), pool(kv.Arena.create(4, 4096))
-    memory = reader.open(owner.export(), "")
+    memory = reader.open(owner.export(), None)
     owner.gather([Slice(PIECE, slot=2, table=([1], 0), memory=EXPORTED, sum=7)])
     if change == "byte":
         arena.slot(2)[9] ^= 4

@@ -47,7 +47,7 @@ def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {"layout": kv_layout(3, 2, 16, "float16")}, {}, "dtype",
-            "kv_dtype: decode 0 has 'float16', prefill 0 has 'float32'",
+            "decode 0 has KV float16, prefill 0 has KV float32",
         ),
         ({}, {"incarnation": 12345}, "incarnation", "prefill 0 is now "),
     ],

@@ -150,7 +150,7 @@ def test_an_answer_about_memory_that_was_closed_meanwhile_is_dropped() -> None:
         layout, layers = layout_of(2), [torch.empty(0)]
         line = Line(OtherRanks([near]), RECEIVING)
         pool = RankedPool(own, paged(layers, 16, layout, "cpu", 0, 2), line)
-        closed, memory, unreachable = (pool.open(export, "") for _ in range(3))
+        closed, memory, unreachable = (pool.open(export, None) for _ in range(3))
         closed.close()
         assert not pool.opened(memory)
         answers = (Opened(number, number < 3, "why") for number in (1, 2, 3))

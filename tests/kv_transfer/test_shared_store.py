@@ -126,7 +126,7 @@ class Worker:
         self.layout = layout
         self.block_size = block_size
         blocks = len(NAMES) * CHUNK_TOKENS // block_size
-        rows, heads, dtype = layout.arrays[0].rows, layout.arrays[0].heads, getattr(torch, layout.dtype)
+        rows, heads, dtype = layout.arrays[0].rows, layout.arrays[0].heads, getattr(torch, layout.dtypes.kv)
         shape = rows, blocks, block_size, heads, layout.arrays[0].head_dim
         self.layers = [torch.randn(shape).to(dtype) for _ in layout.layers[0]]
         self.scales: list[torch.Tensor] = []

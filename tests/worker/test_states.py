@@ -138,6 +138,33 @@ async def test_a_prefix_comes_from_another_worker_with_its_states(
             await assert_whole(*workers)
 
 
+@pytest.mark.parametrize("kv_connector", ["tcp", "auto"])
+async def test_states_are_converted_for_a_worker_that_keeps_another_dtype(
+    kv_connector: str, tmp_path: Path
+) -> None:
+    """Both ways. The tokens are those of the worker that decodes, alone."""
+    model = tiny_model(tmp_path / "kind")
+    edit_json(model / "config.json", **HYBRID)
+    engine = {"load_format": "dummy", "num_blocks": 64, "max_num_seqs": 2}
+    given = {"role": "prefill", "model": model, "kv_connector": kv_connector}
+    dtypes = ("float32", "bfloat16")
+    prompt, params = range(100, 170), sampling(max_tokens=8, ignore_eos=True, temperature=1.0, seed=3)
+    asked = request(prompt, params)
+    with side_by_side(
+        tmp_path, {dtype: given | {"engine": engine | {"state_dtype": dtype}} for dtype in dtypes}
+    ) as started:
+        wide, narrow = (started[dtype].wait_ready() for dtype in dtypes)
+        async with attached(wide) as first, attached(narrow) as second:
+            ways = (wide, first, narrow, second), (narrow, second, wide, first)
+            for there, prefill, here, decode in ways:
+                pair = Pair(prefill, decode, there.ready["kv_address"], there.ready["incarnation"])
+                answer = await pair.generate(prompt, params)
+                alone = await decode.tokens(await decode.reserve(asked))
+                assert answer.tokens == [token.token_id for token, _ in alone]
+                assert len(set(answer.tokens)) > 2
+                await assert_whole(there, here)
+
+
 async def test_memory_moves_on_both_sides_of_handovers(tmp_path: Path) -> None:
     """Many short requests need states, and then a few long ones KV: neither worker has memory for both."""
     model = tiny_model(tmp_path / "kind")

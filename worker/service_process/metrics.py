@@ -146,7 +146,7 @@ class Metrics(Collector):
         self._cache_config = {
             "block_size": str(engine.description.block_size),
             "num_gpu_blocks": str(engine.description.num_blocks),
-            "cache_dtype": engine.layout.dtype,
+            "cache_dtype": engine.layout.dtypes.kv,
             "enable_prefix_caching": str(prefix_caching),
         }
 

@@ -420,7 +420,7 @@ class Service:
             kv_address=kv_address,
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
-            dtype=engine.layout.dtype,
+            dtype=engine.layout.dtypes.kv,
             kv_token_bytes=engine.layout.bytes_per_token,
             device=config.engine.device,
             tensor_parallel_size=config.engine.tensor_parallel_size,

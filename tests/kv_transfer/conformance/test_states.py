@@ -1,11 +1,13 @@
-"""States travel with the KV of a prefill, bit for bit, and are not used before all of them have come."""
+"""States travel with the KV of a prefill, and are not used before all of them have come. Those of heads are
+converted to the dtype of the receiver; else they come bit for bit."""
 
 from typing import Any
 
+import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.kv_names.cache_kinds import STATE, CacheArray
+from baton.kv_names.cache_kinds import HEAD_STATE, STATE, CacheArray
 from tests.kv_transfer.conftest import Pair
 from tests.kv_transfer.ranks import positions
 from tests.layouts import kv_layout
@@ -13,30 +15,51 @@ from tests.ledger import LedgerCache
 
 from .conftest import Kind
 
-STATES = (
-    CacheArray(STATE, "conv", 3, 8, 16, "bfloat16"),
-    CacheArray(STATE, "ssm", 1, 8, 256, "float32"),
-)
-SIDES = [{"layout": kv_layout(3, 2, 16, dtype, STATES, (0, 2))} for dtype in ("float32", "float8_e4m3fn")]
-"""The KV of the second layer is converted. A state `ssm` takes two slots of an arena, and `conv` one."""
-STATE_BYTES = 2 * sum(state.bytes for state in STATES)  # of two layers
+
+def side(kv_dtype: str, state_dtype: str) -> dict[str, Any]:
+    """The KV of the second layer is converted. A state `ssm` takes two slots in float32, else one,
+    and `conv` one."""
+    states = (
+        CacheArray(STATE, "conv", 3, 8, 16, "bfloat16"),
+        CacheArray(HEAD_STATE, "ssm", 1, 8, 256, state_dtype),
+    )
+    return {"layout": kv_layout(3, 2, 16, kv_dtype, states, (0, 2))}
+
+
+SIDES = [side("float32", "float32"), side("float8_e4m3fn", "float32")]
+
+
+def state_bytes(pair: Pair) -> int:
+    """Of a request, in all layers, as they are sent."""
+    layout = pair.prefill.layout
+    each = zip(layout.arrays, layout.layers, strict=True)
+    return sum(array.bytes * len(layers) for array, layers in each if not array.per_token)
 
 
 def assert_states(pair: Pair, there: int, here: int) -> None:
-    """The states in these slots of prefill and decode are the same."""
+    """The states in these slots of prefill and decode are the same, rounded to the dtype of decode."""
     for sent, received in zip(pair.prefill.states, pair.decode.states, strict=True):
         for layer, other in zip(sent, received, strict=True):
-            assert torch.equal(layer[there].cpu(), other[here].cpu())
+            assert other[here].any()
+            assert torch.equal(layer[there].to(other.dtype).cpu(), other[here].cpu())
 
 
-def test_states_come_when_the_last_chunk_has_passed_their_layer(make_pair: Any) -> None:
-    pair = make_pair(*SIDES)
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")],
+)
+def test_states_come_when_the_last_chunk_has_passed_their_layer(make_pair: Any, sent: str, kept: str) -> None:
+    """Narrow states are half the bytes of a handover, and one frame in place of two."""
+    pair = make_pair(side("float32", sent), side("float8_e4m3fn", kept))
+    of_layer = 3 if sent == "float32" else 2
+    assert state_bytes(pair) == 2 * (3 * 8 * 16 * 2 + 8 * 256 * (4 if sent == "float32" else 2))
     prefill, decode, n = pair.prefill, pair.decode, 32
     came = decode.stats().frames_received  # of the test copy
     prefill_id = prefill.open(n, state_slot=3)
     blocks = prefill.held[prefill_id]
     decode_id = decode.fetch(prefill, prefill_id, n, state_slot=2)
-    for start, layer, frames in ((0, 0, 0), (0, 1, 1), (0, 2, 1), (16, 0, 4), (16, 1, 5), (16, 2, 8)):
+    steps = (0, 0, 0), (0, 1, 1), (0, 2, 1), (16, 0, 1 + of_layer), (16, 1, 2 + of_layer)
+    for start, layer, frames in (*steps, (16, 2, 2 + 2 * of_layer)):
         prefill.sender.ready(prefill_id, layer, start, start + 16)
         pair.until(lambda frames=frames: decode.stats().frames_received >= came + frames, "the frames")
         assert decode.stats().frames_received == came + frames
@@ -44,8 +67,8 @@ def test_states_come_when_the_last_chunk_has_passed_their_layer(make_pair: Any) 
     prefill.sender.commit(prefill_id, kv.FirstToken(1))
     event = pair.event(decode_id)
     assert isinstance(event, kv.Injected)
-    assert (event.stats.tokens, event.stats.frames) == (n, 8)
-    assert event.stats.bytes == n * prefill.layout.bytes_per_token + STATE_BYTES
+    assert (event.stats.tokens, event.stats.frames) == (n, 2 + 2 * of_layer)
+    assert event.stats.bytes == n * prefill.layout.bytes_per_token + state_bytes(pair)
     assert_states(pair, 3, 2)
     assert not any(layer[[1, 3]].any() for layers in decode.states for layer in layers)
     error = decode.exact_rows(decode.reserved[decode_id], 0, 0, n) - prefill.rows(blocks, 0, 0, n)
@@ -96,9 +119,10 @@ def assert_everything(pair: Pair, decode_id: bytes, blocks: list[int], start: in
     pair.assert_whole()
 
 
-def test_a_byte_of_a_state_that_changes_on_its_way(make_pair: Any, transport: Kind) -> None:
-    """The decode worker has all KV, so nothing but states comes."""
-    pair = make_pair(*SIDES, connected=False)
+@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
+def test_a_byte_of_a_state_that_changes_on_its_way(make_pair: Any, transport: Kind, kept: str) -> None:
+    """The decode worker has all KV, so nothing but states comes. It verifies them as they were sent."""
+    pair = make_pair(SIDES[0], side("float8_e4m3fn", kept), connected=False)
     with transport.bent(pair) as address:
         prefill_id = pair.prefill.hold(40, state_slot=1)
         decode_id = pair.decode.fetch(
@@ -106,7 +130,7 @@ def test_a_byte_of_a_state_that_changes_on_its_way(make_pair: Any, transport: Ki
         )
         event = pair.event(decode_id)
         assert isinstance(event, kv.Injected)
-        assert event.stats.bytes == STATE_BYTES
+        assert event.stats.bytes == state_bytes(pair)
         pair.assert_whole()
     assert_states(pair, 1, 3)
     counter, _ = transport.found
