@@ -18,7 +18,9 @@ class StepTokens:
     def add(self, output: Output, *, tell_cached: bool) -> None:
         """`tell_cached`: the router is told how much of the prompt was cached."""
         attempt_id, index, token, logprobs, finish_reason, cached, _, _, accepted, rejected = output
-        event = self._add(attempt_id=attempt_id, output_index=index, token_id=token)
+        event = self._add()
+        # Each takes less than an argument of `add`.
+        event.attempt_id, event.output_index, event.token_id = attempt_id, index, token
         # Most tokens have none of these, and each field that is set costs as much as a token.
         if finish_reason:
             event.finish_reason = _FINISH[finish_reason]
