@@ -82,10 +82,10 @@ class Generation:
         return f"request {self.context.name}"
 
     def _note(self, what: str, *workers: Worker) -> None:
-        for worker in workers:
-            self.addresses[str(worker)] = worker.address
+        addresses = {str(worker): worker.address for worker in workers}
+        self.addresses |= addresses
         if len(self.events) < EVENTS:
-            self.events.append(Event(time.monotonic(), what, ", ".join(map(str, workers))))
+            self.events.append(Event(time.monotonic(), what, ", ".join(addresses)))
 
     # ------------------------------------------------------------ the next attempts
 

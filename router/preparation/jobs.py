@@ -2,7 +2,6 @@
 
 import os
 import re
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,8 +65,8 @@ def make_jobs(
         field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         text = f"{numbers} log probabilities of prompts are more than {MAX_PROMPT_LOGPROBS}"
         raise InvalidRequest.at(field, text)
-    lists = map(array.tolist, prompts)
-    for prompt_ids, of_prompt in zip(lists, prepared.images or [[]] * len(prompts), strict=True):
+    for prompt, of_prompt in zip(prompts, prepared.images or [[]] * len(prompts), strict=True):
+        prompt_ids = prompt.tolist()
         if not prompt_ids:
             raise InvalidRequest.at(prepared.prompt_field, "must not be empty")
         room = output_room(len(prompt_ids), prepared.prompt_field, context)
@@ -77,7 +76,7 @@ def make_jobs(
             raise InvalidRequest.at("min_tokens", text)
         # Where all of a prompt is computed, cached chunks help no worker.
         spans = [each.span for each in of_prompt]
-        chunks = [] if scored is not None else prompt_hints(prompt_ids, content_root, salt, spans)
+        chunks = [] if scored is not None else prompt_hints(prompt, content_root, salt, spans)
         prompt_images = tuple(of_prompt)
         key = _session_key(sender.session, prompt_ids, chunks, salt)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
@@ -121,15 +120,18 @@ def _sampling(body: Options, vocab_size: int, defaults: SamplingDefaults) -> dic
             if token_id >= vocab_size:
                 text = f"{token_id} is out of vocabulary, which has {vocab_size} tokens"
                 raise InvalidRequest.at(field, text)
-    chosen: dict[str, Any] = dict(_DEFAULTS)
-    for source in (defaults, body):
-        chosen |= {name: value for name in _AS_SENT if (value := getattr(source, name)) is not None}
-    return chosen | {
-        "top_k": max(0, chosen["top_k"]),
+    chosen: dict[str, Any] = {
         "logit_bias": {int(key): value for key, value in bias.items()},
         "logprobs": body.logprobs_wanted,
         "prompt_logprobs": body.prompt_logprobs_wanted,
     }
+    for name in _AS_SENT:
+        if (value := getattr(body, name)) is None and (value := getattr(defaults, name)) is None:
+            value = _DEFAULTS[name]
+        if value:  # 0, or nothing, is what a message has without the field: to set it takes longer
+            chosen[name] = value
+    chosen["top_k"] = max(0, chosen.get("top_k", 0))
+    return chosen
 
 
 def _session_key(session: str | None, prompt_ids: list[int], chunks: list[int], salt: bytes) -> int:

@@ -19,7 +19,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import grpc.aio
 
@@ -349,8 +349,9 @@ class Worker:
         assert self.ready, "work goes to ready workers only"
         kind = message.WhichOneof("kind")
         generation = message.prefill.request if kind == "prefill" else message.decode.request
-        described = {"baton.worker": str(self), "baton.output_tokens": len(generation.output_ids)}
+        described: dict[str, Any] = {}
         if request.exported:
+            described = {"baton.worker": str(self), "baton.output_tokens": len(generation.output_ids)}
             described |= attempt.plan.attributes()
         attempt.span = request.child(f"{kind} attempt", described, "client")
         generation.traceparent = attempt.span.traceparent
