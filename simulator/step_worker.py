@@ -218,7 +218,7 @@ class Worker:
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             prefill_position=self._meters.prefill_position,
             step_seconds=self._meters.step_seconds,
-            prompt_tokens=self._computed,
+            computed_prompt_tokens=self._computed,
             generation_tokens=self._generated,
             long_chunk_tokens=long.tokens,
             long_chunk_seconds=long.seconds,

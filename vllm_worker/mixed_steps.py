@@ -301,7 +301,8 @@ class MixedSteps:
         meters, limit = self._meters, self._meters.chunk_limit
         batch = self._batch
         long = limit.long_step(batch)
-        rest = meters.step_seconds, limit.fastest_seconds, meters.prefill_tokens_per_s
+        speed = meters.prefill_tokens_per_s, meters.prefill_position
+        rest = meters.step_seconds, limit.fastest_seconds, *speed
         steps, load = self._costs, (self._context, batch.gap_cost)
         model = (*steps.table.decode_seconds, *steps.table.prompt_seconds) if steps.table else ()
         values = *rest, *long, *load, limit.gap_target, *model, *steps.factors

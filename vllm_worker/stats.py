@@ -55,7 +55,6 @@ class Load:
             preemptions=self.preemptions,
             prefix_cache_queries=self.queries,
             prefix_cache_hits=self.hits,
-            prefill_position=0.0,  # it computes no part of a split prompt
             encoder=None if self.encoded is None else _encoder(self.encoded),
             **{each.name: getattr(self.costs, each.name) for each in fields(self.costs)},
         )

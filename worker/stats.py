@@ -9,10 +9,10 @@ from baton.kv_names import Tier
 class RequestCounts:
     """Of all attempts, also of those that have ended."""
 
-    prompt_tokens: int = 0
-    """Of prompts that this worker prefilled, cached ones included."""
+    computed_prompt_tokens: int = 0
+    """Of prompts that this worker prefilled."""
     prompt_tokens_cached: int = 0
-    """Those that its prefix cache had."""
+    """The same prompts' tokens that its prefix cache had."""
     prompt_tokens_fetched: int = 0
     """Those that its prefix cache got from another worker for their prompt."""
     generation_tokens: int = 0
@@ -35,10 +35,10 @@ class RequestCounts:
     """Sum over these of `InjectStats.hidden_share`."""
 
     def count_prompt(self, tokens: int, cached: int, fetched: int) -> None:
-        """Counts a prefilled prompt. `fetched` tokens came for it, and are among the `cached` ones if they
-        fill blocks."""
+        """Counts a prefilled prompt of so many `tokens`. `fetched` ones came for it, and are among the
+        `cached` ones if they fill blocks."""
         fetched = min(fetched, cached)
-        self.prompt_tokens += tokens
+        self.computed_prompt_tokens += tokens - cached
         self.prompt_tokens_cached += cached - fetched
         self.prompt_tokens_fetched += fetched
 

@@ -134,7 +134,7 @@ def recorded(file: Path) -> Recorded:
 
 def machine(workers: Iterable[tuple[str, pb.WorkerDescription, pb.WorkerStatus]]) -> Machine:
     """Of all workers, which are equal: what each kind of steps cost the worker with most of them."""
-    prompts = max(workers, key=lambda worker: worker[2].prompt_tokens)
+    prompts = max(workers, key=lambda worker: worker[2].computed_prompt_tokens)
     decodes = max(workers, key=lambda worker: worker[2].generation_tokens)
     of_prompts, of_decodes = step_model(prompts[2].step_model), step_model(decodes[2].step_model)
     assert of_prompts is not None, "it has computed prompts"

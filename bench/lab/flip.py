@@ -51,11 +51,11 @@ async def flip(channel: Channel) -> float:
     Raises TimeoutError if it gets none.
     """
     began = time.monotonic()
-    before = (await set_pool(channel, "prefill", CALL_S)).prompt_tokens
+    before = (await set_pool(channel, "prefill", CALL_S)).computed_prompt_tokens
     async with asyncio.timeout(SERVES_S):
         while True:
             status = await status_of(channel, CALL_S)
-            if status is not None and status.prompt_tokens != before:
+            if status is not None and status.computed_prompt_tokens != before:
                 return began
             await asyncio.sleep(LOOK_S)
 

@@ -186,7 +186,7 @@ class Autoscaler:
         return Sample(
             status,
             step_model(status.step_model),
-            done=max(0, status.prompt_tokens - before.prompt_tokens),
+            done=max(0, status.computed_prompt_tokens - before.computed_prompt_tokens),
             refused=max(0, status.no_room - before.no_room),
         )
 

@@ -226,7 +226,7 @@ def row(worker: dict[str, Any], before: Scrape | None, after: Scrape) -> dict[st
     change = Change(_same(worker, before), counts_of(worker), after.since(before))
     step = (worker.get("status") or {}).get("step_seconds") or None
     return status.row(worker) | {
-        "prompt/s": _number(change.rate("prompt_tokens")),
+        "prompt/s": _number(change.rate("computed_prompt_tokens")),
         "output/s": _number(change.rate("generation_tokens")),
         "step ms": _number(step, 1e3),
         "KV MB/s": _number(change.rate("kv_bytes"), 1e-6),

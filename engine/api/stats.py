@@ -115,6 +115,8 @@ class StepStats:
     """The fastest step that only decoded. 0 before the first."""
     prefill_tokens_per_s: float = 0.0
     """Running average over steps with prefills, which may decode, too. 0 before the first."""
+    prefill_position: float = 0.0
+    """Mean position of these tokens. A later one costs more, by its attention."""
     long: MixedStep = UNKNOWN_STEP
     """A step with decodes, and with as many prompt tokens as the gap target allows. Decoding requests get it
     only if a prompt would otherwise be late."""
@@ -161,8 +163,6 @@ class EngineStats(StepStats):
     """Tokens looked up in the prefix cache since the start."""
     prefix_cache_hits: int
     """How many of these the cache had."""
-    prefill_position: float
-    """Mean position of the tokens in `prefill_tokens_per_s`. A later one costs more, by its attention."""
     experts: ExpertStats | None = None
     """None: a dense model."""
     offload: Sequence[OffloadStats] = ()

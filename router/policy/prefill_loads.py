@@ -118,18 +118,22 @@ class _Worker:
 
     def rates(self, status: pb.WorkerStatus, now: float) -> None:
         """Counts what the worker computed since the last report."""
-        before, passed = self.computed, now - self.reported_at
+        before, passed, now_computed = self.computed, now - self.reported_at, status.computed_prompt_tokens
         if before is not None and passed <= 0:
             return
         if before is not None:  # a worker may have run for days before the first report
-            computed = max(0, status.prompt_tokens - before)
+            computed = max(0, now_computed - before)
             self.prompt_rate.add(computed, passed, steps=passed)
             self.output_rate.add(max(0, status.generation_tokens - self.generated), passed, steps=passed)
             self.position.add(status.prefill_position * computed, computed, steps=passed)
             if decodes := status.requests_decoding:
                 self.context.add(status.decode_context / decodes * passed, passed, steps=passed)
                 self.gap_cost.add(status.gap_cost / decodes * passed, passed, steps=passed)
-        self.computed, self.generated, self.reported_at = status.prompt_tokens, status.generation_tokens, now
+        self.computed, self.generated, self.reported_at = (
+            status.computed_prompt_tokens,
+            status.generation_tokens,
+            now,
+        )
 
 
 class PrefillLoads:

@@ -276,12 +276,12 @@ async def test_what_a_worker_did_before_its_first_answer_is_no_load(pools: Pools
     await eventually(lambda: bool(pools.supervisor.pools))
     worker = pools.handles["prefill 0"].worker
     address = worker.address
-    worker.status.prompt_tokens, worker.status.no_room = 10_000_000, 1000
+    worker.status.computed_prompt_tokens, worker.status.no_room = 10_000_000, 1000
     later = Autoscaler(pools.supervisor, Balancer(PoolOptions(), 1000, None), SECRET)
     sample = await later.ask(address)
     assert sample is not None
     assert (sample.done, sample.refused) == (0, 0)
-    worker.status.prompt_tokens, worker.status.no_room = 10_000_500, 1001
+    worker.status.computed_prompt_tokens, worker.status.no_room = 10_000_500, 1001
     sample = await later.ask(address)
     assert sample is not None
     assert (sample.done, sample.refused) == (500, 1)

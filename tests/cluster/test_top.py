@@ -58,7 +58,7 @@ baton:overflow_total{{reason="cached"}} {tokens / 50}
 def counted(tokens: int = 0, kv_bytes: float = 0) -> dict[str, Any]:
     """The status of a worker that has counted so much."""
     return {
-        "kv_bytes": kv_bytes, "generation_tokens": tokens, "prompt_tokens": 5 * tokens,
+        "kv_bytes": kv_bytes, "generation_tokens": tokens, "computed_prompt_tokens": 5 * tokens,
         "prefix_cache_queries": 10 * tokens, "prefix_cache_hits": 4 * tokens,
         "prefix_fetched_tokens": 3 * tokens, "host_loaded_tokens": 2 * tokens, "disk_loaded_tokens": 0,
         "handovers": tokens, "handovers_hidden": 0.75 * tokens,
@@ -108,7 +108,7 @@ def test_rates_cover_the_time_between_two_scrapes() -> None:
 
 def test_a_worker_has_the_rates_of_both_kinds_of_work() -> None:
     """One of the prefill pool may decode a long answer."""
-    more = {"pool": "pool_prefill", "prompt_tokens": 9}
+    more = {"pool": "pool_prefill", "computed_prompt_tokens": 9}
     before, after = at(10, page(), counted(2) | more), at(12, page(), counted(10) | more)
     [found] = rows(before, after)
     names = ("worker", "pool", "prompt/s", "output/s")

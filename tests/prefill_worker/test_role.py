@@ -203,7 +203,8 @@ def test_what_the_prefix_cache_has_is_sent_with_the_first_layer(model: Path) -> 
         spans = sorted((p.layer, p.token_start, p.token_start + p.token_count) for p in pieces)
         assert spans == [(0, 0, 20), (0, 20, 21), (1, 0, 20), (1, 20, 21)]
         assert worker.told(local.CommitOut).frames == 4
-        assert worker.context.attempts.counts.prompt_tokens_cached == 20
+        counts = worker.context.attempts.counts
+        assert (counts.computed_prompt_tokens, counts.prompt_tokens_cached) == (20 + 1, 20)
         worker.released(Q, "acked")
 
 

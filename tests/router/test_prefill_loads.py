@@ -340,9 +340,9 @@ def test_utilisation_follows_what_the_worker_computed() -> None:
     computed = 0
     for second in range(1, 31):
         computed += 5_000
-        loads.reported(row, status(0, 20_000.0, prompt_tokens=computed), float(second))
+        loads.reported(row, status(0, 20_000.0, computed_prompt_tokens=computed), float(second))
     assert loads.utilisation(row) == pytest.approx(0.25, abs=0.01)
-    loads.reported(row, status(0, 20_000.0, prompt_tokens=computed), 160.0)
+    loads.reported(row, status(0, 20_000.0, computed_prompt_tokens=computed), 160.0)
     assert loads.utilisation(row) < 0.01
     loads.leave(row)
     assert loads.utilisation(loads.join("b", block_size=16, now=161.0)) == 0
@@ -352,10 +352,10 @@ def test_the_first_report_of_a_worker_says_nothing_about_its_rate() -> None:
     """A router attaches to a worker that has run for days."""
     loads = PrefillLoads()
     row = loads.join("a:1", block_size=16, now=0)
-    loads.reported(row, status(0, SPEED, prompt_tokens=10**9, generation_tokens=10**9), 1e-4)
+    loads.reported(row, status(0, SPEED, computed_prompt_tokens=10**9, generation_tokens=10**9), 1e-4)
     assert loads.prompt_rate(row) == 0
     assert loads.demand() is None
-    loads.reported(row, status(0, SPEED, prompt_tokens=10**9 + 500), 1.0001)
+    loads.reported(row, status(0, SPEED, computed_prompt_tokens=10**9 + 500), 1.0001)
     assert loads.prompt_rate(row) == pytest.approx(500)
 
 
@@ -367,11 +367,11 @@ def test_demand_is_what_came_to_workers_of_both_pools() -> None:
         loads.reported(row, status(0, SPEED), 0)
     for tokens in (100, 300):
         loads.sent(prefill, PrefillWork(tokens), 0)
-    counts = {"prompt_tokens": 300, "prefill_position": 50.0}
+    counts = {"computed_prompt_tokens": 300, "prefill_position": 50.0}
     loads.reported(prefill, status(0, SPEED, **counts), 1)
     assert loads.demand() is None, "no answers"
     decodes = {"requests_decoding": 4, "decode_context": 4000, "gap_cost": 0.4, "generation_tokens": 80}
-    loads.reported(decode, status(0, SPEED, prompt_tokens=100, prefill_position=90.0, **decodes), 1)
+    loads.reported(decode, status(0, SPEED, computed_prompt_tokens=100, prefill_position=90.0, **decodes), 1)
     demand = loads.demand()
     assert demand is not None
     mean = loads.mean_prompt

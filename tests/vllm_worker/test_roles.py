@@ -284,7 +284,7 @@ async def test_a_prompt_counts_though_its_router_needs_no_answer(worker: Worker)
     await worker.settle()
     worker.roles.heard(Computed(20, 16, 0))
     counts = worker.attempts.counts
-    assert (counts.prompt_tokens, counts.prompt_tokens_cached) == (20, 16)
+    assert (counts.computed_prompt_tokens, counts.prompt_tokens_cached) == (4, 16)
 
 
 async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> None:
@@ -320,7 +320,7 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
     }
     assert worker.tokens() == [(2, 5, ""), (3, 6, "length")]
     assert worker.of(messages.Prefilled)
-    assert worker.attempts.counts.prompt_tokens == 22
+    assert worker.attempts.counts.computed_prompt_tokens == 22
 
 
 class TestPrefixes:

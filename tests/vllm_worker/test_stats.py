@@ -46,12 +46,13 @@ def test_what_steps_cost_is_what_the_connector_says() -> None:
     load = Load()
     assert stats(load).long == MixedStep(0, 0.0)
     model = StepModel((1,), (0.5,), 0.0, (16, 32), (0.5, 1.0), 0.0, 1.0)
-    said = Costs(StepStats(0.006, 0.004, 4e4, MixedStep(300, 0.015), model))
+    said = Costs(StepStats(0.006, 0.004, 4e4, 900.0, MixedStep(300, 0.015), model))
     load.costs = msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Costs).costs
     found = stats(load)
     assert found.step_table == model
     assert (found.step_seconds, found.fastest_step_seconds) == (0.006, 0.004)
-    assert (found.prefill_tokens_per_s, found.long.tokens, found.long.seconds) == (4e4, 300, 0.015)
+    assert (found.prefill_tokens_per_s, found.prefill_position) == (4e4, 900.0)
+    assert found.long == MixedStep(300, 0.015)
 
 
 def test_only_a_model_that_takes_images_has_an_encoder() -> None:

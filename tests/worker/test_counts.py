@@ -51,7 +51,7 @@ def test_ends_of_transfers_are_added_by_their_names() -> None:
 def test_routers_are_told_what_each_process_knows() -> None:
     status = reported(engine_status(10, [], running=4), transfers(5, {"acked": 1, "injected": 2, "lost": 3}))
     assert (status.requests_running, status.blocks_total, status.transfers_open) == (4, 9, 1)
-    counts = status.prompt_tokens, status.generation_tokens, status.no_room, status.handovers
+    counts = status.computed_prompt_tokens, status.generation_tokens, status.no_room, status.handovers
     assert counts == (10, 10, 10, 10)
     assert (status.prefix_fetched_tokens, status.store_fetched_tokens) == (10 * len(Tier), 10)
     assert (status.host_tokens_per_s, status.host_loaded_tokens, status.disk_loaded_tokens) == (5.0, 10, 0)

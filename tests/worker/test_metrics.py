@@ -60,7 +60,7 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
         metrics.close()
     labels = 'model_name="m",role="prefill"'
     for line in (
-        f"vllm:prompt_tokens_total{{{labels}}} 4.0",
+        f"vllm:prompt_tokens_total{{{labels}}} 12.0",
         f"baton:tensor_parallel_size{{{labels}}} 2.0",
         f'baton:expert_tokens_total{{expert="0",{labels}}} 70.0',
         f"baton:expert_imbalance{{{labels}}} 2.8",

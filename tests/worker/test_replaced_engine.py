@@ -229,7 +229,7 @@ async def test_an_engine_that_hangs_is_replaced_and_counts_go_on(worker: WorkerP
             await within(events.follow())
         now = await status(stream)
         assert now.generation_tokens >= before.generation_tokens + 50
-        assert now.prompt_tokens >= before.prompt_tokens + len(prompt)
+        assert now.computed_prompt_tokens > before.computed_prompt_tokens
     events.close()
     assert "decode 0 engine gave no sign of life" in worker.log.read_text()
     assert len([*(directory / "traces").iterdir()]) == traces + 2, "none was written over"

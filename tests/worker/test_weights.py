@@ -371,7 +371,7 @@ async def test_a_change_in_a_pause_that_keeps_kv_leaves_decodes_and_hands_prompt
         keeping = pb.PauseRequest(pause=pb.PAUSE_STEPS, seconds=600, keep_kv=True)
         async with replacement(worker) as new:
             await new.stage(path, "kept")
-            computed = (await stream.stub.SetPause(keeping)).prompt_tokens
+            computed = (await stream.stub.SetPause(keeping)).computed_prompt_tokens
             await new.command(close=True)
             assert (await stream.failure(held)).code == pb.FAILURE_CODE_DRAINING
             going_on = asyncio.ensure_future(stream.stub.SetPause(pb.PauseRequest()))
@@ -383,7 +383,7 @@ async def test_a_change_in_a_pause_that_keeps_kv_leaves_decodes_and_hands_prompt
         assert described.weights == pb.StageWeights(path=str(path), version="kept")
         after = (await stream.token(decode_id))[0]
         assert after.output_index == last.output_index + 1
-        assert (await stream.stub.GetStatus(pb.StatusRequest())).prompt_tokens == computed
+        assert (await stream.stub.GetStatus(pb.StatusRequest())).computed_prompt_tokens == computed
     token = await first_token(worker)
     await replaced(worker, path, "again")
     assert await first_token(worker) == token, "it had no KV of the weights before"

@@ -217,13 +217,12 @@ class Metrics(Collector):
         if stats.speculation is not None:
             yield from self._of_drafts(stats.speculation)
         text = "Prompt tokens that this worker prefilled."
-        yield counter("vllm:prompt_tokens", text, counts.prompt_tokens)
-        known, fetched = counts.prompt_tokens_cached, counts.prompt_tokens_fetched
         sources = {
-            "local_compute": counts.prompt_tokens - known - fetched,
-            "local_cache_hit": known,
-            "external_kv_transfer": fetched,
+            "local_compute": counts.computed_prompt_tokens,
+            "local_cache_hit": counts.prompt_tokens_cached,
+            "external_kv_transfer": counts.prompt_tokens_fetched,
         }
+        yield counter("vllm:prompt_tokens", text, sum(sources.values()))
         text = "Where the KV of the prompts that this worker prefilled comes from."
         yield counter("vllm:prompt_tokens_by_source", text, sources, "source")
         yield counter("vllm:generation_tokens", "Tokens sampled.", counts.generation_tokens)

@@ -36,7 +36,7 @@ class Flips:
         self._computed = 0
 
     def __call__(self, now: float, reports: Mapping[Pool, Sequence[pb.WorkerStatus]]) -> dict[Pool, int]:
-        computed = sum(status.prompt_tokens for statuses in reports.values() for status in statuses)
+        computed = sum(status.computed_prompt_tokens for statuses in reports.values() for status in statuses)
         done, self._computed = computed - self._computed, computed
         needs = {}
         for pool, statuses in reports.items():
