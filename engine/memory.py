@@ -7,7 +7,7 @@ import torch
 from baton.engine.api.config import MemoryTag
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.execution.commands import Commands
-from baton.engine.execution.memory_saver import Releasable
+from baton.engine.execution.elastic_cache import Releasable
 from baton.engine.step_loop import StepLoop
 from baton.vision.encoder import Encoder
 

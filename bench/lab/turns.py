@@ -89,8 +89,9 @@ def read(path: Path) -> Worker:
                 added[fields["attempt"]] = at
             case "first token":
                 attempt = fields["prefill"]
-                times = accepted[attempt], taken[attempt], added[attempt]
-                prompts.append(Prompt(fields["request"], attempt, *times, at))
+                if attempt in added and attempt in accepted:  # else it had a part of a split prompt
+                    times = accepted[attempt], taken[attempt], added[attempt]
+                    prompts.append(Prompt(fields["request"], attempt, *times, at))
     return Worker(path.stem.removesuffix("-engine"), steps, prompts)
 
 

@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,20 @@ FEWEST_UNITS = 2
 """With fewer units of blocks, no memory could move."""
 MOST_PAGES = 1 << 15
 """Of a GPU: creating and mapping a page takes some tens of microseconds."""
+ALIGNMENT = 512
+"""Bytes. As the allocator of torch."""
+
+
+class Releasable(Protocol):
+    """Memory of a cache or of a model. A trainer on the same device may have it meanwhile. Kernels and graphs
+    see tensors whose addresses never change."""
+
+    def release(self) -> None:
+        """Gives all memory back, while nothing uses it."""
+
+    def resume(self) -> None:
+        """Has as much memory as before `release`, with undefined content. Raises `MemoryError`, and has none
+        then."""
 
 
 class PlaneSize(NamedTuple):
@@ -266,13 +280,11 @@ class ElasticCache:
                 (self._map if present else self._unmap)(address, pages, unit)
 
     def release(self) -> None:
-        """Gives all memory back, while nothing uses it. Addresses stay."""
+        """As in `Releasable`, as the next."""
         self._memory.release(self._pages)
         self._memory.free(self._spare)
 
     def resume(self) -> None:
-        """Has as much memory as before `release`, with undefined content. Raises `MemoryError`, and has none
-        then."""
         spare = self._memory.create(len(self._spare))
         try:
             self._pages = self._memory.resume(self._pages)
@@ -290,6 +302,11 @@ class ElasticCache:
         at = address + unit * pages * self._memory.page_bytes
         self._memory.unmap(at, pages)
         self._spare += self._pages.pop(at)
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to the alignment."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def memory_of(device: torch.device, page_bytes: int, *, exportable: bool = False) -> DeviceMemory:

@@ -1,4 +1,4 @@
-"""KV and states in memory that outlives its engine.
+"""KV and states in pages: memory that outlives its engine, or that is given back for a while (`Releasable`).
 
     pages of each dtype (blocks, window blocks and states of all layers) ── their files wait in a socket
       (`KeptMemory`)
@@ -14,7 +14,8 @@ then their tensors have the same addresses as later, over one page of each dtype
 again: so a GPU warms up and captures graphs, and touches no KV that is kept.
 
 An engine that needs pages of another size or number, as of a new version of Baton, does not stand by. It
-starts when no other engine is there, lets go of these pages, and makes its own.
+starts when no other engine is there, lets go of these pages, and makes its own. Without `KeptMemory` the
+pages end with their engine, and there are no records.
 
 The process that holds the descriptors maps nothing, and needs no CUDA. The memory is given back when that
 process and the engine have ended, or by `release`. The files have no names, so no other process can open
@@ -38,8 +39,7 @@ from torch import Tensor
 from baton.engine.api.block_sums import KeptParts, RecordMemory, Sums
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.cache_limits import CacheLimits
-from baton.engine.execution.elastic_cache import memory_of, tensor_at
-from baton.engine.execution.memory_saver import aligned
+from baton.engine.execution.elastic_cache import aligned, memory_of, tensor_at
 from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.execution.memory_sums import WORD, sums_of
 from baton.engine.layers.ranks import Ranks
@@ -112,9 +112,10 @@ def measured(keep: Keep) -> Measured | None:
 class _Region:
     """The addresses of all tensors of one dtype."""
 
-    def __init__(self, device: torch.device, size: int, kept: KeptPages | None) -> None:
-        """`kept`: of an engine before. None: there was none. Raises `MemoryError`."""
-        self._memory = memory = memory_of(device, -(-size // MOST_PAGES), exportable=True)
+    def __init__(self, device: torch.device, size: int, kept: KeptPages | None, *, exportable: bool) -> None:
+        """`kept`: of an engine before. None: there was none. `exportable`: `export` will be called. Raises
+        `MemoryError`."""
+        self._memory = memory = memory_of(device, -(-size // MOST_PAGES), exportable=exportable)
         weakref.finalize(self, memory.close).atexit = False  # pyrefly: ignore[missing-attribute]
         self._count = -(-size // memory.page_bytes)
         self.address = self.end = memory.reserve(size)
@@ -207,7 +208,7 @@ class KeptCache:
     def __init__(self, keep: Keep, cache: Sequence[CacheSpec], places: Places, device: torch.device) -> None:
         """For what `cache` allocates at these places. The pages of an engine before, if there are
         any, have the size and number that it needs. Raises `MemoryError`."""
-        self._own, *self._others = keep.memory
+        self._own, *self._others = keep.memory or (None,)
         self._device = device
         self._places = {
             "blocks": places.num_blocks,
@@ -217,10 +218,10 @@ class KeptCache:
         """By pool, as the next two."""
         self._record_bytes = keep.record_bytes(places.block_size)
         sizes = _sizes(cache, places)
-        kept = self._own.cache.pages()
+        kept = [] if self._own is None else self._own.cache.pages()
         self._is_first = not kept
         self._regions = {
-            dtype: _Region(device, size, pages)
+            dtype: _Region(device, size, pages, exportable=self._own is not None)
             for (dtype, size), pages in zip(sizes.items(), kept or [None] * len(sizes), strict=True)
         }
         self._layout: list[_Tensor] = []
@@ -247,7 +248,7 @@ class KeptCache:
         region = self._regions[dtype]
         address = region.take(size)
         place_bytes = size // (rows * self._places[pool])
-        assert not place_bytes % WORD, "a GPU sums words"
+        assert self._own is None or not place_bytes % WORD, "a GPU sums words"
         self._layout.append(_Tensor(pool, dtype, address - region.address, rows, place_bytes))
         self._add_rows(region.address, self._layout[-1:])
         return tensor_at(address, shape, dtype, self._device, owner=region)
@@ -276,7 +277,9 @@ class KeptCache:
         return KeptParts(blocks, records["windows"], records["slots"])
 
     def open(self, root: bytes, ranks: Ranks) -> None:
-        """All tensors have memory. `root`: of the names of KV. KV of another model or layout is forgotten."""
+        """All tensors have memory. `root`: of the names of KV. KV of another model or layout is forgotten.
+        Memory that ends with the engine needs no call."""
+        assert self._own is not None, "it is kept"
         records = sum(self._places.values()) * self._record_bytes
         size = -(-(_HEAD + records) // mmap.PAGESIZE) * mmap.PAGESIZE
         if os.fstat(self._own.table).st_size < size:
@@ -301,7 +304,9 @@ class KeptCache:
                 self._add_rows(address, [each for each in self._layout if each.dtype == dtype])
 
     def _put(self) -> None:
-        """The pages wait for the next engine."""
+        """The pages wait for the next engine, if there may be one."""
+        if self._own is None:
+            return
         files = [region.export() for region in self._regions.values()]
         self._own.cache.put(files)
         close(*files)
@@ -319,7 +324,8 @@ class KeptCache:
     def release(self) -> None:
         """Gives all memory back, while nothing uses it: no other process has it. Records must have been
         cleared."""
-        self._own.cache.clear()
+        if self._own is not None:
+            self._own.cache.clear()
         for region in self._regions.values():
             region.release()
 
@@ -361,6 +367,16 @@ def can_keep(config: EngineConfig, limits: CacheLimits) -> bool:
     """Whether such a cache may outlive its engine: not if the user wants memory that moves."""
     moves = config.elastic_memory and (limits.state_bytes or limits.windows)
     return config.enable_prefix_caching and not moves
+
+
+def releasable_cache(
+    config: EngineConfig, limits: CacheLimits, pool: PoolSize, device: torch.device
+) -> KeptCache | None:
+    """The memory of one rank that ends with the engine, and can be given back. None: it is not given back.
+    Raises `MemoryError`."""
+    if not config.enable_memory_saver:
+        return None
+    return KeptCache(Keep(), limits.cache, _places(limits, pool), device)
 
 
 def kept_cache(

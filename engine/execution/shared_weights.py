@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.execution.elastic_cache import memory_of, tensor_at
-from baton.engine.execution.memory_saver import aligned
+from baton.engine.execution.elastic_cache import aligned, memory_of, tensor_at
 from baton.engine.execution.memory_sums import sums_of
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.linear import packed_at, packed_memory

@@ -19,7 +19,7 @@ import torch
 
 from baton.engine.api.config import EngineConfig, MemoryTag, versioned
 from baton.engine.execution.cache_limits import CacheLimits, choose_limits, layer_caches
-from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan, memory_of
+from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan, Releasable, memory_of
 from baton.engine.execution.graphs import largest_graph
 from baton.engine.execution.image_encoder import rehearse
 from baton.engine.execution.kept_cache import (
@@ -29,9 +29,9 @@ from baton.engine.execution.kept_cache import (
     can_keep,
     kept_cache,
     measured,
+    releasable_cache,
 )
 from baton.engine.execution.load_weights import load_weights
-from baton.engine.execution.memory_saver import Releasable, open_memory_saver
 from baton.engine.execution.memory_sizing import MemoryUse, PoolSize, memory_for, size_pool
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
@@ -176,13 +176,13 @@ def start_rank(
     with memory_for(device, "the KV pool", f"lower --advanced.num-blocks{share}"):
         kept = kept_cache(keep, config, limits, pool, device, ranks, stands_by=stands_by)
         elastic = _elastic_cache(pool.elastic, device)
-        saver = None if elastic or kept else open_memory_saver(config, device)
+        memory = elastic or kept or releasable_cache(config, limits, pool, device)
         runner.cache.open(
             pool.num_blocks,
             pool.num_slots + pool.num_copies,
             window_blocks=pool.window_blocks,
             elastic=elastic,
-            memory=kept or saver,
+            memory=memory,
         )
         steps = None
         if on_gpu:
@@ -223,7 +223,7 @@ def start_rank(
         embeddings,
         steps,
         kept,
-        _releasable(config, {"kv_cache": elastic or kept or saver, "weights": of_weights}),
+        _releasable(config, {"kv_cache": memory, "weights": of_weights}),
     )
 
 

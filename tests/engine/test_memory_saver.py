@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.engine import Engine
-from baton.engine.execution.memory_saver import MemorySaver
+from baton.engine.execution.kept_cache import KeptCache
 from baton.engine.execution.shared_weights import SharedWeights
 from baton.engine.layers.ranks import Ranks
 from baton.system.device_memory import DeviceMemory, HostMemory, Page
@@ -159,7 +159,7 @@ def test_each_rank_gives_its_memory_back_and_all_have_it_again_or_wait(
     first, used = answer(engine, 1)[0][0], taken()
     engine.loop.frozen = True
     released = list[object]()
-    for part in (MemorySaver, SharedWeights):
+    for part in (KeptCache, SharedWeights):
         release = part.release
         monkeypatch.setattr(part, "release", lambda x, release=release: released.append(x) or release(x))
     engine.memory.release(["kv_cache", "weights"])
