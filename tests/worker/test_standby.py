@@ -302,9 +302,9 @@ async def test_a_cancelled_close_ends_and_leaves_no_standby(within_the_end: bool
     closing = asyncio.create_task(standby.close())
     await (within(tree.killed.wait()) if within_the_end else asyncio.sleep(0))
     closing.cancel()
+    tree.may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await within(closing)
-    tree.may_end.set()
     await within(standby.close())
     assert tree.closed
 

@@ -36,7 +36,7 @@ from baton.worker.service_process.metrics import Metrics
 from baton.worker.service_process.standby import Standby
 from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.succession import TRANSITIONS, Event, Phase
-from baton.worker.service_process.tree import WorkerTree
+from baton.worker.service_process.tree import WorkerTree, discard
 from baton.worker.service_process.validation import Limits
 
 log = logging.getLogger(__name__)
@@ -283,7 +283,10 @@ class Service:
                     stages = {"ending processes": time.monotonic()}
                 self._crashed = [] if planned else self._tree.heartbeat.step or self._crashed
                 self._backend.ended(str(error), self._crashed)
-            await self._discard(self._tree)
+            # The transfer process has slots, credits and transfers of the engine process that has ended. It
+            # ends with it, so nothing of them can be written into the memory that the next one maps. Peers
+            # see that lanes break, and fetch again.
+            await discard(self._tree)
             self._tree = await self._taken() or self._next_tree()
 
     def _after(self, error: BaseException) -> None:
@@ -378,24 +381,6 @@ class Service:
         if (weights := self._backend.weights) is not None:
             config = replace(config, engine=weights.of(config.engine))
         return WorkerTree(config, self._incarnation, self._kept_files, next(self._numbers))
-
-    @staticmethod
-    async def _discard(tree: WorkerTree) -> None:
-        """Also if the caller is cancelled, it returns when the processes have ended.
-
-        The transfer process has slots, credits and transfers of the engine process that has ended. It ends
-        with it, so nothing of them can be written into the memory that the next one maps. Peers see that
-        lanes break, and fetch again."""
-
-        async def discard() -> None:
-            await tree.kill()
-            await tree.close()
-
-        ending = asyncio.create_task(discard())
-        try:
-            await asyncio.shield(ending)
-        finally:
-            await asyncio.wait({ending})
 
     def _interrupt(self) -> None:
         if not self._interrupted.done():

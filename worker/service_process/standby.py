@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from baton.worker.processes import StandbyError, StartError
-from baton.worker.service_process.tree import WorkerTree
+from baton.worker.service_process.tree import WorkerTree, discard
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ class Standby:
         """Why none is started, if the next engine process likely cannot start either."""
         self._tree: WorkerTree | None = None
         self._keeping: asyncio.Task[None] | None = None
-        self._discarding: asyncio.Task[None] | None = None
         self._outdated = asyncio.Event()
         self._settled = asyncio.Event()
 
@@ -65,14 +64,14 @@ class Standby:
         await self._stop()
         tree, self._tree = self._tree, None
         if tree is not None and (tree.failure.done() or self._outdated.is_set()):
-            await self._discarded(tree)
+            await discard(tree)
             return None
         return tree
 
     async def close(self) -> None:
         """Ends the standby. No other one is started before the next `start` or `renew`."""
         if (tree := await self.take()) is not None:
-            await self._discarded(tree)
+            await discard(tree)
         self.state, self.memory_bytes = "ended", 0
 
     async def _stop(self) -> None:
@@ -83,7 +82,6 @@ class Standby:
             self._keeping = None
             if not keeping.cancelled():
                 keeping.result()
-        await self._discarded()
         self._settled.set()
 
     def _begin(self) -> None:
@@ -104,7 +102,7 @@ class Standby:
                 reason = error
             if (ended := self._tree) is not None:
                 self._tree = None
-                await self._discarded(ended)
+                await discard(ended)
             if self._outdated.is_set():
                 ends = 0
                 continue
@@ -132,16 +130,3 @@ class Standby:
         finally:
             for event in events:
                 event.cancel()
-
-    async def _discarded(self, tree: WorkerTree | None = None) -> None:
-        """Returns when the processes of this tree, or of the last one, have ended. They end, too, if the
-        caller is cancelled."""
-        if tree is not None:
-            self._discarding = asyncio.create_task(self._discard(tree))
-        if self._discarding is not None:
-            await asyncio.shield(self._discarding)
-
-    @staticmethod
-    async def _discard(tree: WorkerTree) -> None:
-        await tree.kill()
-        await tree.close()

@@ -438,6 +438,21 @@ class WorkerTree:
         self._shared.close()
 
 
+async def discard(tree: WorkerTree) -> None:
+    """Ends its processes, and frees what they shared. Returns when they have ended, also if the caller is
+    cancelled."""
+
+    async def end() -> None:
+        await tree.kill()
+        await tree.close()
+
+    ending = asyncio.create_task(end())
+    try:
+        await asyncio.shield(ending)
+    finally:
+        await asyncio.wait({ending})
+
+
 def _start_error(reason: str, alone: bool) -> StartError:
     """`alone`: as in `StartFailed`."""
     return StandbyError(reason) if alone else StartError(reason)
