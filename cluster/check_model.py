@@ -42,7 +42,8 @@ def faults(resolved: ResolvedModel, engine: EngineOptions, model: ModelOptions |
     plain = as_usual and model.tokenizer is None
     if (resolved.name == EMBEDDED_NAME and plain) or not Path(resolved.location).exists():
         return []
-    names = ("load_format", "quantization", "encoder_pool", *RANKS) if engine.engine == "baton" else ()
+    names = ("load_format", "model_impl", "quantization", "encoder_pool", *RANKS)
+    names = names if engine.engine == "baton" else ()
     options = {name: getattr(engine, name) for name in names}
     arguments = json.dumps([resolved.location, options, model.tokenizer, not model.language_model_only])
     child = spawn.run("-m", "baton.cluster.check_model", arguments)

@@ -340,6 +340,31 @@ class StepConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleAttention:
+    """How transformers' modules call attention in a pass."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """In the cache: the largest of query, key and value heads, padded to a power of two."""
+    span: Span | None
+    softcap: float | None
+    """The bound of the products of queries and keys. None: there is none."""
+    sinks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModulesConfig:
+    """A model that transformers' modules compute (`engine.models.transformers`)."""
+
+    settings: str
+    """JSON of `config.json`, with the defaults of transformers."""
+    layers: tuple[ModuleAttention, ...]
+    """Of each call of attention in a pass, which has a layer of the cache."""
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
 class VisionConfig:
     """How a model takes images."""
 
@@ -434,6 +459,8 @@ class ModelConfig:
     """Layers with neither an MLP nor experts."""
     squared_relu: bool = False
     """MLPs are down(max(up(x), 0)²), without a gate."""
+    modules: ModulesConfig | None = None
+    """None: a class of Baton computes the model. With modules, `num_layers` counts calls of attention."""
     further_layers: int = field(default=0, repr=False)
     """Layers of the checkpoint behind the others, which predict further tokens. They are not loaded."""
     quantization: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
@@ -445,6 +472,8 @@ class ModelConfig:
         """The size of the heads that the kernels of a GPU attend to. Those that are made of latents, and
         those with values of another size, are padded to a power of two."""
         latent = self.latent
+        if self.modules is not None:
+            return max(layer.head_dim for layer in self.modules.layers)
         if self.mimo is not None:
             return 1 << (self.head_dim - 1).bit_length()
         if self.gemma is not None:  # of two sizes, the one that they refuse, if any
@@ -455,8 +484,10 @@ class ModelConfig:
             return self.head_dim  # which they refuse
         return latent.key_dim
 
-    def heads(self, *, windowed: bool) -> int:
-        """Query heads of the layers with a window, or of the others."""
+    def heads(self, layer: int, *, windowed: bool) -> int:
+        """Query heads of a layer, with a window or without."""
+        if self.modules is not None:
+            return self.modules.layers[layer].num_heads
         return self.step.local_heads if self.step is not None and windowed else self.num_heads
 
     def check(self, source: str) -> None:
@@ -490,6 +521,11 @@ class ModelConfig:
         Fewer KV heads than ranks are held by several ranks each, and so are fewer groups of a state layer.
         Raises `ValueError` if the heads do not divide so."""
         state, gemma, mimo, step = self.state, self.gemma, self.mimo, self.step
+        if self.modules is not None and ranks > 1:
+            raise ValueError(
+                f"--tensor-parallel-size {ranks}: modules of transformers compute {self.architecture}, on "
+                "one device; leave it out"
+            )
         if ranks not in (sizes := self.group_sizes):
             possible = ", ".join(map(str, sizes))
             states = "" if state is None else f", and {state.num_heads} state heads in {state.groups} groups"
@@ -582,6 +618,8 @@ class ModelConfig:
 
     def _parameters(self, experts: float) -> float:
         """Number of parameters with this many experts in each layer that has experts."""
+        if self.modules is not None:
+            return self.modules.parameters
         if self.latent is not None:
             attention = self.latent.parameters(self.hidden_size, self.num_heads)
         else:

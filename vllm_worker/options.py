@@ -64,6 +64,10 @@ def engine_args(
             raise ValueError(f"{_flag(name)}: has no meaning with --engine vllm; leave it out")
     if engine.kv_cache_dtype != "auto":
         raise ValueError(f"--kv-cache-dtype {engine.kv_cache_dtype}: --engine vllm supports only auto")
+    if engine.model_impl != "auto":
+        raise ValueError(
+            f"--model-impl {engine.model_impl}: is of Baton's own engine; give vLLM's in --vllm-args"
+        )
     if engine.quantization not in ("auto", "fp8"):
         raise ValueError(
             f"--quantization {engine.quantization}: is of Baton's own engine; --engine vllm has auto and fp8"

@@ -108,6 +108,15 @@ class EngineOptions:
     kv_cache_dtype: Literal["auto", "fp8"] = kv_cache_dtype()
     state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = state_dtype()
     load_format: Literal["auto", "dummy"] = opt("auto", "dummy: random weights, for benchmarks.")
+    model_impl: Literal["auto", "baton", "transformers"] = opt(
+        "auto",
+        "What computes the model: a class of Baton, or the modules of transformers with Baton's attention; "
+        "auto takes these only where Baton has no class.",
+    )
+    skip_model_check: bool = advanced(
+        False,
+        "Serve modules of transformers without the check that they compute the same with Baton's attention.",
+    )
     quantization: Literal["auto", "fp8", "int4", "none", "gguf"] = opt(
         "auto",
         "Format of the matrices: auto (the checkpoint's own), fp8 or int4 (quantized on load); for GGUF "

@@ -12,6 +12,7 @@ CHOICES = {
     "kv_cache_dtype": ("auto", "fp8"),
     "state_dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "dummy"),
+    "model_impl": ("auto", "baton", "transformers"),
 }
 DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 ADVANCED = ("block_size", "num_blocks", "num_threads", "max_loras", "max_cpu_loras", "max_lora_rank")
@@ -129,6 +130,12 @@ class EngineConfig:
     quantization: str = "auto"
     """Format of the matrices: a name in `engine.loader.formats`. `auto`: the checkpoint's own; a GGUF file
     stays packed where that is fast. `none`: plain, if the file allows it."""
+    model_impl: str = "auto"
+    """What computes the model. `baton`: a class of Baton. `transformers`: the modules of transformers, with
+    Baton's attention. `auto`: a class of Baton if there is one."""
+    skip_model_check: bool = False
+    """Whether modules of transformers are served without a check that they compute the same with Baton's
+    attention."""
     language_model_only: bool = False
     """Whether the model takes no images, also if it could. Then no encoder is loaded."""
     block_size: int | None = None

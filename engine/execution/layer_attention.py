@@ -55,7 +55,7 @@ def attention_shapes(
             source = cache[layer.source]
         if isinstance(source, AttentionCache) and source.kind == ATTENTION:
             assert isinstance(layer, AttentionCache | SharedCache), "the layer attends"
-            heads = config.heads(windowed=layer.span is not None)
+            heads = config.heads(number, windowed=layer.span is not None)
             shapes[number] = AttentionShape(
                 layer.span, heads, source.num_kv_heads, source.head_dim, number in whole_layers
             )
@@ -107,7 +107,13 @@ class LayerAttention:
         }
 
         def attend(
-            layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None, scale: float
+            layer: int,
+            qkv: Tensor,
+            rotary: Tensor,
+            norm: HeadNorm | None,
+            sinks: Tensor | None,
+            scale: float,
+            softcap: float | None = None,
         ) -> Tensor:
             source, shape = sources[layer], self.shapes[layer]
             kv = caches[source]
@@ -117,7 +123,7 @@ class LayerAttention:
             else:
                 q = kernels.rotate(qkv, rotary, norm)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            return kernels.attention(q, kv, tilings[shape], sinks, scale)
+            return kernels.attention(q, kv, tilings[shape], sinks, scale, softcap)
 
         def attend_latent(
             layer: int,

@@ -58,6 +58,10 @@ def load_weights(
     serves, so this one loads at a low priority. Raises `ValueError` for mistakes that the user can mend, and
     if there is not enough memory."""
     run = partial(_in_background, device) if stands_by else _at_once
+    if checkpoint.config.modules is not None and not config.skip_model_check:
+        from baton.engine.execution.module_check import check_modules  # late: others need no transformers
+
+        run(partial(check_modules, checkpoint.config, checkpoint.source))
     shared: SharedWeights | None = None
     with memory_for(device, "the weights", "choose a smaller --model"):
         if shelf is not None or config.enable_memory_saver:

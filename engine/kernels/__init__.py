@@ -235,12 +235,21 @@ class Kernels:
         heads. `head_dim`: of the layers. None: that of the model."""
         return tile_attention(metadata, span, dtype, exact=self.exact)
 
-    def attention(self, q: Tensor, kv: KV, tiling: Any, sinks: Tensor | None, scale: float) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        kv: KV,
+        tiling: Any,
+        sinks: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Every query attends to the positions of its request up to its own, from the first in the tiling's
         span. q is as `rope_and_write` returns it, and kv holds this step's keys and values. sinks
         [num_heads]: logits that take part in the softmax of each head, without a value. `scale` multiplies
-        the products of queries and keys. Returns [tokens, num_heads, head_dim]."""
-        return paged_attention(q, kv, tiling, sinks, scale)
+        the products of queries and keys; `softcap` · tanh(product / `softcap`) takes the place of each.
+        Returns [tokens, num_heads, head_dim]."""
+        return paged_attention(q, kv, tiling, sinks, scale, softcap)
 
     def tile_latent(
         self,

@@ -231,8 +231,15 @@ class TritonKernels(Kernels):
         return 0 if self.exact else SHORT_PER_SM * self._multiprocessors // num_kv_heads
 
     def attention(
-        self, q: Tensor, kv: KV, tiling: TritonTiling, sinks: Tensor | None, scale: float
+        self,
+        q: Tensor,
+        kv: KV,
+        tiling: TritonTiling,
+        sinks: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
     ) -> Tensor:
+        assert softcap is None, "the loader refuses bounds of scores on a GPU"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if tiling.pieces is not None:
             decodes = slice(tiling.num_decodes)

@@ -48,7 +48,7 @@ def open_checkpoint(
         if config.load_format == "auto":
             return checkpoint
         return DummyCheckpoint(checkpoint.config, str(path), config.seed, device)
-    shape = read_config(path, images=not config.language_model_only)
+    shape = read_config(path, images=not config.language_model_only, model_impl=config.model_impl)
     shape = replace(shape, state=chosen_dtype(shape.state, config.state_dtype, config.model))
     if config.load_format == "auto":
         return in_one_form(HFCheckpoint(path, shape, device))
@@ -56,7 +56,11 @@ def open_checkpoint(
 
 
 def in_one_form(files: HFCheckpoint) -> Checkpoint:
-    """Tensors in the form of most families."""
+    """Tensors in the form of most families, or of modules."""
+    if files.config.modules is not None:
+        from baton.engine.loader.modules import ModulesCheckpoint  # late: others need no transformers
+
+        return ModulesCheckpoint(files)
     rearranged = FAMILIES[files.config.architecture].checkpoint
     return rearranged(files) if rearranged else files
 

@@ -1,11 +1,12 @@
 """Reads `config.json` of Hugging Face transformers, versions 4 and 5."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from baton.engine.loader.families import family_of
+from baton.engine.loader.families import FAMILIES, family_of
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.hybrid_config import with_dtype
 from baton.engine.loader.rope_config import local_rope, one_rope, rope_scaling, rope_theta, ropes, rotary_dim
@@ -20,6 +21,8 @@ from baton.engine.model_config import (
     known_ids,
 )
 from baton.vision.images import image_settings, processor_settings
+
+log = logging.getLogger(__name__)
 
 LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 GRANITE = "GraniteMoeHybridForCausalLM"
@@ -110,18 +113,25 @@ def model_config_from_hf(
     return shape
 
 
-def read_config(directory: Path, *, images: bool = True) -> ModelConfig:
-    """Reads a model's configuration. `images`: as in `model_config_from_hf`. Raises `ValueError` naming the
-    file and the key that is wrong."""
+def read_config(directory: Path, *, images: bool = True, model_impl: str = "auto") -> ModelConfig:
+    """Reads a model's configuration. `images`: as in `model_config_from_hf`. `model_impl`: as in
+    `EngineConfig`. Raises `ValueError` naming the file and the key that is wrong."""
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory}: no config.json in there, so it is not a model directory")
 
     read = reader_of(directory)
-    generation = read("generation_config.json")
-    return model_config_from_hf(
-        read_json(path), generation, str(path), processor_settings(read), images=images
-    )
+    generation, values = read("generation_config.json"), read_json(path)
+    architecture = Settings(values, str(path)).architecture
+    if model_impl == "transformers" or (model_impl == "auto" and architecture not in FAMILIES):
+        from baton.engine.loader.modules import has_modules, modules_config  # late: others do without
+
+        if model_impl == "auto" and not has_modules(values, str(path)):
+            family_of(architecture, str(path))
+        eos_ids = _eos_ids(Settings(values, str(path)), generation)
+        log.info("%s: modules of transformers compute %s", directory, architecture)
+        return modules_config(values, eos_ids, str(path))
+    return model_config_from_hf(values, generation, str(path), processor_settings(read), images=images)
 
 
 def reader_of(directory: Path) -> Callable[[str], Mapping[str, Any]]:

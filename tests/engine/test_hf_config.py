@@ -140,8 +140,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
      r"rope_scaling {'rope_type': 'linear', 'factor': 8\.0} of Gemma4ForCausalLM is not supported"),
     ("MiMoV2Flash", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
      r"rope_scaling {.*} of MiMoV2FlashForCausalLM is not supported"),
-    ("Llama", {"architectures": ["GemmaForCausalLM"]},
-     r"architecture GemmaForCausalLM is not supported \(LlamaForCausalLM.*vLLM"),
+    ("Llama", {"architectures": ["NewForCausalLM"], "model_type": "new"},
+     r"architecture NewForCausalLM is not supported \(LlamaForCausalLM.*vLLM"),
 ]  # fmt: skip
 
 

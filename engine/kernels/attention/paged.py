@@ -298,16 +298,30 @@ def _minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(where.shape, dtype=dtype).masked_fill_(where, float("-inf"))
 
 
-def paged_attention(q: Tensor, kv: KV, tiling: TorchTiling, sinks: Tensor | None, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    kv: KV,
+    tiling: TorchTiling,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
     """Every query of q [tokens, num_heads, head_dim] attends to the positions of its request that it sees.
     The layer's cache `kv` holds all of them already. sinks [num_heads]: a logit for each head. `scale`
     multiplies the products of queries and keys. Returns [tokens, num_heads, head_dim]."""
-    parts = [decode_group(q[group.rows], kv, group, sinks, scale) for group in tiling.decodes]
-    parts += [prefill_group(q[group.rows], kv, group, sinks, scale) for group in tiling.prefills]
+    parts = [decode_group(q[group.rows], kv, group, sinks, scale, softcap) for group in tiling.decodes]
+    parts += [prefill_group(q[group.rows], kv, group, sinks, scale, softcap) for group in tiling.prefills]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def decode_group(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, scale: float) -> Tensor:
+def decode_group(
+    q: Tensor,
+    kv: KV,
+    group: DecodeGroup,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
     requests, num_heads, head_dim = q.shape
     seen = _seen(kv, group.blocks, q)
     num_kv_heads = seen.shape[2]
@@ -318,11 +332,18 @@ def decode_group(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, sc
     # The query heads that share a KV head become several queries of one head.
     grouped = q.reshape(requests, num_kv_heads, -1, head_dim)
     of_query = None if sinks is None else sinks.view(num_kv_heads, -1)
-    out = attend(grouped, keys, values, group.mask, of_query, scale)
+    out = attend(grouped, keys, values, group.mask, of_query, scale, softcap)
     return out.reshape(requests, num_heads, head_dim)
 
 
-def prefill_group(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, scale: float) -> Tensor:
+def prefill_group(
+    q: Tensor,
+    kv: KV,
+    group: PrefillGroup,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
     seen = _seen(kv, group.blocks, q)[:, : group.padded]
     seen[:, : group.hidden] = 0
     seen[:, group.length :] = 0
@@ -333,19 +354,45 @@ def prefill_group(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, 
     if group.mask is not None:
         q = F.pad(q, (0, 0, 0, 0, group.before, len(group.mask) - rows.stop))
     queries = q.transpose(0, 1)[None]
-    return attend(queries, keys[None], values[None], group.mask, of_query, scale)[0].transpose(0, 1)[rows]
+    out = attend(queries, keys[None], values[None], group.mask, of_query, scale, softcap)
+    return out[0].transpose(0, 1)[rows]
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """q [batch, heads, queries, head_dim]; sinks like [heads, queries]. Without a mask, it is causal."""
+    if softcap is not None:
+        return _capped(q, k, v, mask, sinks, scale, softcap)
     # What `scaled_dot_product_attention` calls on a CPU, and the logarithm of the softmax's sum as well.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, logsumexp = flash(q, k, v, is_causal=mask is None, attn_mask=mask, scale=scale)
     if sinks is not None:  # the sum grows by exp(sink)
         out *= torch.sigmoid(logsumexp - sinks)[..., None]
     return out
+
+
+def _capped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """As `attend`, with bounded products, for which torch has no kernel."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q @ k.mT).float().mul_(scale / softcap).tanh_().mul_(softcap)
+    if mask is None:
+        scores += torch.full(scores.shape[-2:], float("-inf")).triu_(1)
+    else:
+        scores += mask
+    logsumexp = scores.logsumexp(-1)
+    if sinks is not None:
+        logsumexp = torch.logaddexp(logsumexp, sinks.float().expand_as(logsumexp))
+    return scores.sub_(logsumexp[..., None]).exp_().to(v.dtype) @ v
 
 
 def _seen(kv: KV, blocks: Tensor, q: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,12 +116,12 @@ def family_of(architecture: str, source: str) -> Family:
     if architecture not in FAMILIES:
         raise ValueError(
             f"{source}: architecture {architecture} is not supported ({', '.join(FAMILIES)} are)"
-            f"{_what_serves(architecture)}"
+            f"{what_serves(architecture)}"
         )
     return FAMILIES[architecture]
 
 
-def _what_serves(architecture: str) -> str:
+def what_serves(architecture: str) -> str:
     """For an error message: whether vLLM serves this architecture, as far as this environment shows it."""
     vllm = find_spec("vllm")
     if vllm is None or not vllm.submodule_search_locations:
@@ -130,8 +131,12 @@ def _what_serves(architecture: str) -> str:
     return "; vLLM serves it: --engine vllm" if listed else "; nor does the installed vLLM list it"
 
 
-def model_class(config: ModelConfig, source: str) -> type[Llama]:
+def model_class(config: ModelConfig, source: str) -> type[Any]:
     """The class that computes this model. Raises as `family_of`."""
+    if config.modules is not None:
+        from baton.engine.models.transformers.model import ModulesModel  # late: others need no transformers
+
+        return ModulesModel
     return family_of(config.architecture, source).model
 
 

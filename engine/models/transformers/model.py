@@ -1,0 +1,155 @@
+"""A model of transformers' modules, as the runner calls it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baton.engine.kernels import LinearMethod
+from baton.engine.layers.ranks import unsharded
+from baton.engine.layers.weights import DTYPES, Weights
+from baton.engine.model_config import ModelConfig, ModulesConfig
+from baton.engine.models.cache_spec import AttentionCache, CacheSpec
+from baton.engine.models.transformers.interface import Pass, calling
+from baton.engine.models.transformers.modules import build
+
+INTEGERS = (torch.int64, torch.int32, torch.bool)
+
+
+class Linear(nn.Module):
+    """A product in the format that the loader chooses."""
+
+    def __init__(self, product: LinearMethod) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.product(x.reshape(-1, x.shape[-1]).contiguous())
+        return out.view(*x.shape[:-1], -1)
+
+
+class Computed(nn.Module):
+    """Takes the place of the layers below the output projection once they have computed."""
+
+    def __init__(self, layers: nn.Module, output: type[Any]) -> None:
+        super().__init__()
+        self.of_layers = (layers,)  # a tuple hides it from torch
+        self.output = output
+        self.hidden: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["of_layers"][0], name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.output(last_hidden_state=self.hidden)
+
+
+class ModulesModel:
+    @staticmethod
+    def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+        return tuple(
+            AttentionCache(layer.num_kv_heads, layer.head_dim, kv_dtype, layer.span)
+            for layer in modules_of(config).layers
+        )
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        modules = modules_of(config)
+        self.layers = modules.layers
+        if weights.device.type == "cuda" and any(layer.softcap for layer in self.layers):
+            raise ValueError(
+                f"{weights.source}: a GPU's kernels cannot bound the scores of {config.architecture}; use "
+                "--device cpu"
+            )
+        whole = build(modules.settings)
+        _compute_buffers(whole, weights.device)
+        _load(whole, weights)
+        for parameter in whole.parameters():
+            parameter.requires_grad_(requires_grad=False)
+        self.head = whole
+        self.name, self.body = body_of(whole)
+        self.computed: Computed | None = None
+        # It rotates nothing: modules have rotated queries and keys already.
+        dtype = weights.dtype if weights.device.type == "cpu" else torch.float32
+        one = torch.tensor([1.0, 0.0], dtype=dtype, device=weights.device)
+        self.unrotated = {
+            size: one[None, :, None].repeat(1, 1, size) for size in {layer.head_dim for layer in self.layers}
+        }
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """As `Llama`."""
+        first = torch.zeros_like(positions)
+        rotaries = {size: table.index_select(0, first) for size, table in self.unrotated.items()}
+        with calling(Pass(attend, self.layers, rotaries)):
+            output = self.body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        if self.computed is None:
+            self.computed = Computed(self.body, type(output))
+            self.head.set_submodule(self.name, self.computed)
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Llama.logits`: what the modules compute above their layers."""
+        assert self.computed is not None, "a pass of the layers comes before"
+        self.computed.hidden = hidden[None]
+        return self.head(input_ids=None, use_cache=False).logits[0]
+
+
+def modules_of(config: ModelConfig) -> ModulesConfig:
+    assert config.modules is not None, "the loader sets it for this architecture"
+    return config.modules
+
+
+def body_of(whole: Any) -> tuple[str, Any]:
+    """The layers with the embedding and the last norm, and where the modules have them."""
+    from transformers import PreTrainedModel
+
+    parts = {name: part for name, part in whole.named_modules() if name and isinstance(part, PreTrainedModel)}
+    decoder = whole.get_decoder()
+    return next((item for item in parts.items() if item[1] is decoder), next(iter(parts.items())))
+
+
+def _compute_buffers(whole: Any, device: torch.device) -> None:
+    """Gives buffers that no checkpoint has, such as frequencies, their values. Parameters stay on "meta"."""
+    kept = {id(x) for x in whole.state_dict(keep_vars=True).values()}
+    for module in whole.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) not in kept:
+                values = torch.zeros_like(buffer, device=device)
+                module.register_buffer(name, values, persistent=False)
+    whole.initialize_weights()
+
+
+def _load(whole: Any, weights: Weights) -> None:
+    """Gives all parameters and buffers of a state dict their values. Those that are tied share them."""
+    names: dict[int, list[str]] = {}
+    state = whole.state_dict(keep_vars=True)
+    for name, x in state.items():
+        names.setdefault(id(x), []).append(name)
+    for all_names in names.values():
+        name = next(filter(weights.has, all_names), all_names[0])
+        path, _, last = name.rpartition(".")
+        module, x = whole.get_submodule(path), state[name]
+        if type(module) is nn.Linear and len(all_names) == 1:
+            if last == "weight":
+                rows, columns = map(unsharded, x.shape)
+                product = weights.linear([path], [rows], columns, bias=module.bias is not None)
+                parent, _, child = path.rpartition(".")
+                setattr(whole.get_submodule(parent), child, Linear(product))
+            continue
+        value = _value(name, x, weights)
+        for each in all_names:
+            path, _, last = each.rpartition(".")
+            if isinstance(x, nn.Parameter):
+                setattr(whole.get_submodule(path), last, nn.Parameter(value, requires_grad=False))
+            else:
+                whole.get_submodule(path).register_buffer(last, value)
+
+
+def _value(name: str, x: Tensor, weights: Weights) -> Tensor:
+    if isinstance(x, nn.Parameter):
+        return weights.take(name, tuple(x.shape))
+    dtypes = DTYPES if x.is_floating_point() else INTEGERS
+    return weights.stored(name, [unsharded(size) for size in x.shape], *dtypes).to(x.dtype)

@@ -1,0 +1,117 @@
+"""Builds the modules of a model on the device "meta", and records how they call attention."""
+
+import functools
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from baton.engine.model_config import ModuleAttention
+from baton.engine.models.transformers.interface import RECORDING, SERVING, Calls, calling, register
+
+TOKENS = 4
+"""Of the pass that records calls."""
+
+
+ERRORS = (
+    AssertionError, AttributeError, IndexError, KeyError, RuntimeError, StrictDataclassError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What configurations and modules of transformers raise if something does not fit."""
+LAYER_TYPES = ("chunked_attention", "full_attention", "sliding_attention")
+
+
+def modules_class(architecture: str, model_type: str) -> Any:
+    """The class in transformers. Raises `ValueError` if transformers has none, or is not installed."""
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ValueError(
+            "modules of transformers need it: in Baton's source directory `pip install -e '.[transformers]'` "
+            "installs it"
+        ) from error
+    found = getattr(transformers, architecture, None)
+    if found is None and re.fullmatch(r"[a-z]\w*", model_type, re.ASCII):  # some stand in no table
+        try:
+            found = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+            found = getattr(found, architecture, None)
+        except ModuleNotFoundError:
+            found = None
+    if not isinstance(found, type) or not issubclass(found, transformers.GenerationMixin):
+        raise ValueError(
+            f"transformers {transformers.__version__} has no causal language model {architecture}"
+        )
+    return found
+
+
+def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a `config.json` as transformers reads them. Raises any of `ERRORS`."""
+    named = values.get("architectures") or [""]
+    architecture = str(named[0] if isinstance(named, list) else named)
+    kind = modules_class(architecture, str(values.get("model_type", "")))
+    settings = _floats(kind.config_class.from_dict(dict(values)).to_dict())
+    settings["architectures"] = [architecture]
+    settings.pop("transformers_version", None)
+    if other := sorted({*(settings.get("layer_types") or ())}.difference(LAYER_TYPES)):
+        raise ValueError(f"it has layers of type {', '.join(map(str, other))}")
+    return settings
+
+
+def _floats(x: Any) -> Any:
+    """With numbers in place of transformers' words for those that JSON lacks."""
+    if isinstance(x, dict):
+        return (
+            float(x["__float__"]) if "__float__" in x else {key: _floats(value) for key, value in x.items()}
+        )
+    return [_floats(each) for each in x] if isinstance(x, list | tuple) else x
+
+
+def build(settings: str, implementation: str = SERVING, experts: str | None = None) -> Any:
+    """The modules of a causal language model on the device "meta". `settings`: JSON of `read_settings`."""
+    register()
+    values = json.loads(settings)
+    kind = modules_class(values["architectures"][0], str(values.get("model_type", "")))
+    values.pop("dtype", None)  # the loader chooses it
+    config = kind.config_class.from_dict(
+        values, attn_implementation=implementation, experts_implementation=experts
+    )
+    with torch.device("meta"):
+        return kind(config).eval()
+
+
+on_meta = functools.lru_cache(maxsize=2)(build)
+"""As `build`; callers only read the modules."""
+
+
+def with_values(settings: str) -> Any:
+    """The modules with transformers' own attention, and with random values, on a CPU."""
+    model = build(settings, "eager").to_empty(device="cpu")
+    model.initialize_weights()
+    model.tie_weights()
+    for name, x in model.state_dict().items():  # far from values with which little would differ
+        if x.is_floating_point() and x.dim() < 2:
+            x.uniform_(0.5, 1.5)
+        elif x.is_floating_point():
+            x.normal_(std=0.3 if "embed" in name else 1.4 * x.shape[-1] ** -0.5)
+    return model
+
+
+def record_calls(settings: str) -> tuple[ModuleAttention, ...]:
+    """How a pass calls attention, in order. Raises any of `ERRORS`; `ValueError` names what is missing."""
+    model, calls = build(settings, RECORDING, RECORDING), Calls()
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    with calling(calls), torch.inference_mode():
+        output = model(input_ids=ids)
+    if not calls.layers:
+        raise ValueError("it never calls transformers' attention interface")
+    kept = getattr(output, "past_key_values", None)
+    others = {type(layer).__name__ for layer in getattr(kept, "layers", ()) if not hasattr(layer, "keys")}
+    if others:
+        raise ValueError(f"its cache has {', '.join(sorted(others))}")
+    return tuple(calls.layers)

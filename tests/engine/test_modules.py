@@ -1,0 +1,117 @@
+"""Models that transformers' modules compute with Baton's attention: their tokens are transformers' own."""
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.loader.hf_config import read_config
+from baton.engine.model_config import Span
+from tests.engine.checkpoints import edit_json, load
+from tests.engine.conftest import request_of, save_tiny, tokens_of
+from tests.engine.test_models import scores
+
+LENGTHS = (1, 2, 17, 48, 90, 150, 333, 500)
+LONG = {"max_position_embeddings": 1024, "pad_token_id": 0}
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {"head_dim": 32},
+    "Qwen3Moe": {"head_dim": 32},
+    "Olmo3": {"sliding_window": 20, "num_hidden_layers": 4},
+    "Gemma2": {"sliding_window": 20, "head_dim": 16, "attn_logit_softcapping": 0.7},
+    "SmolLM3": {},
+    "Exaone4": {"sliding_window": 20, "num_hidden_layers": 4, "sliding_window_pattern": 4},
+    "GptOss": {},
+    "Granite": {"attention_multiplier": 0.2, "logits_scaling": 3.0, "residual_multiplier": 0.4},
+    "DeepseekV3": {},
+    "GPTNeoX": {},
+    "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "Cohere2": {"sliding_window": 20},
+    "Mistral4": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+}
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
+    """In chunks, in one batch, and once more from the prefix cache."""
+    reference = save_tiny(tmp_path, kind, **{**LONG, **KINDS[kind]})
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, 199) for _ in range(length)] for length in LENGTHS]
+    engine = load(
+        tmp_path, num_blocks=192, max_num_batched_tokens=64, max_num_seqs=6, model_impl="transformers",
+        enable_prefix_caching=True,
+    )  # fmt: skip
+    for first in (0, len(prompts)):
+        requests = [
+            request_of(first + i, prompt, max_tokens=8, ignore_eos=True) for i, prompt in enumerate(prompts)
+        ]
+        for prompt, tokens in zip(prompts, tokens_of(engine, requests), strict=True):
+            assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
+
+
+def test_own_classes_come_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    save_tiny(tmp_path, "Llama")
+    assert read_config(tmp_path).modules is None
+    assert read_config(tmp_path, model_impl="baton").modules is None
+    assert not caplog.text
+    assert read_config(tmp_path, model_impl="transformers").modules is not None
+    assert "modules of transformers compute LlamaForCausalLM" in caplog.text
+    save_tiny(tmp_path, "Olmo3", pad_token_id=0, sliding_window=20, num_hidden_layers=4)
+    assert read_config(tmp_path).spans == (*[Span(20)] * 3, None)
+    with pytest.raises(ValueError, match="Olmo3ForCausalLM is not supported"):
+        read_config(tmp_path, model_impl="baton")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("Mamba", {}, "never calls transformers' attention interface"),
+        ("Lfm3", {"layer_types": ["full_attention", "conv", "full_attention"]}, "it has layers of type conv"),
+    ],
+)
+def test_what_modules_cannot_do_is_refused_by_name(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, kind, pad_token_id=0, **changes)
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path, model_impl="transformers")
+
+
+def test_what_modules_compute_otherwise_is_refused(tmp_path: Path) -> None:
+    """Llama 4's layers without rotation take positions from the cache of transformers."""
+    save_tiny(tmp_path, "Llama4Text")
+    with pytest.raises(
+        ValueError, match=r"more tokens of a prompt, beside another prompt differs by 0\.\d+ of"
+    ):
+        load(tmp_path, model_impl="transformers")
+    load(tmp_path, model_impl="transformers", skip_model_check=True)
+
+
+def test_rotation_by_the_length_of_a_step_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Arcee")
+    rope = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
+    edit_json(tmp_path / "config.json", rope_parameters=rope)
+    with pytest.raises(ValueError, match=r"ArceeForCausalLM .*: rope scaling 'dynamic' is not supported"):
+        read_config(tmp_path)
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama")
+    edit_json(
+        tmp_path / "config.json", architectures=["StrangeForCausalLM"], model_type="os",
+        auto_map={"AutoModelForCausalLM": "modeling.StrangeForCausalLM"},
+    )  # fmt: skip
+    (tmp_path / "modeling.py").write_text("raise SystemExit('it ran')\n")
+    with pytest.raises(ValueError, match="no causal language model StrangeForCausalLM"):
+        read_config(tmp_path, model_impl="transformers")
+    with pytest.raises(ValueError, match="StrangeForCausalLM is not supported"):
+        read_config(tmp_path)
