@@ -38,14 +38,6 @@ _REMOTE = re.compile(r"https?:", re.IGNORECASE)
 _DATA = re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w.+-]+=[^;,]*)*;base64,", re.ASCII)
 
 
-class Decoded(NamedTuple):
-    name: bytes
-    rows: int
-    """Of tokens."""
-    columns: int
-    pixels: bytes
-
-
 class _Source(NamedTuple):
     """A file that can be decoded."""
 
@@ -60,7 +52,7 @@ class _Source(NamedTuple):
     """Pixels that it has then."""
 
 
-_kept: OrderedDict[bytes, Decoded] = OrderedDict()  # of this process, the least recently used first
+_kept: OrderedDict[bytes, PlacedImage] = OrderedDict()  # of this process, the least recently used first
 
 
 def is_remote(url: str) -> bool:
@@ -70,11 +62,11 @@ def is_remote(url: str) -> bool:
 
 def decode_images(
     images: Sequence[ShownImage], settings: ImageSettings, files: Mapping[str, bytes]
-) -> list[Decoded]:
-    """`files`: those that were fetched, by URL. Raises InvalidRequest, which names the image by its number in
-    the request."""
+) -> list[PlacedImage]:
+    """Images without their place. `files`: those that were fetched, by URL. Raises InvalidRequest, which
+    names the image by its number in the request."""
     names: list[bytes] = []
-    decoded_images: dict[bytes, Decoded] = {}
+    decoded_images: dict[bytes, PlacedImage] = {}
     missing: dict[bytes, _Source] = {}
     total = 0
     for i, image in enumerate(images):
@@ -83,7 +75,7 @@ def decode_images(
         names.append(name := of_image.name(file))
         if (cached := _kept.get(name)) is not None:
             decoded_images[name] = cached
-            total += cached.rows * cached.columns * settings.side**2
+            total += cached.tokens * settings.side**2
         else:
             missing[name] = _source(name, file, of_image, i)
             total += missing[name].resized
@@ -129,7 +121,7 @@ def _parts(sources: Iterable[_Source]) -> Iterator[list[_Source]]:
 
 
 def place(
-    token_ids: Sequence[int], images: Sequence[Decoded], token: int
+    token_ids: Sequence[int], images: Sequence[PlacedImage], token: int
 ) -> tuple[list[int], list[PlacedImage]]:
     """Puts the tokens of each image in place of the one that the chat template has written. Raises
     InvalidRequest if there are not as many."""
@@ -142,8 +134,8 @@ def place(
     begin = 0
     for at, image in zip(written, images, strict=True):
         ids += token_ids[begin:at]
-        placed.append(PlacedImage(image.name, len(ids), image.rows, image.columns, memoryview(image.pixels)))
-        ids += [token] * (image.rows * image.columns)
+        placed.append(image._replace(start=len(ids)))
+        ids += [token] * image.tokens
         begin = at + 1
     return [*ids, *token_ids[begin:]], placed
 
@@ -171,7 +163,7 @@ def _source(name: bytes, file: bytes, settings: ImageSettings, i: int) -> _Sourc
     return _Source(i, name, file, settings, pixels, height * width)
 
 
-def _decoded(part: Sequence[_Source]) -> Iterator[Decoded]:
+def _decoded(part: Sequence[_Source]) -> Iterator[PlacedImage]:
     """A thread decodes a file. To resize an image takes twice as long, so threads share it if they can."""
     images = list(_by_threads(_turned, part))
     sizes = [
@@ -181,7 +173,8 @@ def _decoded(part: Sequence[_Source]) -> Iterator[Decoded]:
     tasks = [(part[i], images[i], sizes[i][1], band) for i, of_image in enumerate(bands) for band in of_image]
     pixels = _by_threads(_resized, *zip(*tasks, strict=True))
     for source, size, of_image in zip(part, sizes, bands, strict=True):
-        yield Decoded(source.name, *source.settings.grid(*size), b"".join(islice(pixels, len(of_image))))
+        made = memoryview(b"".join(islice(pixels, len(of_image))))
+        yield PlacedImage(source.name, 0, *source.settings.grid(*size), made)
 
 
 def _turned(source: _Source) -> Any:

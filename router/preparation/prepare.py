@@ -30,7 +30,7 @@ from baton.router.api.sampling import Body
 from baton.router.api.validation import parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported, about
 from baton.router.preparation.demand import NO_PLACES, Question, question_of
-from baton.router.preparation.images import Decoded, PlacedImage, decode_images, is_remote, place
+from baton.router.preparation.images import PlacedImage, decode_images, is_remote, place
 from baton.router.preparation.input_items import Query, input_items, peek
 from baton.router.text.sealed import unsealed
 from baton.router.text.tokenizer import ModelTokenizer
@@ -275,7 +275,7 @@ class Preparation:
             return messages
         return [message.without_images() if message.role == "tool" else message for message in messages]
 
-    def _images(self, messages: Sequence[Message], field: str) -> list[Decoded]:
+    def _images(self, messages: Sequence[Message], field: str) -> list[PlacedImage]:
         """The images of a chat, in this field. Raises InvalidRequest for one that is broken, NeedsChild and
         NeedsFiles."""
         images = [image for message in messages for image in message.images]
@@ -295,7 +295,7 @@ class Preparation:
             return decode_images(images, self.tokenizer.images, self.files)
 
     def _placed(
-        self, token_ids: list[int], images: list[Decoded], field: str
+        self, token_ids: list[int], images: list[PlacedImage], field: str
     ) -> tuple[list[int], list[PlacedImage]]:
         settings = self.tokenizer.images
         if settings is None or not images:
