@@ -11,8 +11,9 @@ from typing import Literal
 from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.router.admission.keys import ANY_CLIENT, Account
 from baton.router.admission.queue import Admission, Turn, TurnResult
+from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.desk import Desk
-from baton.router.policy.fleet import SeenWorker
+from baton.router.policy.fleet import Seen
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import NOTHING, Lack
 from baton.router.policy.prefill import PrefillRequest
@@ -32,7 +33,7 @@ FETCH_SECONDS, FETCH_TOKEN_SECONDS = 6e-3, 0.5e-6
 Pool = Literal["prefill", "decode"]
 
 
-def _seen(row: int, worker: Worker, seats: int) -> SeenWorker:
+def _seen(row: int, worker: Worker, seats: int) -> Seen:
     link = pb.PrefixLink(wait=FETCH_SECONDS, tokens_per_s=1 / FETCH_TOKEN_SECONDS)
     description = pb.WorkerDescription(
         block_size=BLOCK,
@@ -43,10 +44,11 @@ def _seen(row: int, worker: Worker, seats: int) -> SeenWorker:
         num_layers=worker.machine.layers,
         exchanges_prefixes=True,
     )
-    return SeenWorker(
+    return Seen(
         worker.name,
-        description,
-        row,
+        description=description,
+        decode_load=DecodeLoad.of(worker.name, description),
+        row=row,
         status=worker.status(),
         step_model=worker.step_model,
         prefix_links={(0, Tier.DEVICE): link},
@@ -86,7 +88,7 @@ class Router:
         view = self._views[row]
         if view.pool:
             self.desk.serve(row, view.pool, False)
-        view.ready = pool is not None
+        view.retired = pool is None
         if pool is not None:
             view.pool = pb.POOL_PREFILL if pool == "prefill" else pb.POOL_DECODE
             self.desk.serve(row, view.pool, True)

@@ -1,9 +1,9 @@
 """The workers as one router sees them when it plans a request."""
 
 import random
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import KW_ONLY, dataclass, field
 
 from baton.router.policy.decode import CACHED_PRESSURE, DecodeCaches, DecodeLoad, DecodePool, two_choices
 from baton.router.policy.pace import Pace
@@ -14,56 +14,44 @@ from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel
 
 
-class Seen(Protocol):
-    """What plans read of an attached worker. The router's `Worker` is one. `SeenWorker` is no connection."""
+@dataclass(eq=False, repr=False)
+class Seen:
+    """A worker as plans see it. `workers.worker.Worker` is one with its connection."""
 
-    row: int
-    """-1: it is not attached."""
     address: str
-    pool: "pb.Pool"
-    """In which it gets new work, if it is ready."""
-    description: pb.WorkerDescription
-    status: pb.WorkerStatus
-    step_model: StepModel | None
-    """What its steps cost. None: not known."""
-    prefix_links: dict[tuple[int, int], pb.PrefixLink]
+    _: KW_ONLY
+    row: int = -1
+    """Its row in the tables of the policies. -1: it is not attached."""
+    pool: "pb.Pool" = pb.POOL_UNSPECIFIED
+    """In which the worker gets new work: that of the last report, or else its first."""
+    description: pb.WorkerDescription = field(default_factory=pb.WorkerDescription)
+    """Of the attached incarnation, or of the last one."""
+    status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
+    """The last report."""
+    step_model: StepModel | None = None
+    """What its steps cost, as of the last report. None: not known."""
+    prefix_links: dict[tuple[int, int], pb.PrefixLink] = field(default_factory=dict)
+    """Those of the last report, by incarnation and tier of the other worker."""
+    decode_load: DecodeLoad | None = None
+    """What the router knows of its decodes, in either pool. None: it is not attached."""
+    shown_images: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    """By name, tokens of those whose pixels it got from this router. It should keep their embeddings."""
+    retired: bool = False
+    """It gets no new work."""
 
     @property
-    def load(self) -> DecodeLoad: ...
-
-    @property
-    def shown_images(self) -> Collection[bytes]:
-        """Names of images of which it should keep the embeddings."""
-        ...
+    def load(self) -> DecodeLoad:
+        """The decode load of an attached worker."""
+        assert self.decode_load is not None
+        return self.decode_load
 
     @property
     def ready(self) -> bool:
-        """Whether it takes new work."""
-        ...
+        """Whether the worker takes new work."""
+        return not self.retired
 
     def ready_in(self, pool: "pb.Pool") -> bool:
-        """Whether it takes new work of this pool."""
-        ...
-
-
-@dataclass(eq=False)
-class SeenWorker:
-    """A worker of a simulation, or of a recording."""
-
-    address: str
-    description: pb.WorkerDescription
-    row: int = -1
-    pool: "pb.Pool" = pb.POOL_UNSPECIFIED
-    ready: bool = True
-    status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
-    step_model: StepModel | None = None
-    prefix_links: dict[tuple[int, int], pb.PrefixLink] = field(default_factory=dict)
-    shown_images: Sequence[bytes] = ()
-
-    def __post_init__(self) -> None:
-        self.load = DecodeLoad.of(self.address, self.description)
-
-    def ready_in(self, pool: "pb.Pool") -> bool:
+        """Whether the worker takes new work of this pool."""
         return self.ready and self.pool == pool
 
 

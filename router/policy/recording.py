@@ -5,6 +5,7 @@ argument of a plan is what came of it. Messages stand as bytes.
 """
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import IO, Any, NamedTuple
@@ -13,8 +14,9 @@ import msgspec
 from google.protobuf.message import Message
 
 from baton.kv_names import Tier
+from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.desk import Desk
-from baton.router.policy.fleet import SeenWorker
+from baton.router.policy.fleet import Seen
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import Held, Lack
 from baton.router.policy.prefill import PrefillRequest
@@ -88,7 +90,7 @@ def replay(
     now, _, [settings] = next(told)
     seed = settings.pop("seed")
     desk = Desk(lambda: now, PlanSettings(**settings), seed=seed)
-    workers = dict[int, SeenWorker]()
+    workers = dict[int, Seen]()
     for at, name, arguments in told:
         now = at
         if name == "plan":
@@ -96,7 +98,8 @@ def replay(
             yield recorded, outcome(desk.plan(request, held))
         elif name == "join":
             address, description, status = arguments
-            worker = SeenWorker(address, description, ready=False)
+            load = DecodeLoad.of(address, description)
+            worker = Seen(address, description=description, decode_load=load, retired=True)
             _tell(worker, "reported", status, step_model)
             desk.join(worker)
             workers[worker.row] = worker
@@ -113,18 +116,18 @@ def replay(
 
 
 def _tell(
-    worker: SeenWorker, name: str, value: Any, step_model: Callable[[pb.StepModel], StepModel | None]
+    worker: Seen, name: str, value: Any, step_model: Callable[[pb.StepModel], StepModel | None]
 ) -> None:
     """Changes what the connection to a worker would know."""
     if name == "reported":
         worker.status, worker.pool, worker.step_model = value, value.pool, step_model(value.step_model)
         worker.prefix_links = {(link.incarnation, Tier(link.tier)): link for link in value.prefix_links}
     elif name == "placed":
-        worker.ready = value
+        worker.retired = not value
     elif name == "described":
         worker.description = value
     else:
-        worker.shown_images = value
+        worker.shown_images = OrderedDict.fromkeys(value, 0)
 
 
 _KINDS: dict[str, tuple[Any, ...]] = {

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,15 +24,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import grpc.aio
 
 from baton.router.errors import ApiError
-from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.desk import Desk
+from baton.router.policy.fleet import Seen
 from baton.router.policy.plan import Plan
 from baton.router.policy.prefill_loads import PrefillWork
 from baton.router.workers.breaker import CircuitBreaker
 from baton.router.workers.checks import clear_invalid_rates, step_model
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.stubs import WorkerStub
-from baton.steps.step_model import StepModel
 from baton.system.logs import of_request
 from baton.system.tracing import Span
 
@@ -186,10 +185,13 @@ class Attempt:
 
 
 @dataclass(eq=False, repr=False)
-class Worker:
-    """The connection to one worker, without the task that keeps it open."""
+class Worker(Seen):
+    """The connection to one worker, without the task that keeps it open.
 
-    address: str
+    Attributes:
+        retired: discovery no longer lists it.
+    """
+
     desk: Desk
     on_load: Callable[[], None]
     """Called when the worker may have capacity for another decode."""
@@ -201,33 +203,15 @@ class Worker:
     reason: str = ""
     """Why the worker is not ready. Empty if it is. Likewise `remedy`: what to do."""
     remedy: str = ""
-    description: pb.WorkerDescription = field(default_factory=pb.WorkerDescription)
-    """Of the attached incarnation, or of the last one."""
-    status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
-    """The last report."""
     reported_at: float = 0.0
-    """The time.monotonic() at which this process got it."""
-    step_model: StepModel | None = None
-    """What its steps cost, as of the last report. None: not known."""
-    prefix_links: dict[tuple[int, int], pb.PrefixLink] = field(default_factory=dict)
-    """Those of the last report, by incarnation and tier of the other worker."""
-    pool: "pb.Pool" = pb.POOL_UNSPECIFIED
-    """In which the worker gets new work: that of the last report, or else its first."""
+    """The time.monotonic() at which this process got the last report."""
     attempts: dict[bytes, Attempt] = field(default_factory=dict)
     """The open attempts, by id."""
-    decode_load: DecodeLoad | None = None
-    """What the router knows of its decodes, in either pool. None without a stream."""
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     """Decides whether the worker fails too often to get work."""
-    row: int = -1
-    """Its row in the tables of the policies, while it is attached."""
-    retired: bool = False
-    """Discovery no longer lists it."""
     send_queue: SendQueue | None = None
     """Of its stream, as is `stub`. None without a stream."""
     stub: WorkerStub | None = None
-    shown_images: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
-    """By name, tokens of those whose pixels it got from this router. It should keep their embeddings."""
     shown_tokens: int = 0
     """Of all `shown_images`."""
     outdated_since: float | None = None
@@ -256,19 +240,9 @@ class Worker:
         """Whether the worker takes new work."""
         return self.state is WorkerState.READY and not self.retired and self.outdated_since is None
 
-    def ready_in(self, pool: "pb.Pool") -> bool:
-        """Whether the worker takes new work of this pool."""
-        return self.ready and self.pool == pool
-
     @property
     def attached(self) -> bool:
         return self.send_queue is not None
-
-    @property
-    def load(self) -> DecodeLoad:
-        """The decode load of an attached worker."""
-        assert self.decode_load is not None
-        return self.decode_load
 
     def described(self, description: pb.WorkerDescription) -> None:
         """Applies the description of a new incarnation."""

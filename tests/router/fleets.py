@@ -2,40 +2,22 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
-from baton.router.policy.fleet import Fleet
+from baton.router.policy.fleet import Fleet, Seen
 from baton.router.policy.prefill import sticky
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.rpc import worker_pb2 as pb
-from baton.steps.step_model import StepModel
 
 
-@dataclass(eq=False)
-class SeenWorker:
+def seen_worker(row: int, load: DecodeLoad, pool: "pb.Pool" = pb.POOL_PREFILL, **known: Any) -> Seen:
     """A worker in one of the pools."""
-
-    row: int
-    load: DecodeLoad
-    pool: "pb.Pool" = pb.POOL_PREFILL
-    ready: bool = True
-    status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
-    description: pb.WorkerDescription = field(default_factory=pb.WorkerDescription)
-    step_model: StepModel | None = None
-    prefix_links: dict[tuple[int, int], pb.PrefixLink] = field(default_factory=dict)
-    shown_images: Sequence[bytes] = ()
-
-    def __post_init__(self) -> None:
-        self.address = self.load.worker
-
-    def ready_in(self, pool: "pb.Pool") -> bool:
-        return self.ready and self.pool == pool
+    return Seen(load.worker, row=row, decode_load=load, pool=pool, **known)
 
 
 def fleet_of(
-    loads: PrefillLoads, workers: Sequence[SeenWorker], *, lost_decode: bool = False, **given: Any
+    loads: PrefillLoads, workers: Sequence[Seen], *, lost_decode: bool = False, **given: Any
 ) -> Fleet:
     """`loads`: they serve in it. `lost_decode`: the decode pool had workers."""
     caches = DecodeCaches(loads.index)

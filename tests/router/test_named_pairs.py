@@ -5,6 +5,7 @@ from pathlib import Path
 from baton.cluster.options.clients import DoctorOptions, EndpointOptions
 from baton.cluster.tools.doctor.running import running
 from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.fleet import Seen
 from baton.router.policy.planner import NOTHING, Lack, plan
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads
@@ -12,14 +13,14 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 
 from .conftest import make_cluster
-from .fleets import SeenWorker, fleet_of
+from .fleets import fleet_of, seen_worker
 
 
 def test_the_decode_worker_of_a_pair_has_room_for_the_prompt_and_a_token() -> None:
-    loads, workers = PrefillLoads(), list[SeenWorker]()
+    loads, workers = PrefillLoads(), list[Seen]()
     for name, pool in (("prefill", pb.POOL_PREFILL), ("decode", pb.POOL_DECODE)):
         load = DecodeLoad(name, 16, blocks_total=100, max_running=64, blocks_free=4)
-        workers.append(SeenWorker(loads.join(name, block_size=16, now=0.0), load, pool))
+        workers.append(seen_worker(loads.join(name, block_size=16, now=0.0), load, pool))
     fits, larger = (
         plan(PrefillRequest(0, tokens, pair=("prefill", "decode")), NOTHING, fleet_of(loads, workers))
         for tokens in (63, 64)

@@ -14,6 +14,7 @@ from baton.kv_names import ImageSpan, Tier
 from baton.router.policy import placement
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.decode import DecodeCaches, DecodeLoad
+from baton.router.policy.fleet import Seen
 from baton.router.policy.pace import MOST_BUSY, Pace
 from baton.router.policy.placement import Offer, place, place_without_room
 from baton.router.policy.placement import offer as placed
@@ -24,7 +25,7 @@ from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel
 
-from .fleets import SeenWorker, fleet_of
+from .fleets import fleet_of, seen_worker
 
 FIXED = StepModel((1, 256), (0.010, 0.010), 0.0, (1, 8192), (0.0001, 0.8192), 0.0, 0.0)
 """Steps that only decode take 10 ms, and a prompt token adds 0.1 ms."""
@@ -221,7 +222,7 @@ def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> No
     """What this router sent since counts, too."""
     loads = PrefillLoads()
     row, load = loads.join("a", block_size=16, now=0.0), DecodeLoad("a", 16, 100, max_running=8)
-    seen = SeenWorker(row, load)
+    seen = seen_worker(row, load)
     seen.status = pb.WorkerStatus(
         requests_running=2, requests_decoding=2, gap_cost=0.4, gap_target_seconds=GAP,
         blocks_free=100, blocks_spare=40,
@@ -298,8 +299,8 @@ def test_the_chosen_prefill_worker_is_compared_with_some_that_suit(others: int) 
     assert {row for rows in drawn for row in rows[1:]} == set(range(3, others + 3)), "each may be drawn"
 
 
-def seen(loads: PrefillLoads, name: str, **status: Any) -> SeenWorker:
-    worker = SeenWorker(loads.join(name, block_size=16, now=0), DecodeLoad(name, 16, 1000, 64, 1000))
+def seen(loads: PrefillLoads, name: str, **status: Any) -> Seen:
+    worker = seen_worker(loads.join(name, block_size=16, now=0), DecodeLoad(name, 16, 1000, 64, 1000))
     worker.status = pb.WorkerStatus(**status)
     loads.reported(worker.row, worker.status, 0)
     return worker
@@ -327,9 +328,9 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, sent: i
     worker.status.encode_token_seconds = 0.001
     request.images = [ImageSpan(100, 400, b"a"), ImageSpan(400, 1400, b"b")]  # the first one is cached
     assert placed(fleet_of(loads, [worker]), request, worker.row, 500).encoding == pytest.approx(1.0)
-    worker.shown_images = [b"b"]
+    worker.shown_images[b"b"] = 1
     assert placed(fleet_of(loads, [worker]), request, worker.row, 500).encoding == 0, "it keeps embeddings"
-    worker.shown_images = []
+    worker.shown_images.clear()
     request.encoded_in = [0.1, 0.2]
     assert placed(fleet_of(loads, [worker]), request, worker.row, 500).embeddings == [], "it encodes itself"
     worker.description.image_fingerprint = "images=1"
@@ -367,7 +368,7 @@ A = b"a" * 16
 """An adapter."""
 
 
-def with_adapters(loads: PrefillLoads, name: str, *adapters: bytes, decode: bool = False) -> SeenWorker:
+def with_adapters(loads: PrefillLoads, name: str, *adapters: bytes, decode: bool = False) -> Seen:
     worker = seen(loads, name, adapters_on_device=adapters, adapter_move_seconds=0.05)
     if decode:
         worker.pool = pb.POOL_DECODE

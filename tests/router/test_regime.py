@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.fleet import Seen
 from baton.router.policy.prefill_loads import Demand
 from baton.router.policy.regime import apart
 from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel
 
-from .fleets import SeenWorker
+from .fleets import seen_worker
 
 DENSE = StepModel((1, 256), (0.0043, 0.0065), 0.03e-6, (16, 512, 8192), (0.0045, 0.0125, 0.19), 0.8e-9, 1.0)
 """About an 8B model on an H200."""
@@ -29,14 +30,12 @@ AGENTS = Demand(11.0, 1500.0, 2.3, 16_000.0, 1700.0, 16_400.0, 20 / 150)
 """48 agents at a time: their decodes are too long for one worker."""
 
 
-def workers(
-    count: int, model: StepModel | None, gap: float | None = None, seats: int = 256
-) -> list[SeenWorker]:
+def workers(count: int, model: StepModel | None, gap: float | None = None, seats: int = 256) -> list[Seen]:
     if gap is None:
         gap = 3.5 * model.decode_seconds[0] if model else 0.0
     status = pb.WorkerStatus(gap_target_seconds=gap)
     return [
-        SeenWorker(row, DecodeLoad(str(row), 128, 7000, seats), status=status, step_model=model)
+        seen_worker(row, DecodeLoad(str(row), 128, 7000, seats), status=status, step_model=model)
         for row in range(count)
     ]
 

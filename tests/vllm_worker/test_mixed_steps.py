@@ -11,6 +11,7 @@ import pytest
 from baton.engine.api.stats import StepStats
 from baton.engine.core.meters import LEAST, MIXED_STEPS
 from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.fleet import Seen
 from baton.router.policy.pace import Pace
 from baton.router.policy.placement import Offer
 from baton.router.policy.plan import Plan
@@ -22,7 +23,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.mixed_steps import ALIKE, MixedSteps
 from baton.vllm_worker.stats import Load
 from baton.worker.service_process.status import reported_step_model, same_names
-from tests.router.fleets import SeenWorker, fleet_of
+from tests.router.fleets import fleet_of, seen_worker
 
 STEP, TOKEN = 0.010, 0.0001
 MOST = 2048
@@ -361,7 +362,7 @@ def test_prompts_stay_away_from_decodes_beside_which_they_cost_much_more(slow: f
 def placed(vllm: VLLM, ahead: int) -> str:
     """Returns who computes a prompt: a prefill worker with prompts `ahead`, or this worker, which decodes."""
     [costs] = vllm.steps.news()
-    loads, workers = PrefillLoads(), list[SeenWorker]()
+    loads, workers = PrefillLoads(), list[Seen]()
     for name, pool, decodes in (("p", pb.POOL_PREFILL, 0), ("d", pb.POOL_DECODE, 1)):
         prefills = pool == pb.POOL_PREFILL
         row = loads.join(name, block_size=16, now=0.0, serving=prefills)
@@ -372,7 +373,7 @@ def placed(vllm: VLLM, ahead: int) -> str:
             blocks_total=10_000, step_model=reported_step_model(Load(costs=costs).stats(10_000, [])),
             **same_names(pb.WorkerStatus, costs),
         )  # fmt: skip
-        seen = SeenWorker(row, load, pool, status=status, step_model=step_model(status.step_model))
+        seen = seen_worker(row, load, pool, status=status, step_model=step_model(status.step_model))
         assert seen.step_model is not None
         seen.description.max_num_batched_tokens = MOST
         loads.reported(row, status, 0.0, alone=prefills)

@@ -37,8 +37,9 @@ from baton.bench.lab.harness.cluster import START_S, LocalCluster
 from baton.bench.lab.router import ends
 from baton.bench.report import Row
 from baton.kv_names import HINT_BITS
+from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.desk import Desk
-from baton.router.policy.fleet import SeenWorker
+from baton.router.policy.fleet import Seen
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import NOTHING
 from baton.router.policy.prefill import PrefillRequest
@@ -105,9 +106,9 @@ def decisions(workers: int, count: int, *, busy: float) -> tuple[list[float], li
     desk = Desk(lambda: now, seed=1)
     system = [rng.getrandbits(HINT_BITS) for _ in range(8)]
     sessions = [[rng.getrandbits(HINT_BITS) for _ in range(12)] for _ in range(20 * workers)]
-    seen = list[SeenWorker]()
+    seen = list[Seen]()
 
-    def report(worker: SeenWorker) -> None:
+    def report(worker: Seen) -> None:
         decodes = rng.randrange(60) if worker.pool == pb.POOL_DECODE else 0
         worker.status = pb.WorkerStatus(
             pool=worker.pool,
@@ -123,7 +124,9 @@ def decisions(workers: int, count: int, *, busy: float) -> tuple[list[float], li
             block_size=128, num_blocks=4_000, max_num_seqs=256, max_num_batched_tokens=8_192,
             exchanges_prefixes=True,
         )  # fmt: skip
-        worker = SeenWorker(f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}:7000", described)
+        address = f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}:7000"
+        load = DecodeLoad.of(address, described)
+        worker = Seen(address, description=described, decode_load=load)
         worker.pool = pb.POOL_PREFILL if i < workers else pb.POOL_DECODE
         report(worker)
         desk.join(worker)
