@@ -85,7 +85,7 @@ NOTHING, FOREVER = (StepModel((1,), (cost,), cost, (1,), (cost,), cost, 1.0) for
         ({"prefill_tokens_per_s": float("nan"), "step_seconds": -1.0}, None),
         ({"requests_running": 2**31, "requests_decoding": 2**32 - 1, "blocks_free": 2**32 - 1}, None),
         ({"gap_target_seconds": 1e-300, "prefill_position": 1e300, "decode_context": 2**63}, None),
-        ({"gap_target_seconds": 1e300, "prompt_tokens": 2**63}, None),
+        ({"gap_target_seconds": 1e300, "computed_prompt_tokens": 2**63}, None),
         ({}, NOTHING),
         ({}, FOREVER),
     ],
