@@ -233,7 +233,7 @@ class Preparation:
         messages = self._readable(body.messages)
         images = self._images(messages, field)
         text = self._rendered(body, messages)
-        encode = partial(self.tokenizer.encode_chat, scope=(self.salt, body.cache_salt))
+        encode = partial(self.tokenizer.chat_encoder.encode, scope=(self.salt, body.cache_salt))
         if body.add_special_tokens:
             encode = self.tokenizer.encode
         if images and body.truncate_prompt_tokens is not None:

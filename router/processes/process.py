@@ -21,20 +21,14 @@ from baton.router.processes.sockets import ControlClient
 log = logging.getLogger(__name__)
 
 
-class _Start(msgspec.Struct):
-    """What a process is told, which has the rest of its configuration from before the helper was forked.
-    The names are those of `RouterConfig`."""
-
-    process_number: int
-    port: int
-    grpc_port: int | None
-    admin_port: int | None
-    api_keys: tuple[ApiKey, ...]
+_GIVEN = ("port", "grpc_port", "admin_port", "api_keys")
+"""What a process is told of its configuration. It has the rest from before the helper was forked."""
 
 
 def configured(config: RouterConfig, given: bytes, fds: Sequence[int]) -> RouterConfig:
     """The configuration of a process: what `RouterProcess.start` gives, in place of that in `config`."""
-    start = msgspec.structs.asdict(msgspec.msgpack.decode(given, type=_Start))
+    start = msgspec.msgpack.decode(given)
+    start["api_keys"] = msgspec.convert(start["api_keys"], tuple[ApiKey, ...])
     ready, control, keys, children = fds
     start |= {"ready_fd": ready, "control_fd": control, "keys_fd": keys, "forks_fd": children}
     return replace(config, id=os.urandom(16), **start)
@@ -72,7 +66,7 @@ class RouterProcess:
             reader, writer = os.pipe()
             self._pipe = undo.enter_context(open(reader, "rb", 0))  # noqa: ASYNC230
             with child_end, open(writer, "wb"):  # noqa: ASYNC230
-                start = _Start(self.number, config.port, config.grpc_port, config.admin_port, config.api_keys)
+                start = {name: getattr(config, name) for name in _GIVEN} | {"process_number": self.number}
                 fds = writer, child_end.fileno(), config.keys_fd, config.forks_fd
                 forked = await forks.start(msgspec.msgpack.encode(start), fds)
             self.pid = forked.pid

@@ -242,7 +242,8 @@ class ChatEncoder:
         self._names = {raw[token_id].content for token_id in self._heads}
 
     def encode(self, text: str, scope: Hashable) -> list[int]:
-        """`scope`: only texts of the same scope share parts."""
+        """`scope`: only texts of the same scope share parts. Otherwise the time that this takes would tell a
+        client what others have sent."""
         if not self._heads:
             return self._encode(text)
         starts = [match.start() for match in self._raw.finditer(text) if match.group() in self._names]
