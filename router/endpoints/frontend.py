@@ -222,7 +222,7 @@ class Frontend:
                 sender,
                 structure,
                 self._reasoning(prepared, structure),
-                context=self._served.context,
+                context=self.capacity,
                 vocab_size=self._services.tokenizer.vocab_size,
                 content_root=self._services.pool.content_root,
                 defaults=self._services.defaults,
