@@ -79,7 +79,8 @@ async def goes_on(
     """The attempt has its tokens. The next engine computes at most so many positions again."""
     tokens = await within(read(stream, decode_id))
     assert ids(tokens) == right
-    again = next(x for x in tokens if x.cached_tokens != tokens[0].cached_tokens)
+    again = next((x for x in tokens if x.cached_tokens != tokens[0].cached_tokens), None)
+    assert again is not None, f"no engine went on with more than the {tokens[0].cached_tokens} of the prompt"
     assert prompt + again.output_index - again.cached_tokens <= most
 
 
