@@ -30,7 +30,7 @@ def run(config: EngineProcessConfig) -> int:
         if fds := context.config.store_fds:
             context.store = StoreSource.open(engine, fds, context.transport.ranks, context.cached_chunks)
             fetches.sources.append(context.store)
-        roles = PrefillRole(shared, sink, fetches), DecodeRole(shared, fetches)
+        roles = PrefillRole(shared, sink.attach(shared), fetches), DecodeRole(shared, fetches)
         return Roles(context, shared, roles)
 
     return process.run(config, build)

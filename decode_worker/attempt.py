@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.engine import EngineRequest, Output
-from baton.engine.core.live_request import LiveRequest
 from baton.kv_transfer import Began, Closed, FetchFailed, Injected
 from baton.kv_transfer.protocol.messages import Reason
 from baton.rpc import worker_pb2 as pb
@@ -125,7 +124,7 @@ class DecodeAttempt(EngineAttempt):
         fetch_us = stats.fetch_seconds * 1e6
         shared.trace.instant("joined", decode=self.id.hex(), bytes=stats.bytes, fetch_us=fetch_us)
         self.attempts.injected(self, stats)
-        if defect := first.defect(shared.engine.model_config.vocab_size):
+        if defect := first.defect(shared.engine.vocab_size):
             self.lost(pb.FAILURE_CODE_ENGINE, defect)
             return
         output = self.shared.engine.join(self.live_request, first.token_id, logprobs_of(first))
@@ -148,9 +147,7 @@ class DecodeAttempt(EngineAttempt):
         live = taking.prefill.take(self)
         if live is None:
             self.lost(pb.FAILURE_CODE_HANDED_BACK, "the prefill has ended before")
-        elif isinstance(live, LiveRequest) and (
-            output := self.shared.engine.resume(live, self.id, owner=self)
-        ):
+        elif not isinstance(live, bool) and (output := self.shared.engine.resume(live, self.id, owner=self)):
             self.live = live
             taking.end()
             self.taking = None

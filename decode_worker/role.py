@@ -69,7 +69,6 @@ class DecodeRole(Role):
         for event in self._receiver.poll(spare):
             event.owner.handle(event)
         self._prefix_fetches.expire()
-        self._shared.engine.loop.joins_at = self._receiver.next_injection
         now = time.monotonic()
         decodes = [attempt for attempt in self._attempts if isinstance(attempt, DecodeAttempt)]
         for attempt in decodes:

@@ -502,8 +502,17 @@ class Engine:
     # State
 
     @property
+    def vocab_size(self) -> int:
+        return self.model_config.vocab_size
+
+    @property
     def blocks_free(self) -> int:
         return self.lives.blocks_free
+
+    @property
+    def is_moving_memory(self) -> bool:
+        """As in `RequestLives`."""
+        return self.lives.is_moving_memory
 
     @property
     def idle(self) -> bool:

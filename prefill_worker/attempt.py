@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.engine import EngineRequest, Output
-from baton.engine.core.live_request import LiveRequest
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import UNREAD, Attempt, handed_over
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading
+from baton.worker.engine_process.engine_protocol import Live
 from baton.worker.engine_process.states import State
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,11 @@ class PrefillAttempt(EngineAttempt):
         self.to(State.COMPUTING)
         self.shared.trace.instant("added", attempt=self.id.hex())
         self.live = self.shared.engine.add(request, handover=self.handover, owner=self)
+
+    def open(self, num_tokens: int) -> None:
+        assert self.reading is not None, "the sender expects it"
+        self.reading.open(num_tokens)
+        self.started()
 
     def started(self) -> None:
         """The prompt has its blocks, and a step is about to compute it."""
@@ -105,7 +110,7 @@ class PrefillAttempt(EngineAttempt):
         log.warning(text, self.id.hex()[:8])
         self.lost(pb.FAILURE_CODE_DROPPED, "not fetched, and its blocks were needed")
 
-    def take(self, decode: Attempt) -> LiveRequest | bool | None:
+    def take(self, decode: Attempt) -> Live | bool | None:
         if self.closed or not self.gives_token:
             return None
         if self.taker is None:

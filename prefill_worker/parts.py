@@ -50,7 +50,7 @@ from baton.engine import EngineRequest, Output
 from baton.kv_transfer.endpoint.pump import NO_TOKEN
 from baton.prefill_worker.attempt import PrefillAttempt
 from baton.rpc import worker_pb2 as pb
-from baton.worker.engine_process.engine_attempt import Reading, Writing
+from baton.worker.engine_process.engine_attempt import BatonResources, Reading, Writing
 from baton.worker.engine_process.states import State
 
 STEP_WAIT = 2.0
@@ -140,6 +140,11 @@ class PartAttempt(PrefillAttempt):
     """What its last step has sampled."""
 
     @property
+    def _baton(self) -> BatonResources:
+        assert isinstance(self.shared, BatonResources), "other engines compute no parts of prompts"
+        return self.shared
+
+    @property
     def gives_token(self) -> bool:
         """A part that is not the last one has no token, and is held only while other workers read it."""
         return self.is_final
@@ -147,7 +152,7 @@ class PartAttempt(PrefillAttempt):
     def start(self, request: EngineRequest, plan: Sequence[pb.PlanRange]) -> None:
         """Reserves the blocks of the part, fetches what it lacks, and opens what it offers. These transfers
         have leases on the attempt."""
-        engine, sender = self.shared.engine, self.shared.sender
+        engine, sender = self._baton.engine, self._baton.sender
         if {of.prefill_id for of in plan if of.incarnation == self.shared.incarnation} != {request.id}:
             self.lost(pb.FAILURE_CODE_INVALID, "a worker computes one part of a prompt")
             return
@@ -199,7 +204,7 @@ class PartAttempt(PrefillAttempt):
         fetch_id = pair_id(worker.prefill_id, self.id)
         self.uncommitted.update([fetch_id] if wanted else ())
         self.not_begun.update(stop for _, stop in wanted)
-        self.shared.receiver.fetch_ranges(
+        self._baton.receiver.fetch_ranges(
             fetch_id,
             prefill_id=fetch_id,
             kv_address=worker.kv_address,
@@ -218,7 +223,7 @@ class PartAttempt(PrefillAttempt):
         positions = live.next_range
         if positions is not None and all(stop > positions.start for stop in self.not_begun):
             may_wait = partial(self.steps.may_wait, self, positions.start)
-            self.shared.engine.lives.begin_range(live, may_wait)
+            self._baton.engine.lives.begin_range(live, may_wait)
             self.started()
 
     def range_launched(self) -> None:
@@ -262,7 +267,7 @@ class PartAttempt(PrefillAttempt):
 
     def _finish(self) -> None:
         """Goes on when all KV of the part is known to be right."""
-        output, shared = self.output, self.shared
+        output, shared = self.output, self._baton
         if self.state is not State.COMPUTED or output is None or self.uncommitted:
             return
         shared.engine.lives.verified(self.live_request)

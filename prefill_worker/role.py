@@ -10,7 +10,7 @@ from baton.prefill_worker.attempt import PrefillAttempt
 from baton.prefill_worker.parts import PartAttempt, SplitSteps, pair_ids
 from baton.prefill_worker.serving import ServedPrefixes
 from baton.rpc import worker_pb2 as pb
-from baton.worker.engine_process.engine_attempt import Reading, Resources
+from baton.worker.engine_process.engine_attempt import BatonResources, Reading, Resources
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.roles import Role
 from baton.worker.engine_process.states import State
@@ -21,7 +21,7 @@ from baton.worker.requests import content_source, engine_request
 class SenderSink:
     """The engine's hooks of prefills: passes reports to the KV sender and to their routers.
 
-    `sender` and `split` are set after the engine is built, because they use its cache.
+    `attach` is called after the engine is built, because `sender` and `split` use its cache.
     """
 
     sender: kv.Sender
@@ -33,14 +33,17 @@ class SenderSink:
         """Layers of all steps that hand over KV. With several ranks, all ranks count the same."""
         self._cached: list[tuple[bytes, int]] = []  # prefills of the next step: positions in the prefix cache
 
+    def attach(self, shared: BatonResources) -> SplitSteps:
+        self.sender = shared.sender
+        self.split = SplitSteps(shared.receiver, shared.sender, shared.tick)
+        return self.split
+
     def prefill_started(self, live: LiveRequest) -> None:
         """The owner of the request is its prefill."""
         prefill: PrefillAttempt = live.owner
-        assert prefill.reading is not None, "the sender expects it"
-        prefill.reading.open(len(live.token_ids))
+        prefill.open(len(live.token_ids))
         if live.num_cached:
             self._cached.append((prefill.id, live.num_cached))
-        prefill.started()
 
     def layer_done(self, layer: int, chunks: Mapping[PrefillAttempt, range]) -> bool:
         """As in `Hooks`: True if the KV that all these prompts await will not come."""
@@ -72,12 +75,12 @@ class PrefillRole(Role):
 
     handles = ("prefill",)
 
-    def __init__(self, shared: Resources, sink: SenderSink, prefix_fetches: PrefixFetches) -> None:
-        """`sink` is the engine's. It gets its sender here."""
+    def __init__(self, shared: Resources, split: SplitSteps | None, prefix_fetches: PrefixFetches) -> None:
+        """`split` None: the engine computes no parts of prompts."""
         self._shared = shared
         self._attempts = shared.attempts
-        self._sender = sink.sender = shared.sender
-        self._split = sink.split = SplitSteps(shared.receiver, shared.sender, shared.tick)
+        self._sender = shared.sender
+        self._split = split
         self._prefix_fetches = prefix_fetches
         self._served = ServedPrefixes(shared.engine.prefix_exchange, self._sender, shared.trace)
 
@@ -98,6 +101,9 @@ class PrefillRole(Role):
         }
         prefill = PrefillAttempt(**fields)
         if content.plan:
+            if self._split is None:
+                self._attempts.fail(prefill, pb.FAILURE_CODE_INVALID, "this engine computes no such parts")
+                return
             ids = pair_ids(request.id, content.plan)
             prefill = PartAttempt(steps=self._split, other_ids=ids, **fields)
         if not self._attempts.open(prefill):

@@ -5,17 +5,18 @@ have. The cache keeps the blocks until the sender reports `Released`.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from baton.engine.core.prefix_exchange import Pin, PrefixExchange
 from baton.kv_names import CHUNK_TOKENS
-from baton.kv_transfer import ContentWanted, Released, Sender, TraceWriter
+from baton.kv_transfer import ContentWanted, Released, TraceWriter
+from baton.worker.engine_process.engine_protocol import Exchange, SendingEnd
 
 
 @dataclass(slots=True, eq=False)
 class Serving:
     """A pin that another worker reads, as its owner at the sender."""
 
-    pin: Pin
+    pin: Any
     under_way: "set[Serving]"
 
     def handle(self, event: Released) -> None:
@@ -26,7 +27,7 @@ class Serving:
 class ServedPrefixes:
     """Owns the pins of the prefix cache. `exchange` None: there is no cache, and nothing is served."""
 
-    def __init__(self, exchange: PrefixExchange | None, sender: Sender, trace: TraceWriter) -> None:
+    def __init__(self, exchange: Exchange | None, sender: SendingEnd, trace: TraceWriter) -> None:
         self._exchange = exchange
         self._sender = sender
         self._trace = trace
@@ -44,7 +45,7 @@ class ServedPrefixes:
         elif not exchange.bring(wanted.chunks, wanted.first_chunk, lambda: self._pin(exchange, wanted)):
             self._pin(exchange, wanted)
 
-    def _pin(self, exchange: PrefixExchange, wanted: ContentWanted) -> None:
+    def _pin(self, exchange: Exchange, wanted: ContentWanted) -> None:
         first, pin = wanted.first_chunk, exchange.pin_prefix(wanted.chunks, wanted.first_chunk)
         if pin is None:
             self._sender.close(wanted.pin_id, "gone")
@@ -53,5 +54,4 @@ class ServedPrefixes:
         serving = Serving(pin, self._under_way)
         self._under_way.add(serving)
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first, first + pin.num_chunks))
-        slot = 0 if pin.held.copy is None else pin.held.copy.slot
-        self._sender.serve(wanted.pin_id, pin.table, start, stop, slot, serving)
+        self._sender.serve(wanted.pin_id, pin.table, start, stop, pin.state_slot, serving)

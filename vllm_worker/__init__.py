@@ -16,7 +16,7 @@ And of a worker with vLLM as its engine (`--engine vllm`)::
 
     prefill worker                                      decode worker
     --------------                                      -------------
-    Prefill ─▶ `roles` ─▶ AsyncLLM, one token           Decode ─▶ `roles`: room? ─▶ Reserved
+    prefill role ─▶ `engine` ─▶ AsyncLLM, one token     decode role ─▶ `engine`: room? ─▶ Reserved
     each layer: `save_kv_layer`              --------->  slices are injected while the prefill computes
     its token leaves; its blocks stay        --------->  the connector appends the token as an output
     `Released` from the connector            <--- ACK -  `Injected` from the connector; AsyncLLM goes on

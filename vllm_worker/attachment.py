@@ -81,19 +81,10 @@ class Commit(Local):
 
 
 class Started(Local):
-    """Connector → engine process: the first chunk of a prefill with `report_start` is in the next step."""
+    """Connector → engine process: the first chunk of a prefill is in the next step. From then on `Released`
+    follows when nothing reads its blocks."""
 
     prefill_id: bytes
-
-
-class Computed(Local):
-    """Connector → engine process: vLLM has computed a prompt for another worker. The attempt may have ended:
-    its router cancels it as soon as the other worker has a token."""
-
-    tokens: int
-    cached: int
-    fetched: int
-    """Of these, tokens that came from another worker's cache for this prompt."""
 
 
 class Costs(Local):
@@ -136,18 +127,7 @@ class Wanted(Local):
 
 
 ToConnector = Close | Commit
-ForRoles = (
-    Started
-    | Computed
-    | Costs
-    | Encoded
-    | Blind
-    | Wanted
-    | kv.Injected
-    | kv.FetchFailed
-    | kv.Closed
-    | kv.Released
-)
+ForRoles = Started | Costs | Encoded | Blind | Wanted | kv.Injected | kv.FetchFailed | kv.Closed | kv.Released
 FromConnector = ForRoles | OnDevice
 _encode = msgspec.msgpack.Encoder().encode
 

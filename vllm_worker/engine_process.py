@@ -5,7 +5,7 @@
 
 1. Make the link to the connector, then vLLM's engine (`llm`), in a thread. The connector attaches meanwhile.
 2. Tell the service that the engine is ready. The service starts the transfer process.
-3. Give messages of the service and of the connector to `Roles`, which calls vLLM, until Stop and Exit.
+3. Give messages of the service and of the connector to the roles, which call vLLM, until Stop and Exit.
 
 The connector shows by the heartbeat that vLLM computes, and this process that it is idle. If vLLM's process
 ends, this one ends.
@@ -29,11 +29,11 @@ import zmq.asyncio
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker.attachment import ConnectorLink, OnDevice, Pool
-from baton.vllm_worker.attempt import VLLMAttempt
 from baton.vllm_worker.cached_blocks import CachedBlocks, with_numbers
-from baton.vllm_worker.roles import Roles
+from baton.vllm_worker.roles import VLLMRoles
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
+from baton.worker.engine_process.engine_attempt import EngineAttempt
 from baton.worker.engine_process.start import EXIT_START_FAILED, EngineProcessConfig, start
 from baton.worker.ipc import ServiceLink
 from baton.worker.messages import EngineReady, FromEngine
@@ -87,7 +87,7 @@ class EngineProcess:
         self._config = config
         self._int_hashes = int_hashes
         self._link = ServiceLink(config.address)
-        self._attempts = AttemptTable[VLLMAttempt](self._send)
+        self._attempts = AttemptTable[EngineAttempt](self._send)
         self._heartbeat = Heartbeat(config.heartbeat_fd)
         directory = Path(config.address.removeprefix("ipc://")).parent
         self._connector = ConnectorLink([config.arenas, *config.rank_arenas], config.heartbeat_fd, directory)
@@ -95,7 +95,7 @@ class EngineProcess:
         self._thread = ThreadPoolExecutor(1, "vllm")
         self._flushes = False  # soon
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._roles: Roles | None = None
+        self._roles: VLLMRoles | None = None
         self._events: zmq.asyncio.Socket | None = None  # of vLLM's prefix cache
 
     async def run(self) -> int:
@@ -110,14 +110,12 @@ class EngineProcess:
         gc.collect()
         gc.freeze()  # what vLLM's modules have made: scanning it would hold up all streams for half a second
         cached = CachedBlocks(ready.description.content_root, pool.complete)
-        self._roles = Roles(
+        self._roles = VLLMRoles(
             self._attempts,
             self._send,
             vllm,
+            self,
             self._connector.send,
-            self._computing,
-            self._soon,
-            lambda: self._end(_EXIT_VLLM_GONE),
             cached,
             pool,
             self._config,
@@ -172,9 +170,9 @@ class EngineProcess:
 
     def _send(self, message: FromEngine) -> None:
         self._link.send(message)
-        self._soon()
+        self.soon()
 
-    def _soon(self) -> None:
+    def soon(self) -> None:
         """Flushes when the tasks that are ready now have run: all tokens of a step share a message."""
         if not self._flushes:
             self._flushes = True
@@ -182,6 +180,8 @@ class EngineProcess:
 
     def _flush(self) -> None:
         self._flushes = False
+        if self._roles is not None:
+            self._roles.move_kv()
         self._attempts.flush()
         if self._link.has_messages:  # a send may have taken the signal of their arrival
             self._receive()
@@ -193,9 +193,9 @@ class EngineProcess:
                 self._end(0)
             elif not self._roles.handle(message):
                 self._roles.stop()
-        self._soon()
+        self.soon()
 
-    async def _listen(self, roles: Roles) -> int:
+    async def _listen(self, roles: VLLMRoles) -> int:
         """Takes the connector's messages, until vLLM's process ends. Returns the exit code."""
         try:
             while True:
@@ -204,7 +204,7 @@ class EngineProcess:
                         roles.adapters.moved(message.numbers, message.seconds)
                     else:
                         roles.heard(message)
-                self._soon()
+                self.soon()
         except ChannelClosed:
             log.error("vLLM's process has ended")
             return _EXIT_VLLM_GONE
@@ -228,7 +228,7 @@ class EngineProcess:
             if self._roles is None or not self._roles.busy:
                 self._heartbeat.tick()
             if self._roles is not None:
-                self._roles.expire()
+                self.soon()
             await asyncio.sleep(TICK)
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -241,7 +241,10 @@ class EngineProcess:
         if not self._ended.done():
             self._ended.set_result(code)
 
-    def _computing(self, ids: Collection[bytes]) -> None:
+    def gone(self) -> None:
+        self._end(_EXIT_VLLM_GONE)
+
+    def computing(self, ids: Collection[bytes]) -> None:
         """Requests leave when this process ends, but the service wants to know those of the last step."""
         if not self._ended.done():
             self._heartbeat.set_step(ids)

@@ -36,11 +36,11 @@ from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Attach, Pool, events_address
 from baton.vllm_worker.chosen_steps import PROMPT, Chosen, Kind, rounds
+from baton.vllm_worker.engine import EngineGone
 from baton.vllm_worker.grammars import Gate
 from baton.vllm_worker.images import Images, settings_of
 from baton.vllm_worker.options import command_line, computes_other_kv
 from baton.vllm_worker.patches import mend
-from baton.vllm_worker.roles import EngineGone
 from baton.vllm_worker.sampling import after_reasoning, sampling
 from baton.vllm_worker.supported import check_config
 from baton.worker.engine_process.start import EngineProcessConfig
@@ -232,7 +232,7 @@ class VLLM:
     async def generate(
         self, request: engine.EngineRequest, fields: dict[str, Any], priority: int
     ) -> AsyncGenerator[Any, None]:
-        """As `roles.Engine`."""
+        """As `engine.VLLM`."""
         ids = [*request.prompt_ids, *request.output_ids]
         try:
             prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
@@ -256,9 +256,9 @@ class VLLM:
             if request.adapter:
                 adapter = self.adapters.of(request.adapter)
                 lora = LoRARequest(request.adapter.hex(), adapter.number, adapter.path)
-            outputs = self._llm.generate(
-                prompt, params, request.id.hex(), lora_request=lora, priority=priority
-            )
+            # An attempt may come again before vLLM has aborted its request.
+            name = f"{request.id.hex()}-{os.urandom(4).hex()}"
+            outputs = self._llm.generate(prompt, params, name, lora_request=lora, priority=priority)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield output
@@ -268,7 +268,7 @@ class VLLM:
             raise EngineGone from error
 
     async def pin(self, pin_id: bytes, params: dict[str, Any]) -> None:
-        """As `roles.Engine`. The scheduler gets a request, which ends before it is computed."""
+        """As `engine.VLLM`. The scheduler gets a request, which ends before it is computed."""
         sampling, name = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}), pin_id.hex()
         try:
             await self._llm.add_request(name, {"type": "token", "prompt_token_ids": [0]}, sampling)

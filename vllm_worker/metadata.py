@@ -158,7 +158,7 @@ class StepMetadata:
     opened: dict[bytes, str] = field(default_factory=dict)
     """Prefill ids of prompts that start, and their requests."""
     started: list[bytes] = field(default_factory=list)
-    """Those of them that a router waits for."""
+    """Those of them with ids of routers."""
     chunks: list[Chunk] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
     declined: list[Fetch] = field(default_factory=list)
@@ -174,9 +174,6 @@ class StepMetadata:
     aborted: dict[bytes, Ended] = field(default_factory=dict)
     """Prefill ids that nothing more is sent of."""
     pinned: list[Pinned] = field(default_factory=list)
-    computed: list[tuple[int, int, int]] = field(default_factory=list)
-    """Tokens of prompts that have finished, how many of them were cached, and how many of these were fetched
-    for the prompt."""
     first_tokens: dict[str, int] = field(default_factory=dict)
     """By request id: outputs with which requests begin. Every rank needs them."""
     number: int = 0
@@ -200,14 +197,8 @@ class _Prompt:
     """Empty until the first chunk is scheduled, and after a preemption."""
     blocks: list[list[int]] = field(default_factory=list)
     preempted: bool = False
-    awaited: bool = False
-    """A router waits for its start."""
     scored: bool = False
     """Its first token has log probabilities, which the worker knows."""
-    fetched: int = 0
-    """Tokens that came from another worker's cache for it."""
-    cached: int = 0
-    """Tokens that the prefix cache had."""
 
 
 @dataclass(slots=True)
@@ -269,9 +260,7 @@ class ConnectorScheduler:
             self._requests[request_id] = _Prompt(
                 prompt_tokens,
                 fixed_id,
-                awaited=params.get("report_start", False),
                 scored=self._named and params.get("logprobs", False),
-                fetched=params.get("fetched", 0) if self._named else 0,
             )
             if fixed_id:
                 self._metadata.expected.append(fixed_id)
@@ -362,9 +351,9 @@ class ConnectorScheduler:
         if not prompt.prefill_id:
             prompt.prefill_id = prompt.fixed_id or self._new_id()
             self._metadata.opened[prompt.prefill_id] = request_id
-            if prompt.awaited:
+            if prompt.fixed_id:
                 self._metadata.started.append(prompt.prefill_id)
-            start, prompt.cached = 0, computed
+            start = 0
         if start < stop:
             self._metadata.chunks.append(
                 Chunk(prompt.prefill_id, tuple(map(tuple, prompt.blocks)), start, stop, prompt.num_tokens)
@@ -401,8 +390,6 @@ class ConnectorScheduler:
             if prompt.fixed_id and not prompt.preempted:
                 self._metadata.aborted[prompt.fixed_id] = reason
             return False, None
-        if first_token is not None or reason == "finished":
-            self._metadata.computed.append((prompt.num_tokens, prompt.cached, prompt.fetched))
         if first_token is None:
             self._metadata.aborted[prompt.prefill_id] = reason
             return True, None

@@ -7,8 +7,7 @@ from typing import Any
 from baton.engine import EngineStats
 from baton.engine.api.stats import EncoderStats, StepStats
 from baton.vllm_worker.attachment import Encoded
-from baton.vllm_worker.attempt import VLLMAttempt
-from baton.worker.engine_process.states import State
+from baton.vllm_worker.engine import VLLMRequest
 
 
 @dataclass(slots=True)
@@ -39,19 +38,26 @@ class Load:
             self.queries += scheduler.prefix_cache_stats.queries
             self.hits += scheduler.prefix_cache_stats.hits
 
-    def stats(self, blocks: int, attempts: Collection[VLLMAttempt]) -> EngineStats:
-        """`blocks`: of vLLM's pool. `attempts`: all of the worker."""
+    def prompt_seconds(self, tokens: int) -> float:
+        """As `Meters.prompt_seconds`."""
+        speed, step = self.costs.prefill_tokens_per_s, self.costs.long
+        if self.running and step.tokens:
+            speed = min(speed, step.tokens / step.seconds)
+        return tokens / speed if speed else 0.0
+
+    def stats(self, blocks: int, lives: Collection[VLLMRequest]) -> EngineStats:
+        """`blocks`: of vLLM's pool. `lives`: all of the worker."""
         return EngineStats(
             requests_running=self.running,
-            requests_decoding=sum(attempt.decodes for attempt in attempts),
+            requests_decoding=sum(live.decodes for live in lives),
             requests_waiting=self.waiting,
-            tokens_waiting=sum(attempt.uncached for attempt in attempts if attempt.computes_prompt),
+            tokens_waiting=sum(live.uncached for live in lives if live.computes_prompt),
             blocks_free=(free := round(blocks * (1 - self.usage))),
             blocks_spare=free,  # vLLM does not tell what it has cached
             blocks_total=blocks,
             blocks_cached=0,
-            held_prefills=sum(x.computing is None and x.state is not State.IMPORTING for x in attempts),
-            reservations=sum(x.source is not None and not x.answered for x in attempts),
+            held_prefills=sum(live.handover and live.submission is None for live in lives),
+            reservations=sum(live.awaits_kv for live in lives),
             preemptions=self.preemptions,
             prefix_cache_queries=self.queries,
             prefix_cache_hits=self.hits,

@@ -39,7 +39,6 @@ from baton.vllm_worker.attachment import (
     Blind,
     Close,
     Commit,
-    Computed,
     Costs,
     Encoded,
     OnDevice,
@@ -139,7 +138,7 @@ class Attendant:
                 )
             )  # fmt: skip
 
-    def tell(self, messages: Sequence[Started | Computed | Costs | Encoded | OnDevice | Blind]) -> None:
+    def tell(self, messages: Sequence[Started | Costs | Encoded | OnDevice | Blind | Released]) -> None:
         """Sends messages to the engine process."""
         worker = self._worker
         if worker is not None:  # else a client has asked for them
@@ -262,10 +261,8 @@ class Transfers:
             self._sender.expect(prefill_id)
         for prefill_id, request_id in metadata.opened.items():
             self._prefills[prefill_id] = SentPrefill(request_id)
-        computed = (Computed(*counts) for counts in metadata.computed)
         messages = [
             *map(Started, metadata.started),
-            *computed,
             *map(Costs, metadata.costs),
             *([Encoded(*metadata.encoded)] if metadata.encoded else ()),
             *map(Blind, metadata.blind),
@@ -301,6 +298,7 @@ class Transfers:
         start, stop, owner = pinned.start, pinned.stop, SentPrefill(pinned.request_id, has_blocks=True)
         if start == stop:
             self._sender.close(pinned.pin_id, "gone")
+            self._attendant.tell([Released(pinned.pin_id, "gone")])
             self._sent.add(pinned.request_id)
         else:
             blocks = block_ids(self._tables, [pinned.blocks], stop)

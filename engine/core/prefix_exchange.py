@@ -62,6 +62,11 @@ class Pin:
     def table(self) -> Sequence[int]:
         return self.held.table
 
+    @property
+    def state_slot(self) -> int:
+        """That of the states after the chunks. 0: none are read."""
+        return 0 if self.held.copy is None else self.held.copy.slot
+
     def end(self, *, copied: bool | None = None) -> None:
         """Nothing reads the blocks any more. `copied`: as in `BlockPool.release`."""
         remnant = None if self.remnant is None else (self.held.table[-1], self.remnant)

@@ -283,7 +283,7 @@ async def test_metrics_count_a_handover(workers: Workers) -> None:
         took = time.monotonic() - started
         await assert_whole(*workers)  # the prefill worker has counted its transfer
         later = await status(pair.prefill), await status(pair.decode)
-    names = "prompt_tokens", "generation_tokens", "kv_transfers", "handovers"
+    names = "computed_prompt_tokens", "generation_tokens", "kv_transfers", "handovers"
     counted = [
         [getattr(new, name) - getattr(old, name) for name in names]
         for new, old in zip(later, reports, strict=True)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.engine import EngineConfig, StepResult
-from baton.engine.core.live_request import LiveRequest
 from baton.kv_transfer import Arena, ArenaEnd, Heartbeat, TraceWriter, channel_pair
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.endpoint import Transport
@@ -25,6 +24,7 @@ from baton.worker import messages
 from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.engine_attempt import EngineAttempt
+from baton.worker.engine_process.engine_protocol import Live
 from baton.worker.engine_process.loop import may_move, tell
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
 from baton.worker.engine_process.roles import Roles
@@ -96,7 +96,7 @@ class Worker:
         self.fetches = PrefixFetches(self.engine, attempts.counts, trace)
         links = self.context.links
         self.fetches.sources.append(Workers(self.receiver, incarnation, links))
-        self.role = PrefillRole(self.shared, sink, self.fetches)
+        self.role = PrefillRole(self.shared, sink.attach(self.shared), self.fetches)
         self.roles = Roles(self.context, self.shared, [self.role])
 
     # Of the service process
@@ -122,7 +122,7 @@ class Worker:
         attempt = self.context.attempts.find(prefill_id)
         return [] if attempt is None or attempt.live is None else list(attempt.live.blocks)
 
-    def take(self, prefill_id: bytes, decode: Attempt) -> LiveRequest | bool | None:
+    def take(self, prefill_id: bytes, decode: Attempt) -> Live | bool | None:
         """A decode here asks for the blocks of a prefill."""
         prefill = self.context.attempts.find(prefill_id)
         return None if prefill is None else prefill.take(decode)

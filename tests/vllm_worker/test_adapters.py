@@ -150,7 +150,7 @@ def test_tokens_are_those_of_merged_weights(cluster: VLLMCluster, directory: Pat
     only_on_device("one")
     check("two")
     only_on_device("two")
-    assert cluster.workers()["decode"]["status"]["prompt_tokens"] == 0, "all KV was handed over"
+    assert cluster.workers()["decode"]["status"]["computed_prompt_tokens"] == 0, "all KV was handed over"
     status, text = changed(cluster, "load", lora_name="three", lora_path=str(directory / "one"))
     assert status == 400
     assert "--advanced.max-cpu-loras" in text

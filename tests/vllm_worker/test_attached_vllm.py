@@ -22,7 +22,7 @@ from baton.kv_transfer import (
     spawn_transfer,
 )
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, TransferStats, decode_from_transfer
-from baton.vllm_worker.attachment import Close, Computed, ConnectorLink, Costs, FromConnector
+from baton.vllm_worker.attachment import Close, ConnectorLink, Costs, FromConnector
 from tests.kv_transfer.transfer_process import deadlines
 from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
@@ -202,7 +202,6 @@ async def test_a_decode_goes_on_after_the_first_token(
         assert {x.prefill_id for x in told if isinstance(x, Released) and x.reason == "acked"} == set(
             prefill_ids
         )
-        assert sorted(x.tokens for x in told if isinstance(x, Computed)) == sorted(map(len, prompts))
         assert decode.server.preemptions > 0
         assert decode.costs.step_seconds > 0
         assert decode.costs.step_table is not None
@@ -239,7 +238,6 @@ async def close_and_lose(prefill: Worker, decode: Worker, prompt: list[int]) -> 
     assert len(await prefill.answers([(prompt, SAMPLED, prefill.sends(prefill_id))])) == 1
     prefill.link.send(Close(prefill_id))
     told = await prefill.until_heard(2)  # in any order: vLLM's next step and the test are not in step
-    assert Computed(len(prompt), 128, 0) in told
     assert Released(prefill_id, "cancelled") in told
     [tokens] = await decode.answers([(prompt, GREEDY, prefill.fetched_by(decode_id, prefill_id))])
     assert tokens == []

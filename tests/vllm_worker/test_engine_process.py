@@ -16,8 +16,8 @@ from baton.kv_transfer.channel import ChannelClosed
 from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import FILES, Adapters
 from baton.vllm_worker.attachment import OnDevice, Pool
+from baton.vllm_worker.engine import EngineGone
 from baton.vllm_worker.engine_process import EngineProcess
-from baton.vllm_worker.roles import EngineGone
 from baton.worker import messages
 from baton.worker.engine_process.start import EXIT_START_FAILED, EngineProcessConfig
 from baton.worker.ipc import EngineLink

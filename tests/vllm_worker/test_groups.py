@@ -51,7 +51,7 @@ def test_tokens_are_those_of_transformers(save: Callable[[Path], tuple[str, ...]
             for _ in range(2):
                 answers = pool.map(lambda x: cluster.ask(prompt=x, max_tokens=TOKENS), prompts)
                 assert [answer["token_ids"] for answer in answers] == expected
-        computed = {role: x["status"]["prompt_tokens"] for role, x in cluster.workers().items()}
+        computed = {role: x["status"]["computed_prompt_tokens"] for role, x in cluster.workers().items()}
         assert computed["decode"] == 0, "all was handed over"
         cluster.until_cached("prefill", prompts[-1], 256)
         cluster.stop()

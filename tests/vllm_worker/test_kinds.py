@@ -219,7 +219,7 @@ def hand_over(cluster: VLLMCluster, ask: Callable[[Front, int], Answer], count: 
 
     def computed() -> tuple[int, int]:
         status = cluster.workers()["decode"]["status"]
-        return status["prompt_tokens"], status["images_encoded"]
+        return status["computed_prompt_tokens"], status["images_encoded"]
 
     with routed(cluster, cluster.workers()["decode"]["address"]) as front:
         alone = [ask(front, i) for i in reversed(range(count))][::-1]

@@ -73,7 +73,9 @@ def test_latents_between_workers(model: Path, tmp_path: Path) -> None:
                 prompts = prompts_of(LENGTHS, seed)
                 answers = pool.map(lambda x, front=front: front.ask(prompt=x, max_tokens=TOKENS), prompts)
                 assert [answer["token_ids"] for answer in answers] == generated(model, prompts)
-                computed = {role: x["status"]["prompt_tokens"] for role, x in front.workers().items()}
+                computed = {
+                    role: x["status"]["computed_prompt_tokens"] for role, x in front.workers().items()
+                }
                 assert computed["decode"] == 0, "all KV was handed over"
         cluster.stop()
     finally:

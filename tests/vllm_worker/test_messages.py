@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from baton.engine import Image
 from baton.kv_transfer import Injected, Released
 from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.attachment import Close
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.all
 
 
 async def prefill(worker: Worker, of: bytes) -> None:
-    worker.roles.handle(submit_prefill(STREAM, work(of), handover=True))
+    worker.handle(submit_prefill(STREAM, work(of), handover=True))
 
 
 async def held(worker: Worker, of: bytes) -> None:
@@ -40,18 +39,18 @@ async def held(worker: Worker, of: bytes) -> None:
 
 async def answered(worker: Worker, of: bytes) -> None:
     """It has no token for a decode."""
-    worker.roles.handle(submit_prefill(STREAM, work(of, max_tokens=1), handover=False))
+    worker.handle(submit_prefill(STREAM, work(of, max_tokens=1), handover=False))
     await worker.says(of, output([5]))
 
 
 async def fetching(worker: Worker, of: bytes) -> None:
-    worker.roles.handle(submit_decode(STREAM, work(of), source(new_id())))
+    worker.handle(submit_decode(STREAM, work(of), source(new_id())))
     await worker.settle()
 
 
 async def injected(worker: Worker, of: bytes) -> None:
     await fetching(worker, of)
-    worker.roles.heard(Injected(of, FIRST, STATS))
+    worker.heard(Injected(of, FIRST, STATS))
 
 
 async def joined(worker: Worker, of: bytes) -> None:
@@ -61,23 +60,23 @@ async def joined(worker: Worker, of: bytes) -> None:
 
 async def taken(worker: Worker, of: bytes) -> None:
     await held(worker, of)
-    worker.roles.handle(submit_decode(STREAM, work(new_id()), source(of, HERE)))
+    worker.handle(submit_decode(STREAM, work(new_id()), source(of, HERE)))
     await worker.settle()
 
 
 async def decoding(worker: Worker, of: bytes) -> None:
-    worker.roles.handle(submit_decode(STREAM, work(of), None))
+    worker.handle(submit_decode(STREAM, work(of), None))
     await worker.says(of, output([6]))
 
 
 async def closing(worker: Worker, of: bytes) -> None:
     await held(worker, of)
-    worker.roles.handle(cancel(STREAM, of))
+    worker.handle(cancel(STREAM, of))
 
 
 async def ended(worker: Worker, of: bytes) -> None:
     await closing(worker, of)
-    worker.roles.heard(Released(of, "cancelled"))
+    worker.heard(Released(of, "cancelled"))
 
 
 async def unknown(worker: Worker, of: bytes) -> None: ...
@@ -96,11 +95,11 @@ STATES: list[Callable[[Worker, bytes], Awaitable[None]]] = [
 async def goes_away(worker: Worker) -> None:
     """Both routers leave, and the connector gives back what it has."""
     for stream in (STREAM, OTHER_STREAM):
-        worker.roles.handle(messages.Detached(stream))
+        worker.handle(messages.Detached(stream))
     await worker.settle()
     for attempt in [*worker.attempts]:
         assert Close(attempt.id) in worker.told, "it waits for the connector alone"
-        worker.roles.heard(Released(attempt.id, "cancelled"))
+        worker.heard(Released(attempt.id, "cancelled"))
     await worker.settle()
     assert worker.idle
 
@@ -115,7 +114,7 @@ async def test_no_message_ends_a_worker(
     worker, attempt_id = Worker(), new_id()
     await state(worker, attempt_id)
     for _ in range(2):
-        worker.roles.handle(MESSAGES[message](attempt_id))
+        worker.handle(MESSAGES[message](attempt_id))
         await worker.settle()
     await goes_away(worker)
     assert not errors
@@ -125,49 +124,37 @@ async def test_an_answered_attempt_of_another_kind_is_no_prefill_to_go_on_with()
     worker = Worker()
     for state in (answered, joined, decoding):
         await state(worker, attempt_id := new_id())
-        worker.roles.handle(submit_decode(STREAM, work(new_id()), source(attempt_id, HERE)))
+        worker.handle(submit_decode(STREAM, work(new_id()), source(attempt_id, HERE)))
         assert worker.failures().pop() == pb.FAILURE_CODE_HANDED_BACK
-        worker.roles.handle(cancel(STREAM, attempt_id))
+        worker.handle(cancel(STREAM, attempt_id))
         await worker.settle()
-
-
-async def test_a_prefill_of_another_prompt_is_none_to_go_on_with() -> None:
-    """vLLM would look for the images of that prompt in this one."""
-    worker, prefill_id, other = Worker(), new_id(), new_id()
-    shown_images = (Image(b"i" * 32, 3, 2, 4, b"pixels"),)
-    shown = submit_prefill(STREAM, work(prefill_id).show(shown_images))
-    worker.roles.handle(shown)
-    await worker.says(prefill_id, output([5], "length"))
-    for tokens, images in ((20, ()), (30, (Image(b"i" * 32, 3, 2, 4),)), (20, (Image(b"j" * 32, 3, 2, 4),))):
-        decode = submit_decode(STREAM, work(new_id(), tokens).show(images), source(prefill_id, HERE))
-        worker.roles.handle(decode)
-    assert worker.failures() == [pb.FAILURE_CODE_HANDED_BACK] * 3
-    decode = submit_decode(STREAM, work(other).show([Image(b"i" * 32, 3, 2, 4)]), source(prefill_id, HERE))
-    worker.roles.handle(decode)
-    await worker.settle()
-    assert worker.images[other] == shown_images
 
 
 async def test_a_decode_of_another_worker_ends_no_attempt_here() -> None:
     """The id of its prefill may be that of any attempt here."""
     worker, running, decode_id = Worker(), new_id(), new_id()
-    worker.roles.handle(submit_decode(OTHER_STREAM, work(running), None))
+    worker.handle(submit_decode(OTHER_STREAM, work(running), None))
     await worker.says(running, output([6]))
-    worker.roles.handle(submit_decode(STREAM, work(decode_id), source(running)))
-    worker.roles.heard(Injected(decode_id, FIRST, STATS))
+    worker.handle(submit_decode(STREAM, work(decode_id), source(running)))
+    worker.heard(Injected(decode_id, FIRST, STATS))
     await worker.says(decode_id, output([6]))
-    assert running in worker.computing
+    assert running in worker.computed
 
 
 @pytest.mark.parametrize("state", [fetching, computing])
-async def test_an_id_that_vllm_has_had_is_not_used_again(
-    state: Callable[[Worker, bytes], Awaitable[None]],
-) -> None:
+async def test_an_id_is_used_again(state: Callable[[Worker, bytes], Awaitable[None]]) -> None:
     """vLLM may still end its first request, and the connector the fetch of it."""
     worker, attempt_id = Worker(), new_id()
     await state(worker, attempt_id)
-    worker.roles.handle(cancel(STREAM, attempt_id))
+    first = worker.fetches.get(attempt_id, new_id())
+    worker.handle(cancel(STREAM, attempt_id))
     await worker.settle()
-    worker.roles.handle(submit_decode(STREAM, work(attempt_id), source(new_id())))
-    assert worker.failures() == [pb.FAILURE_CODE_INVALID]
+    worker.handle(submit_decode(STREAM, work(attempt_id), source(new_id())))
+    await worker.settle()
+    worker.roles.heard(Injected(first, FIRST, STATS))
+    await worker.says(attempt_id, output([6], "stop"))
+    assert not worker.tokens(), "this KV is of the first"
+    worker.heard(Injected(attempt_id, FIRST, STATS))
+    await worker.settle()
+    assert worker.tokens() == [(0, 5, ""), (1, 6, "stop")]
     assert worker.idle

@@ -251,34 +251,18 @@ class TestIdsOfARouter:
         assert scheduler.take().pinned == [Pinned("p", prefill_id(9), table, 64, stop)]
 
 
-@pytest.mark.parametrize(
-    ("first_token", "reason", "computed"),
-    [(7, "cancelled", [(100, 32, 0)]), (None, "finished", [(100, 32, 0)]), (None, "cancelled", [])],
-)
-def test_prompts_that_are_computed_count(
-    scheduler: ConnectorScheduler, first_token: int | None, reason: Any, computed: list[tuple[int, int, int]]
-) -> None:
-    """With the tokens that were cached."""
-    scheduler.expect("a", PREFILLS, 100)
-    scheduler.scheduled("a", [[4, 5]], 32, 40, anew=True)
-    scheduler.scheduled("a", [[6]], 72, 28, anew=False)
-    scheduler.finished("a", first_token, reason)
-    assert scheduler.take().computed == computed
-
-
 def test_clients_cannot_choose_ids(scheduler: ConnectorScheduler) -> None:
     scheduler.expect("a", PREFILLS | {"prefill_id": "any text"}, 100)
     scheduler.scheduled("a", [[4]], 0, 100, anew=True)
     assert scheduler.take().opened == {prefill_id(1): "a"}
 
 
-def test_a_router_waits_for_the_start_of_a_prompt(scheduler: ConnectorScheduler) -> None:
+def test_a_router_is_told_of_the_start_of_a_prompt() -> None:
     """Which may wait in vLLM's queue."""
-    scheduler.expect("p", PREFILLS | {"report_start": True}, 100)
-    scheduler.expect("q", PREFILLS, 100)
+    scheduler = ConnectorScheduler(named=True)
+    scheduler.expect("p", PREFILLS | {"prefill_id": prefill_id(1).hex()}, 100)
     assert scheduler.take().started == []
     scheduler.scheduled("p", [[1]], 0, 50, anew=True)
-    scheduler.scheduled("q", [[2]], 0, 50, anew=True)
     assert scheduler.take().started == [prefill_id(1)]
     scheduler.scheduled("p", [[3]], 50, 50, anew=False)
     assert scheduler.take().started == []

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from baton.engine import EngineConfig, EngineRequest, Image
 from baton.kv_names import extend_names, salted
@@ -17,13 +18,14 @@ from baton.kv_transfer import Closed, FetchFailed, Injected, InjectStats, Releas
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import Adapters
-from baton.vllm_worker.attachment import Blind, Close, Commit, Computed, Pool, Started, Wanted
-from baton.vllm_worker.attempt import VLLMAttempt
+from baton.vllm_worker.attachment import Blind, Close, Commit, ForRoles, Pool, Started, Wanted
 from baton.vllm_worker.cached_blocks import CachedBlocks
+from baton.vllm_worker.engine import EngineGone
 from baton.vllm_worker.metadata import REJECTED
-from baton.vllm_worker.roles import EngineGone, Roles
+from baton.vllm_worker.roles import VLLMRoles
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
+from baton.worker.engine_process.engine_attempt import EngineAttempt
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import FromEngine
 from tests.layouts import kv_layout
@@ -67,20 +69,21 @@ class Worker:
     def __init__(self) -> None:
         self.sent: list[FromEngine] = []
         self.told: list[Any] = []
-        self.computing: list[bytes] = []
+        self.computed: list[bytes] = []
         self.fields: dict[bytes, dict[str, Any]] = {}
         self.images: dict[bytes, tuple[Image, ...]] = {}
         self.priorities: dict[bytes, int] = {}
+        self.fetches: dict[bytes, bytes] = {}
         self._outputs: defaultdict[bytes, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)
         self.aborted: list[bytes] = []
-        self.gone = False
-        self.attempts = AttemptTable[VLLMAttempt](self.sent.append)
+        self.is_gone = False
+        self.attempts = AttemptTable[EngineAttempt](self.sent.append)
         self.cached = CachedBlocks(b"root")
         self.adapters = stand_in(Adapters, on_device=[], move_seconds=0.0)
         self.pins: dict[bytes, dict[str, Any]] = {}
-        self.roles = Roles(
-            self.attempts, self.sent.append, self, self.told.append, self._computes,
-            self.attempts.flush, self._gone, self.cached, Pool(16, 11, prefixes_move=True),
+        self.roles = VLLMRoles(
+            self.attempts, self.sent.append, self, self, self.told.append, self.cached,
+            Pool(16, 11, prefixes_move=True),
             stand_in(
                 EngineProcessConfig, incarnation=OURS, rank_arenas=(),
                 engine=stand_in(EngineConfig, max_num_seqs=3, enable_prefix_caching=True),
@@ -88,17 +91,20 @@ class Worker:
             messages.EngineReady(
                 pb.WorkerDescription(
                     num_blocks=11, block_size=16, max_model_len=200, content_root=b"root",
-                    exchanges_prefixes=True,
+                    exchanges_prefixes=True, vocab_size=100,
                 ),
                 kv_layout(1, 1, 8, "float32"),
             ),
         )  # fmt: skip
 
-    def _computes(self, ids: Iterable[bytes]) -> None:
-        self.computing = list(ids)
+    def computing(self, ids: Iterable[bytes]) -> None:
+        self.computed = list(ids)
 
-    def _gone(self) -> None:
-        self.gone = True
+    def gone(self) -> None:
+        self.is_gone = True
+
+    def soon(self) -> None:
+        """The test does so."""
 
     async def pin(self, pin_id: bytes, params: dict[str, Any]) -> None:
         self.pins[pin_id] = params
@@ -108,6 +114,8 @@ class Worker:
     ) -> AsyncGenerator[Any, None]:
         self.fields[request.id], self.priorities[request.id] = fields, priority
         self.images[request.id] = request.images
+        if (fetch := fields["extra_args"]["kv_transfer_params"].get("decode_id")) is not None:
+            self.fetches[request.id] = bytes.fromhex(fetch)
         try:
             while True:
                 each = await self._outputs[request.id].get()
@@ -125,10 +133,29 @@ class Worker:
             self._outputs[request_id].put_nowait(each)
         await self.settle()
 
+    def heard(self, message: ForRoles) -> None:
+        """The connector says this. It names a fetch as it was told to. Each prefill has started before it is
+        released."""
+        if isinstance(message, Released):
+            self.roles.heard(Started(message.prefill_id))
+        if isinstance(message, Injected | FetchFailed | Closed | Blind):
+            fetch = self.fetches.get(message.decode_id, message.decode_id)
+            message = structs.replace(message, decode_id=fetch)
+        self.roles.heard(message)
+        self._turn()
+
+    def handle(self, message: Any) -> None:
+        self.roles.handle(message)
+        self._turn()
+
+    def _turn(self) -> None:
+        self.roles.move_kv()
+        self.attempts.flush()
+
     async def settle(self) -> None:
         for _ in range(10):
             await asyncio.sleep(0)
-        self.attempts.flush()
+            self._turn()
 
     def of(self, kind: type[M]) -> list[M]:
         return [message for message in self.sent if isinstance(message, kind)]
@@ -177,10 +204,10 @@ async def test_what_vllm_has_cached_does_not_wait(worker: Worker) -> None:
     names: list[bytes] = []
     extend_names(names, [1] * 130, 130, salted(b"root", b""))
     worker.cached.chunks.add(b"second", names[1:])
-    worker.roles.handle(submit_decode(7, work(P, 130), None))
+    worker.handle(submit_decode(7, work(P, 130), None))
     assert worker.roles.status(0).stats.tokens_waiting == 130, "its beginning is gone"
     worker.cached.chunks.add(b"first", names[:1])
-    worker.roles.handle(submit_decode(8, work(D, 130), None))
+    worker.handle(submit_decode(8, work(D, 130), None))
     assert worker.roles.status(0).stats.tokens_waiting == 130 + 2
     assert worker.roles.status(0).waiting_of_streams == {7: 130, 8: 2}
     for attempt_id in (P, D):
@@ -189,35 +216,34 @@ async def test_what_vllm_has_cached_does_not_wait(worker: Worker) -> None:
 
 
 async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None:
-    worker.roles.handle(submit_prefill(7, work(P), handover=True, report_start=True))
+    worker.handle(submit_prefill(7, work(P), handover=True, report_start=True))
     await worker.settle()
     assert not told(worker.sent), "it may wait in vLLM's queue"
-    worker.roles.heard(Started(P))
+    worker.heard(Started(P))
     assert told(worker.sent)[0].prefill_started.prefill_id == P
     assert worker.fields[P]["max_tokens"] == 1
     assert worker.fields[P]["extra_args"]["kv_transfer_params"] == {
         "do_remote_decode": True,
         "prefill_id": P.hex(),
-        "report_start": True,
         "logprobs": False,
         "first_token_within": math.inf,
         "gap_cost": 0.0,
     }
-    assert worker.computing == [P]
+    assert worker.computed == [P]
     assert worker.roles.status(0).stats.tokens_waiting == 20
     await worker.says(P, output([5], "length"))
     assert worker.tokens() == [(0, 5, "")], "the decode worker goes on"
     assert worker.of(messages.Prefilled)
-    assert worker.computing == []
+    assert worker.computed == []
     assert worker.roles.status(0).stats.held_prefills == 1
-    worker.roles.heard(Released(P, "acked"))
+    worker.heard(Released(P, "acked"))
     assert worker.idle
     assert not worker.failures()
 
 
 async def test_the_decode_worker_gets_log_probabilities_too(worker: Worker) -> None:
     """Its router may hear of the first token only from there, if this worker ends."""
-    worker.roles.handle(submit_prefill(7, work(P, logprobs=1), handover=True))
+    worker.handle(submit_prefill(7, work(P, logprobs=1), handover=True))
     await worker.settle()
     assert worker.fields[P]["extra_args"]["kv_transfer_params"]["logprobs"]
     flat = played(
@@ -234,11 +260,11 @@ async def test_the_decode_worker_gets_log_probabilities_too(worker: Worker) -> N
 @pytest.mark.parametrize("first", [("stop", "stop"), ("length", "length")])
 async def test_a_prefill_whose_token_is_the_last_is_closed(worker: Worker, first: tuple[str, str]) -> None:
     last = 1 if first[0] == "length" else 8
-    worker.roles.handle(submit_prefill(7, work(P, max_tokens=last), handover=True))
+    worker.handle(submit_prefill(7, work(P, max_tokens=last), handover=True))
     await worker.says(P, output([5], first[0]))
     assert worker.tokens() == [(0, 5, first[1])]
     assert worker.told == [Close(P, "finished")]
-    worker.roles.heard(Released(P, "finished"))
+    worker.heard(Released(P, "finished"))
     assert worker.idle
     assert not worker.failures(), "its router has the token"
 
@@ -246,9 +272,9 @@ async def test_a_prefill_whose_token_is_the_last_is_closed(worker: Worker, first
 @pytest.mark.parametrize("reason", ["acked", "finished"])
 async def test_freed_before_vllms_answer(worker: Worker, reason: str) -> None:
     """The connector's socket may be faster than vLLM's."""
-    worker.roles.handle(submit_prefill(7, work(P), handover=True))
+    worker.handle(submit_prefill(7, work(P), handover=True))
     await worker.settle()
-    worker.roles.heard(Released(P, reason))
+    worker.heard(Released(P, reason))
     assert not worker.idle
     await worker.says(P, output([5], "length"))
     assert worker.tokens() == [(0, 5, "")]
@@ -267,9 +293,9 @@ async def test_a_prefill_that_lost_its_blocks_is_dropped(
     worker: Worker, reason: str, code: pb.FailureCode
 ) -> None:
     """As when vLLM preempts it before its token."""
-    worker.roles.handle(submit_prefill(7, work(P), handover=True))
+    worker.handle(submit_prefill(7, work(P), handover=True))
     await worker.settle()
-    worker.roles.heard(Released(P, reason))
+    worker.heard(Released(P, reason))
     await worker.settle()
     assert worker.failures() == [code]
     assert worker.aborted == [P]
@@ -278,27 +304,33 @@ async def test_a_prefill_that_lost_its_blocks_is_dropped(
 
 async def test_a_prompt_counts_though_its_router_needs_no_answer(worker: Worker) -> None:
     """The decode worker may have a token before this process has vLLM's answer."""
-    worker.roles.handle(submit_prefill(7, work(P), handover=True))
+    worker.handle(submit_prefill(7, work(P), handover=True))
     await worker.settle()
-    worker.roles.handle(cancel(7, P))
+    worker.heard(Released(P, "acked"))
+    worker.handle(cancel(7, P))
     await worker.settle()
-    worker.roles.heard(Computed(20, 16, 0))
+    assert not worker.aborted
+    computed = output([5], "length")
+    computed.num_cached_tokens = 16
+    await worker.says(P, computed)
     counts = worker.attempts.counts
     assert (counts.computed_prompt_tokens, counts.prompt_tokens_cached) == (4, 16)
+    assert not worker.tokens()
+    assert worker.idle
 
 
 async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> None:
-    worker.roles.handle(submit_decode(7, work(D, prompt_logprobs=1), source()))
+    worker.handle(submit_decode(7, work(D, prompt_logprobs=1), source()))
     assert [message.reserved.decode_id for message in told(worker.sent)] == [D]
     assert worker.roles.status(0).stats.reservations == 1
     await worker.settle()
     assert "prompt_logprobs" not in worker.fields[D]
     params = worker.fields[D]["extra_args"]["kv_transfer_params"]
     assert (params["remote_host"], params["remote_port"], params["attempt"]) == ("10.0.0.5", 7002, 3)
-    assert (params["remote_request_id"], params["decode_id"]) == (P.hex(), D.hex())
+    assert params["remote_request_id"] == P.hex()
     await worker.says(D, output([6, 7]), output([8], "stop"))
     assert not worker.tokens(), "vLLM's socket may be faster than the connector's"
-    worker.roles.heard(Injected(D, FIRST, STATS))
+    worker.heard(Injected(D, FIRST, STATS))
     await worker.settle()
     assert worker.tokens() == [(0, 5, ""), (1, 6, ""), (2, 7, ""), (3, 8, "stop")]
     logprobs = tokens_told(worker.sent)[0].logprobs
@@ -312,7 +344,7 @@ async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> N
 
 
 async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> None:
-    worker.roles.handle(submit_decode(7, work(D, output_ids=[4, 4]), None))
+    worker.handle(submit_decode(7, work(D, output_ids=[4, 4]), None))
     await worker.says(D, output([5]), output([6], "length"))
     assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {
         "first_token_within": -math.inf,  # its stream has begun
@@ -337,27 +369,26 @@ class TestPrefixes:
 
     @pytest.fixture(autouse=True)
     async def asked(self, worker: Worker) -> None:
-        worker.roles.handle(submit_prefill(7, work(P, 130), handover=True, content=self.PLACE))
-        worker.roles.handle(submit_decode(8, work(D, 130), None, self.PLACE))
+        worker.handle(submit_prefill(7, work(P, 130), handover=True, content=self.PLACE))
+        worker.handle(submit_decode(8, work(D, 130), None, self.PLACE))
         await worker.settle()
 
     async def test_prompts_wait_for_one_fetch(self, worker: Worker) -> None:
         """It is a request before all others, with the prefix and a token more."""
         fetch = self.fetch_of(worker)
-        assert worker.roles.status(0).stats.tokens_waiting == 260
         assert worker.priorities[fetch] < -(1 << 40)
         params = worker.fields[fetch]["extra_args"]["kv_transfer_params"]
         assert params["chunks"] == [each.hex() for each in self.NAMES]
         assert (params["remote_host"], params["decode_id"]) == ("10.0.0.5", fetch.hex())
-        worker.roles.heard(Injected(fetch, FIRST, replace(STATS, tokens=128, injected_at=1.0)))
+        worker.heard(Injected(fetch, FIRST, replace(STATS, tokens=128, injected_at=1.0)))
         await worker.settle()
         assert worker.fields.keys() == {fetch, P, D}, "vLLM has them, and caches the prefix first"
-        assert worker.fields[P]["extra_args"]["kv_transfer_params"]["fetched"] == 128
         await worker.says(fetch, output([5], "length"))
-        await worker.says(P, output([5], "length"))
+        computed = output([5], "length")
+        computed.num_cached_tokens = 128
+        await worker.says(P, computed)
         await worker.says(D, output([5], "length"))
-        worker.roles.heard(Computed(130, 128, 128))
-        worker.roles.heard(Released(P, "acked"))
+        worker.heard(Released(P, "acked"))
         counts = worker.attempts.counts
         assert counts.prompt_tokens_fetched == 128, "vLLM says that the decode had nothing cached"
         assert counts.fetched_by_tier[0] == 128
@@ -372,27 +403,27 @@ class TestPrefixes:
         fetch = self.fetch_of(worker)
         match end:
             case "failed":
-                worker.roles.heard(FetchFailed(fetch, "gone"))
+                worker.heard(FetchFailed(fetch, "gone"))
             case "closed":
-                worker.roles.heard(Closed(fetch))
+                worker.heard(Closed(fetch))
             case "vllm":
                 await worker.says(fetch, output([], "error"))
             case "late":
                 late = time.monotonic() + 60
                 monkeypatch.setattr("baton.worker.engine_process.prefix_fetches.time.monotonic", lambda: late)
-                worker.roles.expire()
+                worker.roles.move_kv()
                 await worker.settle()
                 assert worker.aborted == [fetch]
         await worker.settle()
         assert {P, D} <= worker.fields.keys()
-        assert "fetched" not in worker.fields[P]["extra_args"]["kv_transfer_params"]
+        assert worker.attempts.counts.fetched_by_tier[0] == 0
 
     async def test_a_fetch_ends_with_the_last_prompt_that_waits(self, worker: Worker) -> None:
         fetch = self.fetch_of(worker)
-        worker.roles.handle(cancel(7, P))
+        worker.handle(cancel(7, P))
         await worker.settle()
         assert not worker.aborted
-        worker.roles.handle(cancel(8, D))
+        worker.handle(cancel(8, D))
         await worker.settle()
         assert worker.aborted == [fetch]
         assert worker.idle
@@ -404,102 +435,123 @@ async def test_the_cache_is_shown_to_other_workers(worker: Worker) -> None:
     event = {"block_hashes": hashes, "parent_block_hash": None, "token_ids": [1] * 128, "block_size": 16}
     worker.cached.changed(msgspec.msgpack.encode([0.0, [{"type": "BlockStored", **event}], None]))
     names = extended(192)
-    worker.roles.heard(Wanted(P, names[1:], 1))
+    worker.heard(Wanted(P, names[1:], 1))
     await worker.settle()
     shown = {"pin_id": P.hex(), "pinned": [x.hex() for x in hashes[4:]], "first_chunk": 1, "chunks": 2}
     assert worker.pins == {P: shown}
-    worker.roles.heard(Wanted(D, names[2:], 2))
+    assert not worker.idle, "the connector reads blocks"
+    worker.roles.heard(Released(P, "acked"))
+    worker._turn()
+    assert worker.idle
+    worker.heard(Wanted(D, names[2:], 2))
     assert worker.told == [Close(D, "gone")]
 
 
 @pytest.mark.parametrize(
-    ("reason", "codes"),
+    ("reason", "code"),
     [
-        ("gone", [pb.FAILURE_CODE_KV_FAILED, pb.FAILURE_CODE_HANDED_BACK]),
-        ("cancelled", [pb.FAILURE_CODE_HANDED_BACK]),
-        ("finished", [pb.FAILURE_CODE_FINISHED]),
+        ("gone", pb.FAILURE_CODE_KV_FAILED),
+        ("closed", pb.FAILURE_CODE_KV_FAILED),
+        ("finished", pb.FAILURE_CODE_FINISHED),
     ],
 )
-async def test_kv_that_does_not_come(worker: Worker, reason: str, codes: list[pb.FailureCode]) -> None:
-    """The router drops a prefill that cannot be fetched, and gets its request back. A prefill that its worker
-    has ended, as vLLM does for room, is no failure. vLLM is told to end the request: it may not know."""
-    worker.roles.handle(submit_decode(7, work(D), source()))
+async def test_kv_that_does_not_come(worker: Worker, reason: str, code: pb.FailureCode) -> None:
+    """The router may name another prefill. vLLM is told to end the request: it may not know."""
+    worker.handle(submit_decode(7, work(D), source()))
     await worker.settle()
-    worker.roles.heard(FetchFailed(D, reason))
-    failures = failures_told(worker.sent)
-    assert [failure.code for failure in failures] == codes
-    assert [failure.prefill_id for failure in failures] == [P] * (len(codes) - 1) + [b""]
+    worker.heard(Closed(D) if reason == "closed" else FetchFailed(D, reason))
+    [failure] = failures_told(worker.sent)
+    assert failure.code == code
+    await worker.settle()
+    assert worker.aborted == [D]
+    assert worker.idle == (reason == "finished")
+    worker.handle(cancel(7, D))
     await worker.settle()
     assert worker.idle
 
 
-async def test_a_decode_whose_kv_failed_is_handed_back_once(worker: Worker) -> None:
-    """Its router may name another prefill meanwhile."""
-    worker.roles.handle(submit_decode(7, work(D), source()))
+@pytest.mark.parametrize("lost", [False, True], ids=["under way", "lost"])
+async def test_the_kv_of_another_prefill_is_fetched(worker: Worker, lost: bool) -> None:
+    """Its output has become longer meanwhile. What the connector says of the first fetch has no effect."""
+    worker.handle(submit_decode(7, work(D), source()))
     await worker.settle()
-    worker.roles.heard(FetchFailed(D, "gone"))
-    worker.roles.handle(retarget(7, D, source(), []))
+    first = worker.fetches[D]
+    if lost:
+        worker.heard(FetchFailed(D, "gone"))
+    other = source()
+    other.prefill_id = E
+    worker.handle(retarget(7, D, other, [4, 4]))
     await worker.settle()
-    assert worker.failures() == [pb.FAILURE_CODE_KV_FAILED, pb.FAILURE_CODE_HANDED_BACK]
+    assert worker.aborted == [D]
+    params = worker.fields[D]["extra_args"]["kv_transfer_params"]
+    assert params["remote_request_id"] == E.hex()
+    assert params["first_token_within"] == -math.inf
+    worker.roles.heard(FetchFailed(first, "cancelled"))
+    await worker.says(D, output([6], "stop"))
+    worker.heard(Injected(D, FIRST, STATS))
+    await worker.settle()
+    assert worker.tokens() == [(2, 5, ""), (3, 6, "stop")]
+    assert worker.failures() == [pb.FAILURE_CODE_KV_FAILED] * lost
     assert worker.idle
 
 
 async def test_a_grammar_that_rejects_the_first_token(worker: Worker) -> None:
     """That of another engine, or of a peer that is wrong. vLLM can only end the output."""
-    worker.roles.handle(submit_decode(7, work(D), source()))
-    worker.roles.heard(Injected(D, FIRST, STATS))
+    worker.handle(submit_decode(7, work(D), source()))
+    await worker.settle()
+    worker.heard(Injected(D, FIRST, STATS))
     ended = output([0], "stop")
     ended.outputs[0].stop_reason = REJECTED
     await worker.says(D, ended)
     assert worker.failures() == [pb.FAILURE_CODE_HANDED_BACK]
-    assert not worker.tokens()
+    assert worker.tokens() == [(0, 5, "")], "that of the prefill"
     assert worker.idle
 
 
 async def test_decodes_are_refused_if_their_blocks_do_not_fit(worker: Worker) -> None:
     """A held prefill has blocks, too. 20 and 100 tokens, and one more each, are 2 and 7 of 10 blocks."""
-    worker.roles.handle(submit_prefill(7, work(P), handover=True))
+    worker.handle(submit_prefill(7, work(P), handover=True))
     await worker.says(P, output([5], "length"))
-    worker.roles.handle(submit_decode(7, work(D, 100), source()))
-    worker.roles.handle(submit_decode(7, work(E), source()))
+    worker.handle(submit_decode(7, work(D, 100), source()))
+    worker.handle(submit_decode(7, work(E), source()))
     assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM]
     assert worker.attempts.counts.no_room == 1
-    worker.roles.heard(Released(P, "acked"))
-    worker.roles.handle(submit_decode(7, work(E), source()))
+    worker.heard(Released(P, "acked"))
+    worker.handle(submit_decode(7, work(E), source()))
     assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM]
 
 
 async def test_decodes_are_refused_if_vllm_runs_as_many(worker: Worker) -> None:
     """Its blocks would fit, but vLLM would not start it. Prompts for other workers end soon."""
-    worker.roles.handle(submit_prefill(7, work(P), handover=True))
+    worker.handle(submit_prefill(7, work(P), handover=True))
     for letter in "abc":
-        worker.roles.handle(submit_decode(7, work(name(letter)), source()))
+        worker.handle(submit_decode(7, work(name(letter)), source()))
     assert not worker.failures()
-    worker.roles.handle(submit_decode(7, work(D), source()))
+    worker.handle(submit_decode(7, work(D), source()))
     assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM]
     assert worker.attempts.counts.no_room == 1
-    worker.roles.handle(cancel(7, name("a")))
+    worker.handle(cancel(7, name("a")))
     await worker.settle()
-    worker.roles.handle(submit_decode(7, work(E), source()))
+    worker.handle(submit_decode(7, work(E), source()))
     assert len(worker.failures()) == 1
 
 
 async def test_blocks_of_a_common_prefix_count_once(worker: Worker) -> None:
     """130 tokens and one more are 9 blocks of 10. Of these 8 are shared."""
-    worker.roles.handle(submit_decode(7, work(D, 130), source()))
+    worker.handle(submit_decode(7, work(D, 130), source()))
     other = work(P, 130)
     other.request.cache_salt = b"of another tenant"
-    worker.roles.handle(submit_decode(7, other, source()))
+    worker.handle(submit_decode(7, other, source()))
     assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM]
-    worker.roles.handle(submit_decode(7, work(E, 130), source()))
+    worker.handle(submit_decode(7, work(E, 130), source()))
     assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM]
     assert [each.WhichOneof("kind") for each in told(worker.sent)] == ["reserved", "failed", "reserved"]
 
 
 async def test_a_decode_does_not_walk_the_prefixes_of_others(worker: Worker) -> None:
     """There may be hundreds of thousands of chunks, and tokens wait for the event loop."""
-    worker.roles.handle(submit_decode(7, work(D, 130), source()))
-    decode = worker.roles._attempts.by_id[D]
+    worker.handle(submit_decode(7, work(D, 130), source()))
+    decode = worker.roles._engine.lives[D]
 
     class Chunks(list[bytes]):
         walks = 0
@@ -509,42 +561,43 @@ async def test_a_decode_does_not_walk_the_prefixes_of_others(worker: Worker) -> 
             return super().__iter__()
 
     decode.chunks = chunks = Chunks(decode.chunks)
-    worker.roles.handle(submit_decode(7, work(E, 130), source()))
+    worker.handle(submit_decode(7, work(E, 130), source()))
     assert (worker.failures(), chunks.walks) == ([], 0)
-    worker.roles.handle(messages.Detached(7))
+    worker.handle(messages.Detached(7))
     await worker.settle()
     assert worker.idle
     other = work(P, 130)
     other.request.cache_salt = b"of another tenant"
-    worker.roles.handle(submit_decode(8, other, source()))
+    worker.handle(submit_decode(8, other, source()))
     assert not worker.failures(), "what has left does not count"
 
 
 async def test_decodes_go_first_in_vllms_queue(worker: Worker) -> None:
-    worker.roles.handle(submit_prefill(7, work(P), handover=True))
-    worker.roles.handle(submit_decode(7, work(D), source()))
+    worker.handle(submit_prefill(7, work(P), handover=True))
+    worker.handle(submit_decode(7, work(D), source()))
     retried = work(E)
     retried.request.retried = True
-    worker.roles.handle(submit_decode(7, retried, None))
+    worker.handle(submit_decode(7, retried, None))
     await worker.settle()
     assert worker.priorities[D] < worker.priorities[E] < worker.priorities[P]
 
 
 async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     """Its prefix is in vLLM's cache, and its blocks come back."""
-    worker.roles.handle(submit_decode(7, work(D), source(OURS)))
+    worker.handle(submit_decode(7, work(D), source(OURS)))
     assert worker.failures() == [pb.FAILURE_CODE_HANDED_BACK]
-    worker.roles.handle(submit_prefill(7, work(P), handover=True))
+    worker.handle(submit_prefill(7, work(P), handover=True))
     await worker.says(P, output([5], "length"))
-    worker.roles.handle(submit_decode(7, work(D), source(OURS)))
+    worker.handle(submit_decode(7, work(D), source(OURS)))
+    assert worker.told == [Close(P, "gone")]
+    assert not worker.fields.get(D), "its blocks come back first"
+    worker.heard(Released(P, "gone"))
     await worker.says(D, output([6], "stop"))
     assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {
         "first_token": 5,
         "first_token_within": math.inf,
         "gap_cost": 0.0,
     }
-    assert worker.told == [Close(P)]
-    worker.roles.heard(Released(P, "cancelled"))
     assert worker.tokens() == [(0, 5, ""), (0, 5, ""), (1, 6, "stop")]
     assert worker.failures() == [pb.FAILURE_CODE_HANDED_BACK]
     assert worker.idle
@@ -555,17 +608,16 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     [
         (lambda: cancel(7, D), None),
         (lambda: messages.Detached(7), None),
-        (lambda: retarget(7, D, source(), []), pb.FAILURE_CODE_HANDED_BACK),
     ],
 )
 async def test_ends_that_a_router_wants(
     worker: Worker, ends: Callable[[], Any], code: pb.FailureCode | None
 ) -> None:
-    worker.roles.handle(submit_decode(7, work(D), source()))
+    worker.handle(submit_decode(7, work(D), source()))
     await worker.says(D, output([6]))
-    worker.roles.handle(cancel(8, D))  # of another router
+    worker.handle(cancel(8, D))  # of another router
     assert not worker.of(messages.Cancelled)
-    worker.roles.handle(ends())
+    worker.handle(ends())
     await worker.settle()
     assert worker.aborted == [D]
     assert worker.failures() == ([] if code is None else [code])
@@ -574,8 +626,8 @@ async def test_ends_that_a_router_wants(
 
 
 async def test_an_attempt_that_ends_before_vllm_has_it(worker: Worker) -> None:
-    worker.roles.handle(submit_prefill(7, work(P), handover=True))
-    worker.roles.handle(submit_decode(7, work(D), source()))
+    worker.handle(submit_prefill(7, work(P), handover=True))
+    worker.handle(submit_decode(7, work(D), source()))
     worker.attempts.fail_all(pb.FAILURE_CODE_DRAINING, "the worker shuts down")
     worker.roles.stop()
     await worker.settle()
@@ -585,13 +637,13 @@ async def test_an_attempt_that_ends_before_vllm_has_it(worker: Worker) -> None:
 
 
 async def test_a_cancelled_handover_is_closed_once(worker: Worker) -> None:
-    worker.roles.handle(submit_prefill(7, work(P), handover=True))
+    worker.handle(submit_prefill(7, work(P), handover=True))
     await worker.says(P, output([5], "length"))
-    worker.roles.handle(cancel(7, P))
-    worker.roles.handle(messages.Detached(7))
+    worker.handle(cancel(7, P))
+    worker.handle(messages.Detached(7))
     assert worker.told == [Close(P)]
     assert not worker.idle
-    worker.roles.heard(Released(P, "cancelled"))
+    worker.heard(Released(P, "cancelled"))
     assert worker.idle
     assert not worker.failures()
 
@@ -606,29 +658,30 @@ async def test_a_cancelled_handover_is_closed_once(worker: Worker) -> None:
 )
 async def test_errors_of_vllm(worker: Worker, error: Exception, codes: list[pb.FailureCode]) -> None:
     """If its process has ended, the service tells the routers."""
-    worker.roles.handle(submit_decode(7, work(D), None))
+    worker.handle(submit_decode(7, work(D), None))
     await worker.says(D, error)
     assert worker.failures() == codes
-    assert worker.gone == isinstance(error, EngineGone)
-    assert worker.idle
+    assert worker.is_gone == isinstance(error, EngineGone)
+    assert worker.idle != worker.is_gone
 
 
 async def test_a_prompt_that_may_have_crashed_engines_is_computed_alone(worker: Worker) -> None:
-    worker.roles.handle(submit_decode(7, work(D), source()))
-    worker.roles.heard(Injected(D, FIRST, STATS))
+    worker.handle(submit_decode(7, work(D), source()))
+    await worker.settle()
+    worker.heard(Injected(D, FIRST, STATS))
     await worker.says(D, output([6]))
     suspect, later = work(P), work(E)
     suspect.request.alone = True
-    worker.roles.handle(submit_prefill(7, suspect, handover=True))
+    worker.handle(submit_prefill(7, suspect, handover=True))
     await worker.settle()
-    assert worker.computing == [D], "no other request is blamed for a crash"
+    assert worker.computed == [D], "no other request is blamed for a crash"
     await worker.says(D, output([7], "stop"))
-    assert worker.computing == [P]
-    worker.roles.handle(submit_prefill(7, later, handover=True))
+    assert worker.computed == [P]
+    worker.handle(submit_prefill(7, later, handover=True))
     await worker.settle()
-    assert worker.computing == [P]
+    assert worker.computed == [P]
     await worker.says(P, output([5], "length"))
-    assert worker.computing == [E]
+    assert worker.computed == [E]
     assert [token for _, token, _ in worker.tokens()] == [5, 6, 7, 5]
 
 
@@ -636,36 +689,36 @@ async def test_a_prompt_that_must_run_alone_has_its_turn_on_a_busy_worker(worker
     """Decodes come and end all the time, and so do prompts: it waits for those that were there before it.
     Later prompts do not wait for these decodes."""
     first, last, suspect = name("1"), name("2"), work(P)
-    worker.roles.handle(submit_decode(7, work(first), source()))  # its KV has not come
-    worker.roles.handle(submit_decode(7, work(last), None))
+    worker.handle(submit_decode(7, work(first), source()))  # its KV has not come
+    worker.handle(submit_decode(7, work(last), None))
     await worker.says(last, output([6]))
     suspect.request.alone = True
-    worker.roles.handle(submit_prefill(7, suspect, handover=True))
+    worker.handle(submit_prefill(7, suspect, handover=True))
     for decode in (D, E):
-        worker.roles.handle(submit_decode(7, work(decode), source() if decode is D else None))
+        worker.handle(submit_decode(7, work(decode), source() if decode is D else None))
     assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM] * 2
     stats = worker.roles.status(0).stats
     assert (stats.blocks_free, stats.blocks_spare) == (0, 0), "routers send decodes elsewhere"
     for letter in "ab":
-        worker.roles.handle(submit_prefill(7, work(name(letter)), handover=True))
+        worker.handle(submit_prefill(7, work(name(letter)), handover=True))
     await worker.settle()
-    assert worker.computing == [first, last, name("a"), name("b")]
-    worker.roles.heard(Injected(first, FIRST, STATS))
+    assert worker.computed == [first, last, name("a"), name("b")]
+    worker.heard(Injected(first, FIRST, STATS))
     await worker.says(last, output([7], "stop"))
     await worker.says(name("a"), output([5], "length"))
-    worker.roles.handle(submit_prefill(7, work(name("c")), handover=True))
+    worker.handle(submit_prefill(7, work(name("c")), handover=True))
     await worker.settle()
-    assert worker.computing == [first, name("b"), name("c")]
+    assert worker.computed == [first, name("b"), name("c")]
     await worker.says(first, output([6], "stop"))
-    worker.roles.handle(submit_prefill(7, work(name("d")), handover=True))
+    worker.handle(submit_prefill(7, work(name("d")), handover=True))
     await worker.says(name("b"), output([5], "length"))
-    assert worker.computing == [name("c")], "no other prompt starts from now on"
+    assert worker.computed == [name("c")], "no other prompt starts from now on"
     await worker.says(name("c"), output([5], "length"))
-    assert worker.computing == [P]
+    assert worker.computed == [P]
     await worker.says(P, output([5], "length"))
-    assert worker.computing == [name("d")]
-    worker.roles.heard(Released(P, "acked"))
-    worker.roles.handle(submit_decode(7, work(E), source()))
+    assert worker.computed == [name("d")]
+    worker.heard(Released(P, "acked"))
+    worker.handle(submit_decode(7, work(E), source()))
     assert worker.failures() == [pb.FAILURE_CODE_NO_ROOM] * 2
     assert worker.roles.status(0).stats.blocks_free
 
@@ -674,19 +727,19 @@ async def test_two_prompts_that_must_run_alone_take_turns(worker: Worker) -> Non
     for letter in "ab":
         suspect = work(name(letter))
         suspect.request.alone = True
-        worker.roles.handle(submit_prefill(7, suspect, handover=True))
-    worker.roles.handle(submit_prefill(7, work(E), handover=True))
+        worker.handle(submit_prefill(7, suspect, handover=True))
+    worker.handle(submit_prefill(7, work(E), handover=True))
     await worker.settle()
     for letter, after in (("a", name("b")), ("b", E)):
-        assert worker.computing == [name(letter)]
+        assert worker.computed == [name(letter)]
         await worker.says(name(letter), output([5], "length"))
-        assert worker.computing == [after]
+        assert worker.computed == [after]
 
 
 async def test_a_request_that_vllm_cannot_have_is_refused(worker: Worker) -> None:
-    worker.roles.handle(submit_prefill(7, work(P, output_ids=[4], presence_penalty=1.0), handover=True))
+    worker.handle(submit_prefill(7, work(P, output_ids=[4], presence_penalty=1.0), handover=True))
+    await worker.settle()
     assert worker.failures() == [pb.FAILURE_CODE_INVALID]
-    assert not worker.told, "vLLM never had it"
     assert worker.idle
 
 
@@ -699,19 +752,19 @@ def seeing(attempt_id: bytes, *images: Image) -> Asked:
 
 
 async def test_images_are_in_the_names_of_chunks(worker: Worker) -> None:
-    worker.roles.handle(submit_prefill(7, seeing(P, SEEN), handover=True))
-    worker.roles.handle(submit_prefill(7, work(E, 80), handover=True))
-    [seen, text] = [attempt.chunks for attempt in worker.attempts]
+    worker.handle(submit_prefill(7, seeing(P, SEEN), handover=True))
+    worker.handle(submit_prefill(7, work(E, 80), handover=True))
+    [seen, text] = [live.chunks for live in worker.roles._engine.lives.values()]
     expected: list[bytes] = []
     extend_names(expected, [1] * 80, 80, salted(b"root", b""), [SEEN.span])
     assert seen == expected != text
 
 
 async def test_a_decode_that_fetches_needs_no_pixels_until_it_is_preempted(worker: Worker) -> None:
-    worker.roles.handle(submit_decode(7, seeing(D, UNSEEN), source()))
+    worker.handle(submit_decode(7, seeing(D, UNSEEN), source()))
     await worker.settle()
     assert worker.fields[D]["extra_args"]["kv_transfer_params"]["unseen_until"] == SEEN.stop
-    worker.roles.heard(Blind(D))
+    worker.heard(Blind(D))
     await worker.settle()
     assert worker.failures() == [pb.FAILURE_CODE_HANDED_BACK]
     assert worker.aborted == [D]
@@ -719,9 +772,10 @@ async def test_a_decode_that_fetches_needs_no_pixels_until_it_is_preempted(worke
 
 
 async def test_a_decode_of_this_worker_has_the_pixels_of_its_prefill(worker: Worker) -> None:
-    worker.roles.handle(submit_prefill(7, seeing(P, SEEN), handover=True))
+    worker.handle(submit_prefill(7, seeing(P, SEEN), handover=True))
     await worker.says(P, output([5], "length"))
-    worker.roles.handle(submit_decode(7, seeing(D, UNSEEN), source(OURS)))
+    worker.handle(submit_decode(7, seeing(D, UNSEEN), source(OURS)))
+    worker.heard(Released(P, "gone"))
     await worker.settle()
     assert worker.images[D] == (SEEN,)
 
@@ -729,7 +783,7 @@ async def test_a_decode_of_this_worker_has_the_pixels_of_its_prefill(worker: Wor
 @pytest.mark.parametrize("decodes", [False, True])
 async def test_a_prompt_without_its_pixels_is_refused(worker: Worker, decodes: bool) -> None:
     asked = seeing(P, SEEN, UNSEEN)
-    worker.roles.handle(submit_decode(7, asked, None) if decodes else submit_prefill(7, asked, True))
+    worker.handle(submit_decode(7, asked, None) if decodes else submit_prefill(7, asked, True))
     await worker.settle()
     assert worker.failures() == [pb.FAILURE_CODE_INVALID]
     assert not worker.fields

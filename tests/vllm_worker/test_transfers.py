@@ -511,6 +511,7 @@ def test_a_prefix_that_is_not_cached_any_more(servers: tuple[Server, Server]) ->
     here.step(StepMetadata(fetches=[Fetch("f", FETCH, 0, place, [[2, 3, 4, 5]], 0, 64, [b"c" * 16])]))
     [wanted] = source.told(1)
     source.step(StepMetadata(pinned=[Pinned("p", wanted.pin_id, (), 0, 0)]))
+    assert source.told(1) == [Released(wanted.pin_id, "gone")]
     assert here.told(1) == [FetchFailed(FETCH, "gone")]
     assert source.sent == {"p"}
 

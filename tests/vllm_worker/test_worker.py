@@ -78,8 +78,10 @@ def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
 
     for role in ("prefill", "decode"):
         cluster.until_cached(role, again, 128)
-    computed = {role: worker["status"]["prompt_tokens"] for role, worker in cluster.workers().items()}
-    expected_counts = {"prefill": 3 + 40 + 130 + 133 + 300 + 310 + 5 + 40, "decode": 0}
+    computed = {
+        role: worker["status"]["computed_prompt_tokens"] for role, worker in cluster.workers().items()
+    }
+    expected_counts = {"prefill": 3 + 40 + 130 + 5 + 300 + 310 + 5 + 40, "decode": 0}
     assert computed == expected_counts, "all KV was handed over"
     cluster.assert_whole()
 
@@ -128,7 +130,9 @@ def test_pairs_with_batons_engine(cluster: VLLMCluster, reference: Reference, le
                 assert choice["token_ids"] == (right := reference.tokens(prompt, TOKENS))
                 found = choice["logprobs"]["token_logprobs"]
                 assert found == pytest.approx(reference.logprobs(prompt, right), abs=1e-3)
-            computed = {role: worker["status"]["prompt_tokens"] for role, worker in front.workers().items()}
+            computed = {
+                role: worker["status"]["computed_prompt_tokens"] for role, worker in front.workers().items()
+            }
             assert computed["decode"] == 0, "all KV was handed over"
             front.assert_whole()
 
@@ -231,7 +235,7 @@ def test_workers_with_two_ranks(model: Path, reference: Reference, tmp_path: Pat
         cluster.until_ready()
         for prompt in prompts_of([3, 130, 300, 700], 11):
             assert streamed(cluster, prompt=prompt, max_tokens=TOKENS) == reference.tokens(prompt, TOKENS)
-        assert cluster.workers()["decode"]["status"]["prompt_tokens"] == 0, "all KV was handed over"
+        assert cluster.workers()["decode"]["status"]["computed_prompt_tokens"] == 0, "all KV was handed over"
         [prompt] = prompts_of([60], 12)
         title = "decode 0 engine::Worker_TP1"
         cluster.goes_on(reference.tokens(prompt, 200), title, prompt=prompt)

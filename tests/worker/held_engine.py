@@ -7,7 +7,7 @@ It runs by `python -m tests.worker.held_engine`.
 
 from baton.cluster.engine_process import run
 from baton.worker.engine_process.attempt import AttemptTable
-from baton.worker.engine_process.engine_attempt import EngineAttempt
+from baton.worker.engine_process.engine_attempt import BatonResources, EngineAttempt
 from baton.worker.engine_process.start import EngineProcessConfig, start
 
 HELD_AT = "held-at-"
@@ -19,7 +19,9 @@ def hold_requests() -> None:
     def held(attempts: AttemptTable[EngineAttempt]) -> None:
         named = [attempt for attempt in attempts if _is_held(attempt)]
         if named and all(each.num_sampled >= _count(each) for each in named):
-            named[0].shared.engine.loop.frozen = True
+            shared = named[0].shared
+            assert isinstance(shared, BatonResources)
+            shared.engine.loop.frozen = True
         flush(attempts)
 
     AttemptTable.flush = held  # pyrefly: ignore[bad-assignment]  (each attempt is one of Baton's engine)
@@ -29,7 +31,7 @@ def _is_held(attempt: EngineAttempt) -> bool:
     return (
         attempt.origin.name.startswith(HELD_AT)
         and attempt.live is not None
-        and not attempt.live.request.retried
+        and not attempt.live_request.request.retried
     )
 
 

@@ -16,7 +16,7 @@ from baton.worker import messages
 from baton.worker.engine_process import loop
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.context import Context
-from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading, Resources
+from baton.worker.engine_process.engine_attempt import BatonResources, EngineAttempt, Reading
 from baton.worker.engine_process.loop import IDLE_TICK, FreedMemory, may_move, seconds_to_wait
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.states import State
@@ -54,10 +54,12 @@ def test_kv_is_moved_while_it_may_have_something_to_do() -> None:
     table, within = AttemptTable[EngineAttempt](lambda _: None), list[float]()
     poll_within = property(lambda _: min(within, default=None))
     shared = stand_in(
-        Resources,
-        engine=stand_in(Engine, lives=stand_in(RequestLives, waiting=[])),
+        BatonResources,
+        engine=stand_in(
+            Engine, lives=stand_in(RequestLives, waiting=[]), loop=stand_in(StepLoop, joins_at=math.inf)
+        ),
         sender=stand_in(Sender, fileno=lambda: 6, close=lambda *_: None),
-        receiver=stand_in(Receiver, fileno=lambda: 7, poll_within=poll_within),
+        receiver=stand_in(Receiver, fileno=lambda: 7, poll_within=poll_within, next_injection=math.inf),
     )
     role = stand_in(DecodeRole, move_kv=lambda _: None)
     link = stand_in(ServiceLink, send=lambda _: None)

@@ -25,6 +25,7 @@ from baton.worker.stats import RequestCounts
 
 UNREAD: Mapping[str, tuple[pb.FailureCode, str]] = {
     "deadline": (pb.FAILURE_CODE_DROPPED, "not fetched before the hold deadline"),
+    "cancelled": (pb.FAILURE_CODE_DROPPED, "preempted: other requests needed its blocks"),
     "reused": (pb.FAILURE_CODE_INVALID, "this id was used before: draw a new one"),
 }
 """By the reason of `Released`: what a router is told of a prefill that no worker has read."""

@@ -16,7 +16,7 @@ from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.embeddings import FetchedEmbeddings
-from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
+from baton.worker.engine_process.engine_attempt import BatonResources, EngineAttempt
 from baton.worker.engine_process.kv_events import KVEvents
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import PrefixLinks
@@ -51,7 +51,7 @@ class Context:
     store: StoreSource | None = None
     images: FetchedEmbeddings | None = None
 
-    def resources(self, engine: Engine, layers_ready: Callable[[], int]) -> Resources:
+    def resources(self, engine: Engine, layers_ready: Callable[[], int]) -> BatonResources:
         """What the attempts of this engine share. Opens its sender and its receiver. `layers_ready`: as in
         `PagedKV`, for the sender."""
         cache = paged_kv(engine, layers_ready)
@@ -60,7 +60,7 @@ class Context:
         )  # first: the sender has a thread, which uses the device at once
         sender = self.transport.sender(cache)
         incarnation, tick = self.config.incarnation, self.heartbeat.tick
-        return Resources(engine, sender, receiver, self.attempts, self.trace, incarnation, tick)
+        return BatonResources(engine, sender, receiver, self.attempts, self.trace, incarnation, tick)
 
     def read_cache(self) -> None:
         """Gives all readers what has changed in the prefix cache."""

@@ -1,13 +1,14 @@
-"""An attempt of Baton's engine: its request there, and the transfers that read and write its blocks.
+"""An attempt and its engine: its request there, and the transfers that read and write its blocks.
 
 The sender and the receiver report to the lease, which is the `owner` in their events.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from baton.engine import Engine, Output
-from baton.engine.core.live_request import LiveRequest
+from baton import engine
+from baton.engine import Output
 from baton.kv_transfer import (
     Began,
     Closed,
@@ -21,6 +22,7 @@ from baton.kv_transfer import (
 from baton.kv_transfer.protocol.messages import Reason
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import Attempt, AttemptTable, Lease
+from baton.worker.engine_process.engine_protocol import Engine, Live, ReceivingEnd, SendingEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,8 @@ class Resources:
     """What the attempts of an engine share."""
 
     engine: Engine
-    sender: Sender
-    receiver: Receiver
+    sender: SendingEnd
+    receiver: ReceivingEnd
     attempts: "AttemptTable[EngineAttempt]"
     trace: TraceWriter
     incarnation: int
@@ -43,6 +45,15 @@ class Resources:
         return f"{self.engine.blocks_free} of {self.engine.num_blocks} blocks are free"
 
 
+@dataclass(frozen=True, slots=True)
+class BatonResources(Resources):
+    """Those of Baton's engine."""
+
+    engine: engine.Engine
+    sender: Sender
+    receiver: Receiver
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineAttempt(Attempt):
     """Roles override what concerns them."""
@@ -50,20 +61,21 @@ class EngineAttempt(Attempt):
     shared: Resources
     fetched: int = 0
     """Tokens with KV that came from another worker's prefix cache for this attempt."""
-    live: LiveRequest | None = None
+    live: Live | None = None
     """Its request in the engine. None: it has not come there, or a decode has taken it over."""
     again: Callable[[], None] | None = None
     """Asks the engine again for blocks. It moves memory meanwhile, so that there is room. None: it has
     answered."""
 
     @property
-    def live_request(self) -> LiveRequest:
+    def live_request(self) -> Any:
+        """A `Live` of its engine."""
         assert self.live is not None, "the engine has it"
         return self.live
 
     def no_room(self, again: Callable[[], None]) -> None:
         """Holds nothing and waits for no other attempt: only for steps, which move memory."""
-        if self.shared.engine.lives.is_moving_memory:
+        if self.shared.engine.is_moving_memory:
             self.again = again
         else:
             self.lost(pb.FAILURE_CODE_NO_ROOM, self.shared.no_room())
@@ -72,6 +84,11 @@ class EngineAttempt(Attempt):
         """The blocks are free when its last lease has ended."""
         if self.live is not None:
             self.shared.engine.cancel(self.live)
+
+    def open(self, num_tokens: int) -> None:
+        """The engine is about to write the KV of these positions of a handover. The sender may read what is
+        ready."""
+        raise NotImplementedError
 
     def computed(self, stop: int) -> None:
         """A step has computed its positions below `stop`."""
@@ -99,7 +116,7 @@ class EngineAttempt(Attempt):
     def written(self, event: Injected | FetchFailed | Closed | Began) -> None:
         """The receiver reports of a fetch into its blocks."""
 
-    def take(self, decode: Attempt) -> LiveRequest | bool | None:
+    def take(self, decode: Attempt) -> Live | bool | None:
         """Keeps the blocks for a decode on this worker. Returns the request when the engine may resume it,
         and False before. None: the blocks are not for this decode."""
         return None

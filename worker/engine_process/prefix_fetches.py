@@ -16,7 +16,7 @@ missing, by the same rule.
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ from baton.kv_transfer import Closed, FetchFailed, Injected, TraceWriter, Transf
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import Attempt, Lease
+from baton.worker.engine_process.engine_protocol import ContentReceiver, Engine
 from baton.worker.stats import RequestCounts
 
 LONGEST = 5.0
@@ -100,35 +101,6 @@ class PrefixFetch:
         for each in waiting:
             each.end()
         return waiting
-
-
-class Exchange(Protocol):
-    """As `PrefixExchange`. vLLM has its own `MissingPrefix` and `Import`."""
-
-    def missing(self, request: EngineRequest, most: int, *, remnant: bool = False) -> Any: ...
-    def start_import(self, missing: Any) -> Any: ...
-
-
-class CachingEngine(Protocol):
-    """What fetches need of an engine."""
-
-    @property
-    def prefix_exchange(self) -> Exchange | None:
-        """None: the engine has no prefix cache, or prefixes of its model do not move."""
-        ...
-
-    def prompt_seconds(self, tokens: int, uncached: int, position: int) -> float: ...
-
-
-class ContentReceiver(Protocol):
-    """What `Workers` needs of a `Receiver`."""
-
-    def fetch_content(
-        self, fetch_id: bytes, *, chunks: Sequence[bytes], first_chunk: int, kv_address: str,
-        incarnation: int, block_ids: Sequence[int], state_slot: int = 0, owner: Any = None,
-    ) -> None: ...  # fmt: skip
-    def cancel(self, fetch_id: bytes, /) -> None: ...
-    def began(self, fetch_id: bytes, /) -> bool: ...
 
 
 class PrefixSource(Protocol):
@@ -225,7 +197,7 @@ class PrefixFetches:
         sources: where prefixes come from. The first one is asked first.
     """
 
-    def __init__(self, engine: CachingEngine, counts: RequestCounts, trace: TraceWriter) -> None:
+    def __init__(self, engine: Engine, counts: RequestCounts, trace: TraceWriter) -> None:
         self.sources: list[PrefixSource] = []
         self._engine = engine
         self._counts = counts

@@ -11,7 +11,7 @@ from baton.engine.core.making_room import to_drop
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.engine_process.context import Context
-from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
+from baton.worker.engine_process.engine_attempt import BatonResources, EngineAttempt
 from baton.worker.engine_process.handler import Handler
 from baton.worker.engine_process.states import State
 from baton.worker.engine_process.weights import WeightsChange
@@ -46,7 +46,7 @@ class Roles(Handler):
         polls: whether something may have begun or ended that no descriptor shows. Then `move_kv` is due.
     """
 
-    def __init__(self, context: Context, shared: Resources, roles: Sequence[Role]) -> None:
+    def __init__(self, context: Context, shared: BatonResources, roles: Sequence[Role]) -> None:
         Handler.__init__(self, context.attempts, context.link.send, "Baton's engine")
         self._context = context
         self.engine = shared.engine
@@ -155,6 +155,7 @@ class Roles(Handler):
             self._images.report()
         for role in self._roles:
             role.move_kv(spare)
+        self.engine.loop.joins_at = self._receiver.next_injection
         self._make_room()
         self.polls = self.poll_within < math.inf
 
