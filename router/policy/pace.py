@@ -59,6 +59,8 @@ class Pace:
         busy: share of its recent time that its prompts would have taken without decodes.
         now: its steps.
         late: mean seconds of a gap beyond a short step.
+        behind: seconds of prompts that come lately, before the worker has none left, for each second in which
+            it computes one.
     """
 
     model: StepModel
@@ -74,6 +76,7 @@ class Pace:
     busy: float = field(init=False)
     now: Steps = field(init=False)
     late: float = field(init=False)
+    behind: float = field(init=False)
 
     def __post_init__(self) -> None:
         model, gap, most = self.model, self.gap, self.model.tokens[-1]
@@ -83,6 +86,8 @@ class Pace:
         self.short = math.sqrt(gap * (gap if gap < fastest else fastest))
         self.now = now = self.steps(self.decodes, self.context, self.gap_cost)
         self.late = self.gap_of(now, busy)[1] if now.step else 0.0
+        share = busy * now.stretch  # of its time, as prompts come lately
+        self.behind = share / (1 - share) if share < MOST_BUSY else MOST_BUSY / (1 - MOST_BUSY)
 
     def steps(self, decodes: int, context: float, gap_cost: float) -> Steps:
         """Those of the worker if it decodes so many requests with so many positions and these costs."""

@@ -18,8 +18,7 @@ c = F / (G · N) seconds of a first token, and all costs are in these:
 
     C          the sum of c of all requests that decode there
     first      until the first token: the prompts ahead and this one, beside the decodes there
-    behind     added to the first tokens of prompts that come before its worker has none left: as many as
-               lately, or as lately at a worker on average if that is more
+    behind     added to the first tokens of prompts that come before its worker has none left
     longer     added to the gaps of each request that decodes where the prompt is computed, while it decodes
     d, d'      how much a gap is longer than a short step where the request decodes, without and with it
     slower     added to the first tokens of prompts that come there while it decodes
@@ -99,12 +98,8 @@ class Offer:
         encoding: seconds in which it encodes the images that it has not cached, nor was shown before, if it
             decodes nothing.
         adapter: seconds in which its steps stand still until the adapter is on its device.
-        mean_rate: prompt tokens that a worker lately computed in a second, on average. More may come to this
-            one than lately, since the others are as busy.
         embeddings: of each image that encoders encode for it: its position, and seconds until it is encoded.
         queues: more than one step of prompts, also of other routers, seems to be ahead of the request.
-        behind: seconds of prompts that come before the worker has none left, for each second in which it
-            computes one.
         first: seconds until the first token.
         within: seconds in which the prompt should be computed, if none is ahead.
         prompt_cost: of the prompt at this worker.
@@ -128,8 +123,6 @@ class Offer:
     encoding: float = 0.0
     embeddings: Sequence[tuple[int, float]] = ()
     adapter: float = 0.0
-    mean_rate: float = 0.0
-    behind: float = field(init=False)
     first: float = field(init=False)
     within: float = field(init=False)
     prompt_cost: float = field(init=False)
@@ -140,11 +133,9 @@ class Offer:
         pace, now = self.pace, self.pace.now
         self.tokens = self.request.tokens - self.cached
         self.gap_weight = self.target / pace.gap if pace.gap else 0.0
-        stretch, busy = now.stretch, self.mean_rate * pace.token
-        share = (busy if busy > pace.busy else pace.busy) * stretch  # of its time
-        self.behind = share / (1 - share) if share < MOST_BUSY else MOST_BUSY / (1 - MOST_BUSY)
+        stretch = now.stretch
         alone, wait = pace.model.prefill(self.tokens, self.cached) + self.encoding, self.ahead * pace.token
-        behind = self.behind * stretch * (wait + alone / 2)
+        behind = pace.behind * stretch * (wait + alone / 2)
         within = self.load + self.adapter + stretch * alone + JOIN_STEPS * now.step
         first = within + stretch * wait
         for start, seconds in self.embeddings:
@@ -177,6 +168,8 @@ class Offer:
             return answer * gaps
         prompt = pace.model.prefill(round(self.mean_prompt), pace.position)
         later = then.stretch - now.stretch
+        if prompt > 0:
+            later += JOIN_STEPS * (then.step - now.step) / prompt
         if not pace.decodes:  # its first step may compute prompts only
             gaps += request_gap_cost * busy * min(prompt, pace.model.prompt_seconds[-1]) / answer
         slower = busy * answer * gap * later / (1 - min(MOST_BUSY, busy * then.stretch))
@@ -189,7 +182,7 @@ class Offer:
         if forgotten <= 0:
             return 0.0
         alone = forgotten * self.pace.token
-        slower = self.pace.now.stretch * (1 + self.behind)
+        slower = self.pace.now.stretch * (1 + self.pace.behind)
         return self.reuse * (slower * alone + self._added(alone))
 
     @property
@@ -277,7 +270,6 @@ def offer(
         encoding,
         embeddings,
         loads.adapter_seconds(row, request.adapter) if request.adapter else 0.0,
-        loads.mean_rate,
     )
 
 

@@ -149,7 +149,6 @@ class PrefillLoads:
         self.index = ChunkIndex()
         self._workers: list[_Worker | None] = []  # by row; None: free
         self._free: list[int] = []  # these rows
-        self._rates = 0.0  # the sum of `prompt_rate`
         self._prompts = Average()
         self._squares = Average()
         self._reused = Average()
@@ -188,7 +187,6 @@ class PrefillLoads:
         self._set_store(row, False)
         self._set_adapters(row, pb.WorkerStatus())
         self.serve(row, False)
-        self._rates -= self._worker(row).prompt_rate.value
         self._workers[row], self._works[row] = None, False
         self._free.append(row)
 
@@ -320,9 +318,7 @@ class PrefillLoads:
         tokens_waiting += self._as_tokens(row, status.encode_queue_seconds)
         worker.tokens, worker.at = max(0.0, tokens_waiting - self._tokens_of_first(row, now)), now
         self._changed(row)
-        self._rates -= worker.prompt_rate.value
         worker.rates(status, now)
-        self._rates += worker.prompt_rate.value
 
     def _guess_speeds(self) -> None:
         """Workers without a measured speed get the mean of the others."""
@@ -392,12 +388,6 @@ class PrefillLoads:
     def prompt_rate(self, row: int) -> float:
         """Prompt tokens that the worker lately computed in a second."""
         return self._worker(row).prompt_rate.value
-
-    @property
-    def mean_rate(self) -> float:
-        """`prompt_rate`, on average over the workers of both pools."""
-        workers = len(self._workers) - len(self._free)
-        return self._rates / workers if workers else 0.0
 
     @property
     def mean_prompt(self) -> float:
