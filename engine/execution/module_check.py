@@ -22,8 +22,9 @@ from baton.engine.layers.ranks import Ranks, Shard
 from baton.engine.layers.weights import Checkpoint, PlainFormat, Weights
 from baton.engine.loader.modules import modules_config
 from baton.engine.model_config import ModelConfig
+from baton.engine.models.transformers.interface import ERRORS
 from baton.engine.models.transformers.model import ModulesModel, modules_of
-from baton.engine.models.transformers.modules import ERRORS, on_meta, with_values
+from baton.engine.models.transformers.modules import on_meta, with_values
 
 PROMPT, CUT, SHORT, BLOCK = 29, 11, 7, 16
 """Tokens of the prompt, of its first cut, of the prompt beside it, and of a block of the cache."""

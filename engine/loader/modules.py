@@ -20,9 +20,9 @@ from baton.engine.loader.families import what_serves
 from baton.engine.loader.rearranged import Files
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import ModelConfig, ModulesConfig
+from baton.engine.models.transformers.interface import ERRORS
 from baton.engine.models.transformers.model import modules_of
 from baton.engine.models.transformers.modules import (
-    ERRORS,
     modules_class,
     on_meta,
     read_settings,

@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from baton.engine import EngineConfig, SpeculativeConfig
+from baton.engine.layers.ranks import Ranks
+from baton.engine.layers.weights import PlainFormat, Weights
+from baton.engine.loader import open_checkpoint
 from baton.engine.loader.hf_config import read_config
 from baton.engine.model_config import Span
+from baton.engine.models.transformers.model import ModulesModel
+from baton.engine.models.transformers.replaced import Router
 from tests.engine.checkpoints import edit_json, load
 from tests.engine.conftest import request_of, save_tiny, tokens_of
 from tests.engine.test_models import scores
@@ -55,6 +62,45 @@ def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
         ]
         for prompt, tokens in zip(prompts, tokens_of(engine, requests), strict=True):
             assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
+
+
+@pytest.mark.parametrize(
+    ("kind", "routers", "by_logits"), [("Qwen3Moe", 3, True), ("DeepseekV3", 0, False), ("Llama", 0, None)]
+)
+def test_common_parts_are_those_of_baton(
+    kind: str, routers: int, by_logits: bool | None, tmp_path: Path
+) -> None:
+    """Products, norms, experts, and routers that choose as Baton's kernels do."""
+    save_tiny(tmp_path, kind)
+    config = EngineConfig(str(tmp_path), model_impl="transformers")
+    cpu = torch.device("cpu")
+    checkpoint = open_checkpoint(config, cpu)
+    weights = Weights(checkpoint, torch.float32, cpu, lambda *_: None, PlainFormat(), Ranks())
+    whole = ModulesModel(checkpoint.config, weights).head
+    left = {
+        type(part).__name__
+        for part in whole.modules()
+        if next(part.parameters(recurse=False), None) is not None
+    }
+    assert not {name for name in left if "Norm" in name or "Linear" in name}
+    assert sum(isinstance(part, Router) for part in whole.modules()) == routers
+    found = {part.mixture.by_logits for part in whole.modules() if hasattr(part, "mixture")}
+    assert found == (set() if by_logits is None else {by_logits})
+
+
+def test_the_exact_mode_is_refused(tiny_path: Path) -> None:
+    with pytest.raises(ValueError, match="--batch-invariant: modules of transformers, which compute Llama"):
+        load(tiny_path, model_impl="transformers", batch_invariant=True)
+
+
+def test_drafts_do_not_change_tokens(tiny_path: Path) -> None:
+    requests = [request_of(i, [5, 6, 7, 5, 6, 7, 5 + i], max_tokens=24, ignore_eos=True) for i in range(3)]
+    settings: dict[str, Any] = {"model_impl": "transformers", "num_blocks": 32, "overlap": True}
+    drafts = SpeculativeConfig(num_speculative_tokens=3)
+    plain, drafted = (
+        tokens_of(load(tiny_path, **settings, speculative_config=each), requests) for each in (None, drafts)
+    )
+    assert plain == drafted
 
 
 def test_own_classes_come_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from baton.engine.model_config import ModuleAttention, Span
 
 SERVING, RECORDING = "baton", "baton_recording"
 """Names of attention, as transformers' `attn_implementation`."""
+ERRORS = (
+    AssertionError, AttributeError, IndexError, KeyError, RuntimeError, StrictDataclassError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What configurations and modules of transformers raise if something does not fit."""
 IGNORED = {
     "cu_seq_lens_k", "cu_seq_lens_q", "dropout", "is_causal", "logits_to_keep", "max_length_k",
     "max_length_q", "output_attentions", "output_hidden_states", "output_router_logits", "position_ids",
@@ -78,9 +84,9 @@ def attention(
     assert isinstance(current, Pass), "the runner computes a step"
     layer, current.calls = current.calls, current.calls + 1
     size, value_size = current.layers[layer].head_dim, value.shape[3]
-    heads = torch.cat([F.pad(x[0], (0, size - x.shape[3])) for x in (query, key, value)])
+    heads = [x if x.shape[3] == size else F.pad(x, (0, size - x.shape[3])) for x in (query, key, value)]
+    qkv = torch.cat([x.transpose(1, 2) for x in heads], dim=2)[0]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    qkv = heads.transpose(0, 1).contiguous()
     out = current.attend(layer, qkv, current.rotaries[size], None, s_aux, scale, softcap)
     return out[None, ..., :value_size], None
 
@@ -141,7 +147,7 @@ def skip_experts(module: nn.Module, hidden_states: Tensor, *routing: Tensor) -> 
 
 
 @functools.cache
-def register() -> None:
+def register(experts: Callable[..., Tensor]) -> None:
     """Gives transformers the functions, once a process."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -150,4 +156,5 @@ def register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(SERVING, attention)
     ALL_ATTENTION_FUNCTIONS.register(RECORDING, record)
     ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDING, mark)
+    ALL_EXPERTS_FUNCTIONS.register(SERVING, experts)
     ALL_EXPERTS_FUNCTIONS.register(RECORDING, skip_experts)

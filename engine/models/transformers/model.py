@@ -6,27 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baton.engine.kernels import LinearMethod
 from baton.engine.layers.ranks import unsharded
 from baton.engine.layers.weights import DTYPES, Weights
 from baton.engine.model_config import ModelConfig, ModulesConfig
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec
+from baton.engine.models.transformers import replaced
 from baton.engine.models.transformers.interface import Pass, calling
 from baton.engine.models.transformers.modules import build
 
 INTEGERS = (torch.int64, torch.int32, torch.bool)
-
-
-class Linear(nn.Module):
-    """A product in the format that the loader chooses."""
-
-    def __init__(self, product: LinearMethod) -> None:
-        super().__init__()
-        self.product = product
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.product(x.reshape(-1, x.shape[-1]).contiguous())
-        return out.view(*x.shape[:-1], -1)
 
 
 class Computed(nn.Module):
@@ -64,11 +52,18 @@ class ModulesModel:
                 f"{weights.source}: a GPU's kernels cannot bound the scores of {config.architecture}; use "
                 "--device cpu"
             )
+        if weights.kernels.exact:
+            raise ValueError(
+                f"--batch-invariant: modules of transformers, which compute {config.architecture}, sum in "
+                "orders of their own; leave it out"
+            )
         whole = build(modules.settings)
         _compute_buffers(whole, weights.device)
         _load(whole, weights)
-        for parameter in whole.parameters():
-            parameter.requires_grad_(requires_grad=False)
+        if weights.device.type != "meta":
+            with torch.inference_mode():
+                replaced.norms(whole, weights)
+                replaced.mixtures(whole, weights)
         self.head = whole
         self.name, self.body = body_of(whole)
         self.computed: Computed | None = None
@@ -124,25 +119,18 @@ def _compute_buffers(whole: Any, device: torch.device) -> None:
 
 def _load(whole: Any, weights: Weights) -> None:
     """Gives all parameters and buffers of a state dict their values. Those that are tied share them."""
-    names: dict[int, list[str]] = {}
-    state = whole.state_dict(keep_vars=True)
+    state, names = whole.state_dict(keep_vars=True), dict[int, list[str]]()
     for name, x in state.items():
         names.setdefault(id(x), []).append(name)
+    done = replaced.linears(whole, weights, lambda module: len(names[id(module.weight)]) > 1)
     for all_names in names.values():
-        name = next(filter(weights.has, all_names), all_names[0])
-        path, _, last = name.rpartition(".")
-        module, x = whole.get_submodule(path), state[name]
-        if type(module) is nn.Linear and len(all_names) == 1:
-            if last == "weight":
-                rows, columns = map(unsharded, x.shape)
-                product = weights.linear([path], [rows], columns, bias=module.bias is not None)
-                parent, _, child = path.rpartition(".")
-                setattr(whole.get_submodule(parent), child, Linear(product))
+        if all_names[0].rpartition(".")[0] in done:
             continue
-        value = _value(name, x, weights)
+        name = next(filter(weights.has, all_names), all_names[0])
+        value = _value(name, state[name], weights)
         for each in all_names:
             path, _, last = each.rpartition(".")
-            if isinstance(x, nn.Parameter):
+            if isinstance(state[name], nn.Parameter):
                 setattr(whole.get_submodule(path), last, nn.Parameter(value, requires_grad=False))
             else:
                 whole.get_submodule(path).register_buffer(last, value)

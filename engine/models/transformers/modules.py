@@ -8,20 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from baton.engine.model_config import ModuleAttention
 from baton.engine.models.transformers.interface import RECORDING, SERVING, Calls, calling, register
+from baton.engine.models.transformers.replaced import compute_experts
 
 TOKENS = 4
 """Of the pass that records calls."""
 
 
-ERRORS = (
-    AssertionError, AttributeError, IndexError, KeyError, RuntimeError, StrictDataclassError, TypeError,
-    ValueError,
-)  # fmt: skip
-"""What configurations and modules of transformers raise if something does not fit."""
 LAYER_TYPES = ("chunked_attention", "full_attention", "sliding_attention")
 
 
@@ -72,14 +67,14 @@ def _floats(x: Any) -> Any:
     return [_floats(each) for each in x] if isinstance(x, list | tuple) else x
 
 
-def build(settings: str, implementation: str = SERVING, experts: str | None = None) -> Any:
+def build(settings: str, implementation: str = SERVING) -> Any:
     """The modules of a causal language model on the device "meta". `settings`: JSON of `read_settings`."""
-    register()
+    register(compute_experts)
     values = json.loads(settings)
     kind = modules_class(values["architectures"][0], str(values.get("model_type", "")))
     values.pop("dtype", None)  # the loader chooses it
     config = kind.config_class.from_dict(
-        values, attn_implementation=implementation, experts_implementation=experts
+        values, attn_implementation=implementation, experts_implementation=implementation
     )
     with torch.device("meta"):
         return kind(config).eval()
@@ -104,7 +99,7 @@ def with_values(settings: str) -> Any:
 
 def record_calls(settings: str) -> tuple[ModuleAttention, ...]:
     """How a pass calls attention, in order. Raises any of `ERRORS`; `ValueError` names what is missing."""
-    model, calls = build(settings, RECORDING, RECORDING), Calls()
+    model, calls = build(settings, RECORDING), Calls()
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     with calling(calls), torch.inference_mode():
         output = model(input_ids=ids)
