@@ -16,7 +16,7 @@ from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Amounts, Budget
-from baton.engine.core.kept_blocks import KeptBlocks, record_bytes
+from baton.engine.core.kept_blocks import record_bytes
 from baton.engine.core.leases import Owner
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import ChunkLimit, Meters
@@ -245,10 +245,9 @@ class Engine:
         self, config: EngineConfig, started: Started, hooks: Hooks
     ) -> tuple[BlockPool, Cells[bytes] | None, PrefixCache | None]:
         """The blocks, the slots of states and the prefix cache."""
-        kept = None if self._kept is None else KeptBlocks(self._kept.parts, self.block_size)
         windows = self._windows(config, started)
         pool, states = pools_of(started.pool, self.block_size, windows)
-        return pool, states, self._prefix_cache(config, started, hooks, pool, kept)
+        return pool, states, self._prefix_cache(config, started, hooks, pool)
 
     def _prefix_cache(
         self,
@@ -256,7 +255,6 @@ class Engine:
         started: Started,
         hooks: Hooks,
         pool: BlockPool,
-        kept: KeptBlocks | None,
     ) -> PrefixCache | None:
         """None: there is no prefix cache."""
         places = tier_places(config, started.pool, self.cache_spec, self.block_size, self.ranks.size)
@@ -294,7 +292,7 @@ class Engine:
             prompt_seconds=self.prompt_seconds,
             copies=copies,
             windows=windows_of(self.cache_arrays),
-            kept=kept,
+            kept=None if self._kept is None else self._kept.parts,
         )
 
     def _windows(self, config: EngineConfig, started: Started) -> WindowBlocks | None:

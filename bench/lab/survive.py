@@ -66,7 +66,7 @@ from baton.bench.report import Row
 from baton.cluster.gpus import gpus_with_memory
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks
+from baton.engine.core.kept_table import KeptTable
 from baton.system.tracing import time_of_day
 from baton.worker.kept_files import KeptFiles
 from baton.worker.service_process.standby import MOST_ENDS
@@ -285,19 +285,19 @@ def step_on_cpu(run: Run, steps: int) -> None:
     fill(engine, BATCH, CONTEXT, steps + 1)
     spent = 0.0
 
-    def timed(self: KeptBlocks, blocks: Iterable[KeptBlock]) -> None:
+    def timed(self: KeptTable, bodies: Iterable[tuple[int, bytes]]) -> None:
         nonlocal spent
         began = time.process_time()
-        add(self, blocks)
+        add(self, bodies)
         spent += time.process_time() - began
 
-    add = KeptBlocks.add
-    KeptBlocks.add = timed
+    add = KeptTable.add
+    KeptTable.add = timed
     began = time.process_time()
     try:
         drain(engine)
     finally:
-        KeptBlocks.add = add
+        KeptTable.add = add
     seconds = time.process_time() - began
     to = {"ratio_to": "without records", "goal": SLOWEST_STEP}
     run.add(

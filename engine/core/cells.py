@@ -27,6 +27,7 @@ from enum import IntEnum
 from itertools import chain, islice
 from typing import Generic, TypeVar
 
+from baton.engine.core.kept_table import KeptTable
 from baton.engine.core.units import Units
 
 K = TypeVar("K", bound=Hashable)
@@ -57,8 +58,8 @@ class Cells(Generic[K]):
 
     Attributes:
         units: which places have memory.
-        taken: places that `take` gave out, in order. What keeps records of them reads and empties it. None:
-            nothing does.
+        records: of what the next engine may use. They learn which places `take` gave out. None: there are
+            none.
         held: places with a lease.
         moves: grows when a place changes its state.
         changes: names that came or went so far. What was looked up before the last one may be wrong.
@@ -66,7 +67,7 @@ class Cells(Generic[K]):
 
     def __init__(self, units: Units) -> None:
         self.units = units
-        self.taken: list[int] | None = None
+        self.records: KeptTable | None = None
         self.held = self.moves = self.changes = 0
         self._first = units.all_places.start
         self._cells: list[Cell[K]] = [Cell(place) for place in units.all_places]
@@ -190,8 +191,8 @@ class Cells(Generic[K]):
                 cell.name, cell.rank, cell.leases = None, Rank.ONLY, 1
                 cell.epoch += 1
                 places.append(place)
-        if self.taken is not None:
-            self.taken += places
+        if self.records is not None:
+            self.records.taken += places
         self.units.hold(*places)
         self.held += count
         self.moves += count

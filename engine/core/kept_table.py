@@ -12,7 +12,7 @@ written since. A place without a record is never used again as it is.
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
@@ -30,7 +30,7 @@ class KeptTable:
     """The records of the places of one pool.
 
     Attributes:
-        taken: places that the pool gave out since, as of `Cells`.
+        taken: places that the pool gave out since, in order. The table reads and empties it.
     """
 
     def __init__(self, memory: RecordMemory, size: int) -> None:
@@ -49,11 +49,11 @@ class KeptTable:
         self._read()
         return place in self._recorded or place in self._batch_of
 
-    def add(self, bodies: Mapping[int, bytes]) -> None:
+    def add(self, bodies: Iterable[tuple[int, bytes]]) -> None:
         """Gives records to these places, which do not change before they are taken. A body that is too long
         gets none."""
         self._read()
-        batch = {place: body for place, body in bodies.items() if OVERHEAD + len(body) <= self._size}
+        batch = {place: body for place, body in bodies if OVERHEAD + len(body) <= self._size}
         for place in batch:
             self._remove(place)
         if batch:

@@ -10,10 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from baton.engine.api.block_sums import KeptParts
 from baton.engine.api.config import TierCells
 from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks, Kept, Moved
 from baton.engine.core.block_pool import BlockPool
-from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks
+from baton.engine.core.kept_blocks import packed, record_bytes, unpacked
+from baton.engine.core.kept_table import KeptTable
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.offload_tier import CellTiers, Load, OffloadTier
 from baton.engine.core.prefix_names import PrefixNames
@@ -42,11 +44,11 @@ class PrefixCache:
         prompt_seconds: Callable[[int, int, int], float] = lambda *_: 0.0,
         copies: StateCopies | None = None,
         windows: Collection[Window] = (),
-        kept: KeptBlocks | None = None,
+        kept: KeptParts | None = None,
     ) -> None:
         """`content_root`: root of all names. `offload_places`: cells of each tier below the device.
         `prompt_seconds`: as in `Meters`. `windows`: those of the arrays of tokens that layers keep.
-        `kept`: the table of what the next engine may use. None: the memory ends with this one."""
+        `kept`: for records of what the next engine may use. None: the memory ends with this one."""
         self.queries = 0
         self.hits = 0
         self.copies = copies
@@ -58,7 +60,6 @@ class PrefixCache:
         self.windows = windows
         # The names of blocks that are thin in all tiers. Those of `halved` are thin on the device alone.
         self._thin: set[bytes] = set()
-        self._kept = kept
         self._halved = pool.halved
         self._named: tuple[EngineRequest, PrefixNames] | None = None  # the last request, and its names
         # Chunk → its position in the prompt, in chunks; and the blocks with its positions, in order.
@@ -72,8 +73,11 @@ class PrefixCache:
         self._states_below = CellTiers(copies or pool, 0, *kept_below)
         tiers = [*self._blocks_below.tiers, *self._states_below.tiers]
         self.offload: Sequence[OffloadTier] = tiers
-        if kept is not None:
-            kept.follow(pool, pool.windows, copies)
+        self._records: list[KeptTable] = []
+        for cells, memory in zip((pool, pool.windows, copies), kept or (), strict=kept is not None):
+            if cells is not None and memory is not None:
+                cells.records = KeptTable(memory, record_bytes(pool.block_size))
+                self._records.append(cells.records)
         self._looked_up = [x for x in (pool, pool.windows, copies, *tiers) if x is not None]
 
     @property
@@ -101,8 +105,7 @@ class PrefixCache:
         """All names of requests from now on begin at this root. Blocks with names of before are found no
         more."""
         self._root, self._named = content_root, None
-        if self._kept is not None:
-            self._kept.clear()
+        self._forget_records()
 
     def clear_device(self) -> None:
         """The device loses all that is cached there. Tiers below keep what they have. Nothing holds a
@@ -111,8 +114,11 @@ class PrefixCache:
         if self.copies is not None:
             self.copies.clear()
         self._read_evictions()
-        if self._kept is not None:
-            self._kept.clear()
+        self._forget_records()
+
+    def _forget_records(self) -> None:
+        for records in self._records:
+            records.clear()
 
     def publish(
         self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int, *, thin: Sequence[range] = ()
@@ -144,28 +150,30 @@ class PrefixCache:
                 entered.append(index)
         for block in names.cached(entered):
             self._enter(block, names.blocks)
-        if self._kept is not None:
-            self._keep(published, self._kept)
+        self._keep(published)
 
-    def _keep(self, blocks: Mapping[bytes, int], kept: KeptBlocks) -> None:
+    def _keep(self, blocks: Mapping[bytes, int]) -> None:
         """The next engine may have these cached blocks, by name. Only a block with a window block of its own
         may be thin."""
+        pool, windows = self._pool, self._pool.windows
+        if pool.records is None:
+            return
         windowed = {
-            name: block
-            for name, block in blocks.items()
-            if name not in self._thin and self._pool.has_window(block)
+            name: block for name, block in blocks.items() if name not in self._thin and pool.has_window(block)
         }
-        kept.add(
-            KeptBlock(block, self._cached[name])
-            for name, block in (windowed if kept.windows is None else blocks).items()
-        )
-        if kept.windows is not None and (windows := self._pool.windows) is not None:
-            kept.windows.add({int(windows.of[block]): name for name, block in windowed.items()})
+        of_all = windowed if windows is None else blocks
+        pool.records.add((block, packed(self._cached[name])) for name, block in of_all.items())
+        if windows is not None and windows.records is not None:
+            windows.records.add((int(windows.of[block]), name) for name, block in windowed.items())
 
     def keep_states(self, names: PrefixNames, position: int, slot: int) -> None:
         """The next engine may have the states after this many tokens, which end a block."""
-        if self._kept is not None:
-            self._kept.add_states(names.blocks[position // self._block_size - 1], slot)
+        self._keep_states(names.blocks[position // self._block_size - 1], slot)
+
+    def _keep_states(self, name: bytes, slot: int) -> None:
+        records = None if self.copies is None else self.copies.records
+        if records is not None and slot not in records:
+            records.add([(slot, name)])
 
     def _enter(self, block: CachedBlock, names: list[bytes]) -> None:
         """A block comes to the cache. `names`: of the blocks of its prompt, up to it at least."""
@@ -179,40 +187,44 @@ class PrefixCache:
     def settle(self) -> None:
         """Called often: what is evicted, and what the next engine may use, becomes known after a while."""
         self._read_evictions()
-        if self._kept is not None:
-            self._kept.settle()
+        for records in self._records:
+            records.settle()
 
     def take_over(self) -> int:
         """Has the blocks and states from now on that the engine before this one left, if they are whole.
         Returns the number of blocks. A block whose beginning of the prompt is lost is left out. Called once,
         before all else."""
-        if self._kept is None:
+        pool, windows, copies, tick = self._pool, self._pool.windows, self.copies, self._hooks.tick
+        if pool.records is None:
             return 0
-        left = self._kept.left(self._hooks.tick)
-        after: dict[bytes, list[KeptBlock]] = {}
-        for kept in left.blocks:
-            after.setdefault(kept.cached.before, []).append(kept)
-        kept_blocks: list[KeptBlock] = []
-        prompts = [(kept, list[bytes]()) for kept in after.pop(b"", ())]
+        left: dict[bytes, tuple[int, CachedBlock]] = {}
+        after: dict[bytes, list[CachedBlock]] = {}
+        for place, body in pool.records.left(tick):
+            block = unpacked(body)
+            if left.setdefault(block.name, (place, block))[1] is block:
+                after.setdefault(block.before, []).append(block)
+        block_of: dict[bytes, int] = {}
+        prompts = [(block, list[bytes]()) for block in after.pop(b"", ())]
         while prompts:
-            kept, before = prompts.pop()
-            block, names = kept.cached, [*before, kept.cached.name]
+            block, before = prompts.pop()
+            names = [*before, block.name]
             self._enter(block, names)
-            kept_blocks.append(kept)
+            block_of[block.name], _ = left[block.name]
             prompts.extend((each, names) for each in after.pop(block.name, ()))
-        for kept in reversed(kept_blocks):  # the end of a prompt is evicted first
-            self._pool.put_cached(kept.block, kept.cached.name)
-        block_of = {kept.cached.name: kept.block for kept in kept_blocks}
-        if (windows := self._pool.windows) is not None:
-            self._thin.update(block_of.keys() - left.windows.keys())
+        for name, place in reversed(block_of.items()):  # the end of a prompt is evicted first
+            pool.put_cached(place, name)
+        if windows is not None and windows.records is not None:
+            places = {name: place for place, name in windows.records.left(tick)}
+            self._thin.update(block_of.keys() - places.keys())
             for name, block in block_of.items():  # the end of a prompt loses them first
-                if (place := left.windows.get(name)) is not None:
+                if (place := places.get(name)) is not None:
                     windows.put_cached(place, block)
-        if (copies := self.copies) is not None:
-            for name, slot in left.states.items():
+        if copies is not None and copies.records is not None:
+            slots = {name: slot for slot, name in copies.records.left(tick)}
+            for name, slot in slots.items():
                 if name in block_of:
                     copies.put_cached(slot, name)
-        return len(kept_blocks)
+        return len(block_of)
 
     def _forget_thin(self, name: bytes) -> None:
         """A block with this name has all positions. No tier keeps a thin one, except while it is read."""
@@ -404,15 +416,14 @@ class PrefixCache:
         if name in self._cached and self._pool.publish(block, name):
             if not self._pool.has_window(block):
                 self._has_half(name)
-            if self._kept is not None:
-                self._keep({name: block}, self._kept)
+            self._keep({name: block})
             self._place_changed(name)
 
     def _name_states(self, name: bytes, slot: int) -> None:
         """Offers a copy of the states after the block of this name. They are verified."""
         assert self.copies is not None, "the model has states"
-        if self.copies.name(slot, name) and self._kept is not None:
-            self._kept.add_states(name, slot)
+        if self.copies.name(slot, name):
+            self._keep_states(name, slot)
 
     def table(self, chunks: Sequence[bytes], first_chunk: int, most: int) -> tuple[int, list[int]]:
         """Finds the KV of consecutive chunks, of which the first is chunk `first_chunk` of its prompt.

@@ -266,7 +266,7 @@ class KeptCache:
 
     @property
     def parts(self) -> KeptParts:
-        """For `KeptBlocks`, once the memory is open. Sums are over all layers on all ranks."""
+        """For the records, once the memory is open. Sums are over all layers on all ranks."""
         records: dict[str, RecordMemory | None] = {}
         end = _HEAD
         for pool, count in self._places.items():

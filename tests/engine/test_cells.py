@@ -1,14 +1,22 @@
 """Places under random operations, compared with a table of what each has; and the contracts of readers."""
 
+from collections.abc import Sequence
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from baton.engine.api.block_sums import Outcome, RecordMemory
 from baton.engine.core.cells import Cells, Rank
+from baton.engine.core.kept_table import KeptTable
 from baton.engine.core.units import Units
 
 PLACES, UNIT = 8, 2
 NAMES = st.integers(0, 9)
+
+
+def sums(places: Sequence[int]) -> Outcome:
+    return Outcome(lambda: True, lambda: [0] * len(places))
 
 
 class CellsMachine(RuleBasedStateMachine):
@@ -18,7 +26,8 @@ class CellsMachine(RuleBasedStateMachine):
         super().__init__()
         self.units = Units(0, PLACES, UNIT, PLACES // UNIT, keeps_first=False)
         self.cells = Cells[int](self.units)
-        self.cells.taken = self.taken = []
+        self.cells.records = KeptTable(RecordMemory(memoryview(bytearray(64 * PLACES)), sums), 64)
+        self.taken = self.cells.records.taken
         self.present = set(range(PLACES))
         self.name: dict[int, int] = {}
         self.leases = dict.fromkeys(range(PLACES), 0)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from baton.engine import CachedBlock, Engine, EngineRequest
-from baton.engine.api.block_sums import KeptParts, Outcome, RecordMemory, Sums
+from baton.engine.api.block_sums import Outcome, RecordMemory
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import CacheChange, Hooks
-from baton.engine.core.kept_blocks import KeptBlock, KeptBlocks, record_bytes
+from baton.engine.core.kept_blocks import packed, record_bytes, unpacked
 from baton.engine.core.kept_table import SUMMED_AT_ONCE, KeptTable
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
@@ -62,7 +62,7 @@ def settle(engine: Engine) -> None:
     cache = engine.lives.cache
     assert cache is not None
     cache.settle()
-    while cache._kept is not None and any(table._under_way for table in cache._kept._tables):
+    while any(records._under_way for records in cache._records):
         cache.settle()
 
 
@@ -238,34 +238,29 @@ def test_a_table_never_shrinks(tiny_engine: MakeEngine, memory: KeptFiles) -> No
         os.ftruncate(memory.table, os.fstat(memory.table).st_size - 1)
 
 
-def parts(table: memoryview, sums: Sums) -> KeptParts:
-    """Of blocks alone."""
-    return KeptParts(RecordMemory(table, sums), None, None)
-
-
 def test_a_record_that_is_half_written_or_too_long_does_not_count() -> None:
     size = record_bytes(4)
     table = memoryview(bytearray(3 * size))
 
-    def kept() -> KeptBlocks:
-        return KeptBlocks(parts(table, lambda blocks: Outcome(lambda: True, lambda: [7] * len(blocks))), 4)
+    def kept() -> KeptTable:
+        memory = RecordMemory(table, lambda places: Outcome(lambda: True, lambda: [7] * len(places)))
+        return KeptTable(memory, size)
 
     one = CachedBlock(b"1" * 16, [], 0, b"", b"", [1, 2, 3, 4], b"tenant")
     two = CachedBlock(b"2" * 16, [b"c" * 16], 0, b"s" * 16, b"1" * 16, [5, 6, 7, 8])
     writer = kept()
-    writer.add([KeptBlock(0, one)])
-    writer.add([KeptBlock(2, two), KeptBlock(1, two._replace(name=b"3" * 16, salt=b"s" * size))])
-    found = kept().left(nothing).blocks
-    assert found == [
-        (0, one._replace(token_ids=found[0].cached.token_ids)),
-        (2, two._replace(token_ids=found[1].cached.token_ids)),
-    ]
-    assert [[*each.cached.token_ids] for each in found] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    writer.add([(0, packed(one))])
+    writer.add([(2, packed(two)), (1, packed(two._replace(name=b"3" * 16, salt=b"s" * size)))])
+    found = {place: unpacked(body) for place, body in kept().left(nothing)}
+    assert {place: each._replace(token_ids=[*each.token_ids]) for place, each in found.items()} == {
+        0: one,
+        2: two,
+    }
     for length in (0, 3, 1 << 40):
         table[:8] = length.to_bytes(8, "little")
-        assert [each.block for each in kept().left(nothing).blocks] == [2]
+        assert [place for place, _ in kept().left(nothing)] == [2]
     table[2 * size + 16] ^= 255
-    assert kept().left(nothing).blocks == []
+    assert [*kept().left(nothing)] == []
 
 
 def streams_that_go_on(
@@ -454,18 +449,20 @@ def test_a_cache_that_forgets_leaves_what_it_has(
         assert {*after.copies.names} == {*before.copies.names}
     assert [answer(second, prompt=prompt)[0] for prompt in prompts] == right
     # What the first one gives out to be written has no record any more.
-    kept = before._kept
-    assert kept is not None
+    pool = first.lives.pool
     reserved = first.reserve(request_of(7, range(50, 70), max_tokens=8))
     assert reserved is not None
-    assert not any(block in kept.blocks for block in reserved.blocks)
-    if before.copies is not None and kept.states is not None:
+    assert pool.records is not None
+    assert not any(block in pool.records for block in reserved.blocks)
+    if before.copies is not None:
         slots = [before.copies.allocate() for _ in before.copies.units.all_places]
-        assert not any(slot in kept.states for slot in slots if slot is not None)
-    if first.window_blocks is not None and kept.windows is not None:
+        assert before.copies.records is not None
+        assert not any(slot in before.copies.records for slot in slots if slot is not None)
+    if first.window_blocks is not None and pool.windows is not None:
         places = {int(first.window_blocks[block]) for block in reserved.blocks} - {0}
         assert places
-        assert not any(place in kept.windows for place in places)
+        assert pool.windows.records is not None
+        assert not any(place in pool.windows.records for place in places)
 
 
 @pytest.mark.all
@@ -608,17 +605,17 @@ def test_a_sum_that_comes_late_is_of_what_the_place_has_then() -> None:
         return KeptTable(RecordMemory(table, late), 64)
 
     writer = made()
-    writer.add({0: b"one", 1: b"two"})
+    writer.add([(0, b"one"), (1, b"two")])
     assert not any(table)
     writer.taken.append(1)
-    writer.add({1: b"three"})
+    writer.add([(1, b"three")])
     writer.taken.append(0)
-    writer.add({2: b"one"})
+    writer.add([(2, b"one")])
     come[0] = True
     assert [place in writer for place in range(3)] == [False, True, True]
     writer.settle()
     assert [*made().left(nothing)] == [(1, b"three"), (2, b"one")]
-    writer.add({0: b"two"})
+    writer.add([(0, b"two")])
     writer.clear()
     assert [*made().left(nothing)] == []
 
@@ -629,7 +626,7 @@ def test_a_table_gives_signs_of_life_while_it_is_verified() -> None:
         memoryview(bytearray(64 * len(places))),
         lambda batch: Outcome(lambda: True, lambda: [7 * place for place in batch]),
     )
-    KeptTable(memory, 64).add({place: b"%d" % place for place in places})
+    KeptTable(memory, 64).add((place, b"%d" % place) for place in places)
     ticks: list[None] = []
     left = KeptTable(memory, 64).left(lambda: ticks.append(None))
     assert [*left] == [(place, b"%d" % place) for place in places]
