@@ -15,8 +15,9 @@ beside     the rest of the steps from the first part of the prompt to its token:
            them, and further parts, since a step keeps to the gap target
 answer     from the worker to the client
 
-A row of a cause has the quantiles of all later turns, and its share of all their seconds. The detail of the
-report has each turn.
+A row of a cause has the quantiles of all later turns, and its share of all their seconds. `client` is no
+further cause: it is the part of `router` and `answer` before the router had the request, and after it had
+sent the token. The detail of the report has each turn, the first ones (0) of sessions, too.
 """
 
 import json
@@ -143,27 +144,30 @@ def causes(
 def turns_of(
     workers: Iterable[Worker],
     models: Mapping[str, StepModel | None],
-    queued: Mapping[str, float],
+    logged: Mapping[str, tuple[float, float]],
     records: Iterable[Mapping[str, Any]],
     began: float,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the later turns whose first token a traced step has computed: worker, tokens that were computed,
-    and seconds by cause. `began`: when the records begin to count."""
+    """Yields the turns whose first token a traced step has computed: number, worker, tokens that were
+    computed, and seconds by cause. `logged`: as of `logged_in`. `began`: when the records begin to count."""
     found: dict[str, tuple[Prompt, Worker]] = {}
     for worker in workers:
         for prompt in worker.prompts:
             if prompt.name not in found or prompt.token < found[prompt.name][0].token:
                 found[prompt.name] = prompt, worker
     for record in records:
-        if not record["turn"] or not record["arrivals"] or record["name"] not in found:
+        if not record["arrivals"] or record["name"] not in found.keys() & logged:
             continue
         prompt, worker = found[record["name"]]
         sent, first = began + record["sent"], began + record["arrivals"][0]
+        admission, in_router = logged[prompt.name]
         yield {
+            "turn": record["turn"],
             "worker": worker.name,
             "tokens": record["prompt_tokens"] - record["cached_tokens"],
             "ttft": first - sent,
-            **causes(prompt, worker.steps, models[worker.name], sent, queued.get(prompt.name, 0.0), first),
+            **causes(prompt, worker.steps, models[worker.name], sent, admission, first),
+            "client": first - sent - in_router,
         }
 
 
@@ -174,16 +178,21 @@ def models_of(status: Path) -> dict[str, StepModel | None]:
     return {name: None if x is None else step_model(pb.StepModel(**x)) for name, x in reports.items()}
 
 
-def queued_in(logs: Path) -> dict[str, float]:
-    """Seconds in the queue of the router, by request, from its logs."""
+def logged_in(logs: Path) -> dict[str, tuple[float, float]]:
+    """Seconds in the queue of the router, and of the router until the first token, by request, from its
+    logs."""
     texts = (path.read_text() for path in logs.glob("router-*.log*"))
     lines = [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
-    return {line["request_id"]: line["queue_seconds"] for line in lines if "queue_seconds" in line}
+    return {
+        line["request_id"]: (line["queue_seconds"], line["first_token_seconds"])
+        for line in lines
+        if "queue_seconds" in line
+    }
 
 
 def rows(name: str, turns: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     total = sum(turn["ttft"] for turn in turns)
-    for cause in ("ttft", *CAUSES):
+    for cause in ("ttft", *CAUSES, "client"):
         values = [turn[cause] for turn in turns]
         for quantile in (50, 90):
             yield Row(f"{name}.{cause}.p{quantile}", 1e3 * percentile(values, quantile / 100), "ms")
@@ -209,16 +218,17 @@ def measure_level(run_: Run, load: Load, level: float, model: Path) -> None:
         *turns_of(
             map(read, directory.glob("*-engine.trace")),
             models_of(directory / "status.jsonl"),
-            queued_in(directory),
+            logged_in(directory),
             records,
             json.loads(report.read_text())["detail"]["started_at"],
         )
     ]
     name = f"turns.{load.name_at(level)}"
-    run_.add(Row(f"{name}.turns", len(turns), "turns"))
-    run_.add(Row(f"{name}.untraced", sum(bool(r["turn"]) for r in records) - len(turns), "turns"))
     run_.detail[name] = turns
-    for row in rows(name, turns) if turns else ():
+    later = [turn for turn in turns if turn["turn"]]
+    run_.add(Row(f"{name}.turns", len(later), "turns"))
+    run_.add(Row(f"{name}.untraced", sum(bool(r["turn"]) for r in records) - len(later), "turns"))
+    for row in rows(name, later) if later else ():
         run_.add(row)
 
 

@@ -40,9 +40,9 @@ def test_each_second_of_a_turn_has_one_cause(tmp_path: Path) -> None:
     write_trace(tmp_path / "prefill-0-engine.trace", instants, steps)
     record = {"turn": 1, "name": "run-0-1", "sent": 3.0, "arrivals": [3.205, 3.3]}
     counts = {"prompt_tokens": 70, "cached_tokens": 50}
-    of_others = {"turn": 0, "name": "run-0-0", "sent": 1.0, "arrivals": [1.1]}, record | {"name": "lost"}
+    of_others = {"turn": 0, "name": "run-0-0", "sent": 1.0, "arrivals": []}, record | {"name": "lost"}
     [turn] = turns_of(
-        [read(tmp_path / "prefill-0-engine.trace")], {"prefill-0": MODEL}, {"run-0-1": 0.002},
+        [read(tmp_path / "prefill-0-engine.trace")], {"prefill-0": MODEL}, {"run-0-1": (0.002, 0.2)},
         [record | counts, *of_others], began=7.0,
     )  # fmt: skip
     expected = {
@@ -57,6 +57,7 @@ def test_each_second_of_a_turn_has_one_cause(tmp_path: Path) -> None:
     }
     assert {cause: turn[cause] for cause in CAUSES} == pytest.approx(expected)
     assert sum(expected.values()) == pytest.approx(turn["ttft"])
+    assert turn["client"] == pytest.approx(0.005)
     assert (turn["worker"], turn["tokens"]) == ("prefill-0", 20)
     shares = {row.name: row.value for row in rows("turns", [turn])}
     assert sum(shares[f"turns.{cause}.share"] for cause in CAUSES) == pytest.approx(1.0)
@@ -69,5 +70,5 @@ def test_without_a_model_of_steps_all_is_computing(tmp_path: Path) -> None:
     record = {"turn": 2, "name": "run-0-1", "sent": 0.0, "arrivals": [0.1]}
     counts = {"prompt_tokens": 9, "cached_tokens": 0}
     worker = read(tmp_path / "decode-1-engine.trace")
-    [turn] = turns_of([worker], {"decode-1": None}, {"run-0-1": 0.0}, [record | counts], began=10.0)
+    [turn] = turns_of([worker], {"decode-1": None}, {"run-0-1": (0.0, 0.1)}, [record | counts], began=10.0)
     assert turn["computing"] == pytest.approx(0.1)
