@@ -71,6 +71,13 @@ class Fp8Format(PlainFormat):
     def alike(self, weights: Weights, names: Sequence[str]) -> bool:
         return self.scales is None or len({weights.has(f"{name}.{self.scales}") for name in names}) == 1
 
+    def reads(self, weights: Weights, name: str) -> bool:
+        return self.scales is None or weights.has(f"{name}.{self.scales}")
+
+    def values(self, weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:
+        weight = self.read(weights, name, rows, columns)
+        return super().values(weights, name, rows, columns) if weight is None else exact(weight)
+
     def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         return 1 + 4 / FP8_GROUP if self.quantizes_activations and not output else dtype.itemsize
 

@@ -13,7 +13,6 @@ import functools
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,29 +42,27 @@ class GroupsFormat(PlainFormat):
     """The base of formats that read matrices as `Groups`."""
 
     device: torch.device
-    extra_biases: ClassVar[bool] = False
-    """Whether a checkpoint may have biases that the model lacks."""
 
     def linear(self, weights: Weights, stack: Stack) -> LinearMethod:
         groups = self.read_groups(weights, stack)
-        if groups is None:
-            return super().linear(weights, stack)
-        has_bias = stack.bias or (self.extra_biases and weights.has(f"{stack.names[0]}.bias"))
-        added = weights.bias(stack._replace(bias=has_bias))
-        return grouped_linear(groups, added, weights, output=stack.names == [OUTPUT])
+        return super().linear(weights, stack) if groups is None else self.product(groups, weights, stack)
+
+    def product(self, groups: Groups, weights: Weights, stack: Stack) -> LinearMethod:
+        return grouped_linear(groups, weights.bias(stack), weights, output=stack.names == [OUTPUT])
 
     def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
         held: list[Tensor | FourBits] = []
         for stack in experts:
             groups = self.read_groups(weights, stack)
+            expert: Tensor | FourBits
             if groups is None:
-                return super().experts(weights, experts)
-            if not len(groups.codes):  # another rank has this expert
-                continue
-            if _packs_on_gpu(groups, weights):
-                held.append(four_bits(*groups[:3], weights.dtype, floats=groups.floats))
+                expert = self.dense(weights, stack)
+            elif _packs_on_gpu(groups, weights):
+                expert = four_bits(*groups[:3], weights.dtype, floats=groups.floats)
             else:
-                held.append(groups.values().to(weights.dtype))
+                expert = groups.values().to(weights.dtype)
+            if stack.rows[0].length:  # else another rank has this expert
+                held.append(expert)
         packed = [expert for expert in held if isinstance(expert, FourBits)]
         if len(packed) == len(held):
             return of_experts(packed)
@@ -86,9 +83,12 @@ def packs(bits: int, dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def bytes_per_parameter(bits: int, size: int, dtype: torch.dtype, device: torch.device) -> float:
+def bytes_per_parameter(
+    bits: int, size: int, dtype: torch.dtype, device: torch.device, *, floats: bool = False
+) -> float:
     """Bytes of one parameter in memory, the copy for prompts included."""
-    if not packs(bits, dtype, device):
+    sizes = GROUP_SIZES_ON_GPU if device.type == "cuda" else GROUP_SIZES
+    if not packs(bits, dtype, device) or size not in sizes or (floats and device.type != "cuda"):
         return dtype.itemsize
     packed = bits / 4 * (1 / 2 + 4 / size)  # each half of 8 bits has scales
     return packed if device.type == "cuda" else packed + dtype_of_prompts().itemsize
@@ -105,7 +105,7 @@ def grouped_linear(
     if weights.device.type == "cuda":
         return _on_gpu(groups, bias, weights)
     exact, packed = weights.kernels.exact, packs(groups.bits, weights.dtype, weights.device)
-    if exact or not packed or groups.size not in GROUP_SIZES or rows % 16:
+    if exact or not packed or groups.floats or groups.size not in GROUP_SIZES or rows % 16:
         return PlainLinear(groups.values().to(weights.dtype), bias, exact=exact)
     plain = for_prompts(groups.values(), bias)
     return ByRows(PackedLinear(groups, bias), plain, output=output)

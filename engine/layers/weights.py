@@ -172,6 +172,14 @@ class PlainFormat:
         """Loads a matrix that is not only multiplied by rows, in the model's dtype."""
         return weights.stack(*stack.weights)
 
+    def reads(self, weights: "Weights", name: str) -> bool:
+        """Whether the checkpoint has this matrix in the format."""
+        return True
+
+    def values(self, weights: "Weights", name: str, rows: Shard, columns: Shard) -> Tensor:
+        """These parts of a matrix, dequantized."""
+        return weights.stack([f"{name}.weight"], [(rows, columns)])
+
     def tied(self, weights: "Weights", stack: Stack, embedding: Tensor) -> LinearMethod:
         """The output projection of a model that has no other one than its input embedding. `embedding` is the
         stack, in the model's dtype."""

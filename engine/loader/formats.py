@@ -7,41 +7,24 @@ import torch
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.weights import PlainFormat
-from baton.engine.loader import fp8_formats, gguf_groups, int4_formats
+from baton.engine.loader import fp8_formats, gguf_groups, int_formats, stored_values
+from baton.engine.loader.compressed import compressed
 from baton.engine.loader.gpt_oss import mxfp4
 from baton.engine.loader.int4_on_load import int4_on_load
 from baton.engine.model_config import ModelConfig
 
 FromSettings = Callable[[Mapping[str, Any], str, torch.device], PlainFormat]
 
-COMPRESSED: dict[str, FromSettings] = {
-    "float-quantized": fp8_formats.compressed_float,
-    "pack-quantized": int4_formats.compressed_int,
-}
-"""Formats of compressed-tensors checkpoints, by their `format`."""
-
-
-def _compressed(settings: Mapping[str, Any], source: str, device: torch.device) -> PlainFormat:
-    name, groups = str(settings.get("format")), settings.get("config_groups")
-    if name not in COMPRESSED:
-        raise ValueError(
-            f"{source}: quantization_config: the format {name!r} of compressed-tensors is not supported "
-            f"({', '.join(COMPRESSED)} are)"
-        )
-    if not isinstance(groups, Mapping) or not all(
-        isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping) for group in groups.values()
-    ):
-        raise ValueError(f"{source}: quantization_config: config_groups {groups!r} are not supported")
-    return COMPRESSED[name](settings, source, device)
-
-
 STORED: dict[str, FromSettings] = {
-    "awq": int4_formats.awq,
-    "compressed-tensors": _compressed,
+    "auto-round": int_formats.auto_round,
+    "awq": int_formats.awq,
+    "bitsandbytes": stored_values.bitsandbytes,
+    "compressed-tensors": compressed,
     "fp8": fp8_formats.fp8,
     "gguf": gguf_groups.gguf,
-    "gptq": int4_formats.gptq,
+    "gptq": int_formats.gptq,
     "mxfp4": mxfp4,
+    "torchao": int_formats.torchao,
 }
 """Formats of quantized checkpoints, by the `quant_method` of their `quantization_config`. A function gets
 this configuration, the checkpoint's source and the device. It raises `ValueError` naming the source for

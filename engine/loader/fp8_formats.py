@@ -33,21 +33,19 @@ def fp8(settings: Mapping[str, Any], source: str, device: torch.device) -> Fp8Fo
     return _stored(None if blocks is None else "weight_scale_inv", blocks, source, device)
 
 
-def compressed_float(settings: Mapping[str, Any], source: str, device: torch.device) -> Fp8Format:
-    """`quant_method` compressed-tensors, `format` float-quantized."""
-    weights = [group["weights"] for group in settings["config_groups"].values()]
-    for kept in weights:
-        if (kept.get("num_bits"), kept.get("type"), kept.get("symmetric", True)) != (8, "float", True):
-            raise ValueError(f"{source}: quantization_config: weights {kept} are not supported (FP8 is)")
-    strategies = {str(kept.get("strategy")) for kept in weights}
-    if len(strategies) != 1 or not strategies <= {"tensor", "channel", "block"}:
+def compressed_float(kept: Mapping[str, Any], source: str, device: torch.device) -> Fp8Format:
+    """`format` float-quantized of compressed-tensors. `kept`: how a group keeps weights."""
+    if (kept.get("num_bits"), kept.get("type"), kept.get("symmetric", True)) != (8, "float", True):
+        raise ValueError(f"{source}: quantization_config: weights {kept} are not supported (FP8 is)")
+    strategy = kept.get("strategy")
+    if strategy not in ("tensor", "channel", "block"):
         raise ValueError(
-            f"{source}: quantization_config: strategies {sorted(strategies)} are not supported "
-            "(one of tensor, channel and block is)"
+            f"{source}: quantization_config: strategy {strategy!r} is not supported "
+            "(tensor, channel and block are)"
         )
-    if strategies != {"block"}:
+    if strategy != "block":
         return _stored(None, None, source, device)
-    return _stored("weight_scale", weights[0].get("block_structure"), source, device)
+    return _stored("weight_scale", kept.get("block_structure"), source, device)
 
 
 def _stored(block_scales: str | None, block: Any, source: str, device: torch.device) -> Fp8Format:

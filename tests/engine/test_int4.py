@@ -21,7 +21,7 @@ from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Ranks, Shard, unsharded
 from baton.engine.layers.weights import Stack, Weights
 from baton.engine.loader import check_model, choose_format, int4_on_load, open_checkpoint
-from baton.engine.loader.int4_formats import Int4Format
+from baton.engine.loader.by_module import ByModule
 from baton.engine.loader.int4_on_load import rounded
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
 from tests.engine.conftest import request_of, save_tiny, tokens_of
@@ -187,12 +187,13 @@ def test_a_rank_reads_its_part(kind: str, tmp_path: Path) -> None:
     values = load_file(save_quantized(tmp_path, kind) / "model.safetensors")
     weights = weights_of(tmp_path, torch.float32)
     weight_format = weights.format
-    assert isinstance(weight_format, Int4Format)
+    assert isinstance(weight_format, ByModule)
     name = "model.layers.0.mlp.down_proj"
     for rows, columns in (((0, 128), (0, 192)), ((21, 102), (64, 160)), ((64, 128), (96, 192))):
-        groups = weight_format.read(weights, name, Shard(*rows, 128), Shard(*columns, 192))
+        [stored] = weight_format.formats
+        read = stored.values(weights, name, Shard(*rows, 128), Shard(*columns, 192))
         expected = values[f"{name}.weight"][slice(*rows), slice(*columns)]
-        torch.testing.assert_close(groups.values(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(read, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(
         ValueError, match=r"columns \[48, 96\) of .*down_proj in .* and groups of 32 .*parallel-size"
     ):
@@ -203,9 +204,10 @@ def test_a_rank_has_rows_but_no_part_of_the_columns_in_another_order(tmp_path: P
     values = load_file(save_quantized(tmp_path, "desc_act") / "model.safetensors")
     weights, name = weights_of(tmp_path, torch.float32), "model.layers.0.mlp.down_proj"
     weight_format = weights.format
-    assert isinstance(weight_format, Int4Format)
-    groups = weight_format.read(weights, name, Shard(21, 102, 128), unsharded(192))
-    torch.testing.assert_close(groups.values(), values[f"{name}.weight"][21:102], rtol=1e-5, atol=1e-5)
+    assert isinstance(weight_format, ByModule)
+    [stored] = weight_format.formats
+    read = stored.values(weights, name, Shard(21, 102, 128), unsharded(192))
+    torch.testing.assert_close(read, values[f"{name}.weight"][21:102], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"g_idx: --tensor-parallel-size cuts groups"):
         weights.linear([name], [unsharded(128)], Shard(64, 160, 192))
 
@@ -251,12 +253,13 @@ def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (KINDS["gptq"][0] | {"bits": 3}, r"bits 3 is not supported \(4 is\)"),
-        (KINDS["gptq"][0] | {"group_size": -1}, r"groups of -1 are not supported \(32, 64, 128 are\)"),
+        (KINDS["gptq"][0] | {"bits": 3}, r"bits 3 is not supported \(2, 4, 8 is\)"),
+        (KINDS["gptq"][0] | {"group_size": 48}, r"groups of 48 are not supported \(16, 32, .*, -1 are\)"),
         (KINDS["gptq"][0] | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
         (KINDS["awq"][0] | {"version": "gemv"}, "version 'gemv' is not supported"),
-        (pack_quantized(num_bits=8), "num_bits 8 is not supported"),
-        (pack_quantized(strategy="channel"), "strategy 'channel' is not supported"),
+        (pack_quantized(num_bits=3), "num_bits 3 is not supported"),
+        (pack_quantized(num_bits=8), r"weight_packed is .* it should be"),
+        (pack_quantized(strategy="block"), "strategy 'block' is not supported"),
         (pack_quantized(actorder="group"), "actorder 'group' is not supported"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24' of compressed-tensors"),
         (KINDS["gptq"][0], r"tensor model\.layers\.0\.self_attn\.q_proj\.weight is missing"),
@@ -278,12 +281,17 @@ def test_unequal_groups_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_different_orders_of_one_input_are_refused(tmp_path: Path) -> None:
-    save_quantized(tmp_path, "desc_act")
+def test_matrices_of_one_input_with_different_orders_are_dequantized(tmp_path: Path) -> None:
+    exact = save_quantized(tmp_path, "desc_act")
+    name = "model.layers.1.mlp.up_proj"
+    with edited_tensors(exact) as values:
+        values[f"{name}.weight"] = values[f"{name}.weight"].flip(1)
     with edited_tensors(tmp_path) as tensors:
-        tensors["model.layers.1.mlp.up_proj.g_idx"] = tensors["model.layers.1.mlp.up_proj.g_idx"].flip(0)
-    with pytest.raises(ValueError, match=r"gate_proj, .*up_proj have the same input, but g_idx"):
-        load(tmp_path)
+        codes = tensors[f"{name}.qweight"]
+        halves = torch.stack([(codes >> shift) & 15 for shift in range(0, 32, 4)], dim=1).flatten(0, 1)
+        tensors[f"{name}.qweight"] = words(halves.flip(0).T).T
+        tensors[f"{name}.g_idx"] = tensors[f"{name}.g_idx"].flip(0)
+    check_tokens(load(tmp_path, num_blocks=32), load(exact, num_blocks=32))
 
 
 def test_quantizing_on_load(tmp_path: Path) -> None:

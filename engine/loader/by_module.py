@@ -1,0 +1,122 @@
+"""Matrices of one checkpoint in several formats: which settings hold for which module.
+
+Settings say which format a module has, and its tensors say whether it has it. Where both differ, a matrix
+could be read with wrong settings, so this is refused. A product of matrices in several formats is computed in
+the model's dtype.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels import FourBits, Fp8Experts, LinearMethod
+from baton.engine.layers.linear import PlainLinear
+from baton.engine.layers.weights import PlainFormat, Stack, Weights
+
+PLAIN = PlainFormat()
+Chosen = Callable[[str], PlainFormat | None]
+"""The format of a module by its name. None: it is plain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByModule(PlainFormat):
+    formats: tuple[PlainFormat, ...]
+    """All that a module may have."""
+    chosen: Chosen
+    source: str
+    extra_biases: bool = False
+    """Whether a checkpoint may have biases that the model lacks, as those of AutoGPTQ."""
+
+    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
+        return max(each.bytes_per_parameter(dtype, output=output) for each in self.formats)
+
+    def reads(self, weights: Weights, name: str) -> bool:
+        return self._of(weights, name) is not PLAIN
+
+    def alike(self, weights: Weights, names: Sequence[str]) -> bool:
+        return len({self._of(weights, name) is PLAIN for name in names}) == 1
+
+    def linear(self, weights: Weights, stack: Stack) -> LinearMethod:
+        biased = [self.extra_biases and weights.has(f"{name}.bias") for name in stack.names]
+        stack = stack._replace(bias=stack.bias or all(biased))
+        if (alone := self._alone(weights, [stack])) is not None and all(biased) == any(biased):
+            return alone.linear(weights, stack)
+        some = any(biased) and not all(biased)  # of a quantized and a plain matrix
+        biases = self._biases(weights, stack, biased) if some else weights.bias(stack)
+        return PlainLinear(self.dense(weights, stack), biases, exact=weights.kernels.exact)
+
+    @staticmethod
+    def _biases(weights: Weights, stack: Stack, biased: Sequence[bool]) -> Tensor | None:
+        """With zeros for matrices that have none."""
+        found = []
+        for name, rows, has in zip(stack.names, stack.rows, biased, strict=True):
+            one = weights.bias(Stack([name], [rows], stack.columns, bias=True)) if has else None
+            empty = torch.zeros(rows.length, dtype=weights.dtype, device=weights.device)
+            found.append(empty if one is None else one)
+        return None if stack.columns.start else torch.cat(found)
+
+    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
+        if (alone := self._alone(weights, experts)) is not None:
+            return alone.experts(weights, experts)
+        held = [self.dense(weights, stack) for stack in experts]
+        return torch.stack([values for values in held if len(values)])
+
+    def dense(self, weights: Weights, stack: Stack) -> Tensor:
+        if (alone := self._alone(weights, [stack])) is not None:
+            return alone.dense(weights, stack)
+        parts = zip(stack.names, stack.rows, strict=True)
+        values = [self._of(weights, name).values(weights, name, rows, stack.columns) for name, rows in parts]
+        return torch.cat(values).to(weights.dtype)
+
+    def _alone(self, weights: Weights, stacks: Sequence[Stack]) -> PlainFormat | None:
+        """The format of all matrices. None: they have several."""
+        found = [self._of(weights, name) for stack in stacks for name in stack.names]
+        return found[0] if all(each is found[0] for each in found) else None
+
+    def _of(self, weights: Weights, name: str) -> PlainFormat:
+        chosen = self.chosen(name)
+        if chosen is not None and chosen.reads(weights, name):
+            return chosen
+        stored = next((each for each in self.formats if each.reads(weights, name)), None)
+        if stored is not None:
+            named = "plain" if chosen is None else chosen.name
+            raise ValueError(
+                f"{self.source}: quantization_config: {name} is {named} by these settings, but has tensors "
+                f"of {stored.name}; correct the settings of this module"
+            )
+        return PLAIN
+
+
+def by_module(
+    formats: Sequence[PlainFormat], chosen: Chosen, source: str, *, extra_biases: bool = False
+) -> ByModule:
+    """`formats` may repeat some. `chosen` returns one of them."""
+    different = tuple({each.name: each for each in formats}.values())
+    named = {each.name: each for each in different}
+
+    def of(name: str) -> PlainFormat | None:
+        found = chosen(name)
+        return None if found is None else named[found.name]
+
+    return ByModule(
+        name="; ".join(each.name for each in different),
+        identity="; ".join(each.identity for each in different),
+        formats=different,
+        chosen=of,
+        source=source,
+        extra_biases=extra_biases,
+    )
+
+
+def require(settings: Mapping[str, Any], source: str, **allowed: tuple[Any, ...]) -> None:
+    """Raises `ValueError` naming a setting that has none of these values."""
+    for key, values in allowed.items():
+        value = settings.get(key)
+        if value not in values or (isinstance(value, bool) and not any(value is each for each in values)):
+            raise ValueError(
+                f"{source}: quantization_config: {key} {value!r} is not supported "
+                f"({', '.join(str(value) for value in values if value is not None)} is)"
+            )

@@ -1,0 +1,182 @@
+"""Checkpoints of compressed-tensors (LLM Compressor): what `quantization_config` means.
+
+A group of settings says which modules it holds for: by name, by a regular expression, or by their class, in
+this order. Each group has a format, or all have the one of the whole.
+
+Activations are not quantized, but for FP8. Their rounding is a part of the tool's result, and not of ours.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels import FP8
+from baton.engine.layers.ranks import Shard
+from baton.engine.layers.weights import Groups, PlainFormat, Weights
+from baton.engine.loader import fp8_formats
+from baton.engine.loader.by_module import ByModule, by_module, require
+from baton.engine.loader.int_formats import (
+    StoredGroups,
+    compiled,
+    compressed_bytes,
+    compressed_packed,
+    stored_groups,
+)
+from baton.engine.loader.stored_values import StoredValues
+
+OFFLINE = ("weight_input", "weight_output")
+"""Where a rotation is a part of the weights."""
+
+E8M0 = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), torch.nan])
+"""The scales of OCP Microscaling 2023, by their byte."""
+
+
+def mxfp4(kept: Mapping[str, Any], source: str, device: torch.device) -> StoredGroups:
+    require(kept, source, num_bits=(4,), type=("float",), strategy=("group",), group_size=(32,))
+    return stored_groups("mx", 4, 32, "weight_packed", partial(_four_bits, 32), device, kind="fp")
+
+
+def nvfp4(kept: Mapping[str, Any], source: str, device: torch.device) -> StoredGroups:
+    require(kept, source, num_bits=(4,), type=("float",), strategy=("tensor_group",), group_size=(16,))
+    return stored_groups("nv", 4, 16, "weight_packed", partial(_four_bits, 16), device, kind="fp")
+
+
+def mxfp8(kept: Mapping[str, Any], source: str, device: torch.device) -> StoredValues:
+    require(kept, source, num_bits=(8,), type=("float",), strategy=("group",), group_size=(32,))
+    name = "mxfp8, dequantized at load"
+    return StoredValues(name=name, identity=name, marker="weight_scale", read=_mxfp8)
+
+
+def naive(kept: Mapping[str, Any], source: str, device: torch.device) -> PlainFormat:
+    of_type = compressed_bytes if kept.get("type") == "int" else fp8_formats.compressed_float
+    return of_type(kept, source, device)
+
+
+FORMATS: dict[str, Callable[[Mapping[str, Any], str, torch.device], PlainFormat]] = {
+    "float-quantized": fp8_formats.compressed_float,
+    "int-quantized": compressed_bytes,
+    "mxfp4-pack-quantized": mxfp4,
+    "mxfp8-quantized": mxfp8,
+    "naive-quantized": naive,
+    "nvfp4-pack-quantized": nvfp4,
+    "pack-quantized": compressed_packed,
+}
+
+
+MIXED = "mixed-precision"
+"""Each group names its own."""
+
+
+def compressed(settings: Mapping[str, Any], source: str, device: torch.device) -> ByModule:
+    """`quant_method` compressed-tensors."""
+    groups, whole = settings.get("config_groups"), settings.get("format")
+    if not isinstance(whole, str | None) or whole not in (*FORMATS, MIXED, None):
+        raise not_supported(source, whole)
+    if not isinstance(groups, Mapping) or not groups or not all(map(_is_group, groups.values())):
+        raise ValueError(f"{source}: quantization_config: config_groups {groups!r} are not supported")
+    _check_transforms(settings.get("transform_config"), source)
+    sparsity = settings.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
+        raise ValueError(f"{source}: quantization_config: sparsity_config {sparsity!r} is not supported")
+    formats: list[PlainFormat] = []
+    names: dict[str, PlainFormat] = {}
+    patterns: list[tuple[re.Pattern[str], PlainFormat]] = []
+    of_class: PlainFormat | None = None
+    for group in groups.values():
+        name = group.get("format") or whole
+        if not isinstance(name, str) or name not in FORMATS:
+            raise not_supported(source, name)
+        made = FORMATS[name](group["weights"], source, device)
+        formats.append(made)
+        for target in group.get("targets") or ["Linear"]:
+            if target.startswith("re:"):
+                patterns.append((compiled(target.removeprefix("re:"), source, "targets"), made))
+            elif target == "Linear":
+                of_class = made
+            else:
+                names[target] = made
+    left_out = _ignored(settings.get("ignore") or [], source)
+
+    def chosen(name: str) -> PlainFormat | None:
+        if any(pattern.match(name) for pattern in left_out):
+            return None
+        if name in names:
+            return names[name]
+        return next((made for pattern, made in patterns if pattern.match(name)), of_class)
+
+    return by_module(formats, chosen, source, extra_biases=True)
+
+
+def _ignored(names: Any, source: str) -> list[re.Pattern[str]]:
+    """The modules that are left plain."""
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        raise ValueError(f"{source}: quantization_config: ignore {names!r} is not supported")
+    return [
+        compiled(
+            name.removeprefix("re:") if name.startswith("re:") else f"{re.escape(name)}$", source, "ignore"
+        )
+        for name in names
+    ]
+
+
+def not_supported(source: str, name: Any) -> ValueError:
+    return ValueError(
+        f"{source}: quantization_config: the format {name!r} of compressed-tensors is not supported "
+        f"({', '.join(FORMATS)} are); export the model again, or serve it with --engine vllm"
+    )
+
+
+def _is_group(group: Any) -> bool:
+    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+        return False
+    targets = group.get("targets") or []
+    return isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+
+
+def _check_transforms(transforms: Any, source: str) -> None:
+    """Raises `ValueError` for rotations of activations. Those of weights are in the weights."""
+    if not transforms:
+        return
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    try:
+        places = {use["location"] for group in dict(groups or {}).values() for use in group["apply"]}
+        online = sorted(str(place) for place in places if place not in OFFLINE)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{source}: quantization_config: transform_config {transforms!r} is not supported"
+        ) from error
+    if online:
+        raise ValueError(
+            f"{source}: quantization_config: transform_config rotates activations ({', '.join(online)}), "
+            "which is not supported; export the model with rotations of weights alone, or serve it with "
+            "--engine vllm"
+        )
+
+
+def _four_bits(size: int, weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
+    """Two codes in a byte, the first one in its lower half."""
+    pairs = weights.stored(f"{name}.weight_packed", (rows, columns.in_groups(2)), torch.uint8)
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    parts = (rows, columns.in_groups(size))
+    if size == 32:
+        scales = _exponents(weights.stored(f"{name}.weight_scale", parts, torch.uint8))
+    else:
+        scales = weights.stored(f"{name}.weight_scale", parts, FP8).float()
+        scales = scales / weights.stored(f"{name}.weight_global_scale", None, torch.float32).reshape(1, 1)
+    return Groups(codes, scales, torch.zeros_like(scales), 4, floats=True)
+
+
+def _mxfp8(weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:
+    columns.check_groups(32, f"{name} in {weights.source}")
+    values = weights.stored(f"{name}.weight", (rows, columns), FP8).float()
+    parts = (rows, columns.in_groups(32))
+    scales = _exponents(weights.stored(f"{name}.weight_scale", parts, torch.uint8))
+    return (values.unflatten(1, (-1, 32)) * scales[:, :, None]).flatten(1)
+
+
+def _exponents(stored: Tensor) -> Tensor:
+    return E8M0.to(stored.device)[stored.int()]

@@ -1,0 +1,306 @@
+"""Quantized checkpoints are read as their dequantized weights, or refused: in several formats, with settings
+of single modules, with changed settings, and as the real tools write them.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from baton.engine.kernels import FLOATS, FP8
+from tests.engine import quantizers
+from tests.engine.checkpoints import assert_refused, config_of, edit_json, is_refused, load
+from tests.engine.conftest import request_of, save_tiny, tokens_of
+from tests.engine.test_int4 import SIZES, gptq, pack_quantized, words
+
+Stored = tuple[dict[str, Tensor], Tensor]
+"""The tensors of a matrix, and the values that they stand for."""
+
+
+def as_bytes(weight: Tensor) -> Stored:
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    codes = (weight / scale).round()
+    return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
+
+
+def as_words(bits: int, size: int = 32) -> Callable[[Tensor], Stored]:
+    def of(weight: Tensor) -> Stored:
+        middle, groups = 1 << (bits - 1), weight.unflatten(1, (-1, size))
+        scale = groups.abs().amax(dim=2, keepdim=True) / (middle - 1)
+        codes = (groups / scale).round() + middle
+        packed = pack(codes.flatten(1), bits)
+        shape = torch.tensor(weight.shape)
+        stored = {"weight_packed": packed, "weight_scale": scale[:, :, 0], "weight_shape": shape}
+        return stored, ((codes - middle) * scale).flatten(1)
+
+    return of
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    if bits == 4:
+        return words(codes)
+    return codes.to(torch.uint8).contiguous().view(torch.int32)
+
+
+def as_gptq(bits: int) -> Callable[[Tensor], Stored]:
+    def of(weight: Tensor) -> Stored:
+        middle, groups = 1 << (bits - 1), weight.unflatten(1, (-1, 32))
+        scale = groups.abs().amax(dim=2, keepdim=True) / (middle - 1)
+        codes = (groups / scale).round() + middle
+        zeros = torch.full(scale.shape[:2], float(middle))
+        if bits == 4:
+            stored = gptq(codes.flatten(1), zeros, scale[:, :, 0])
+        else:
+            stored = {
+                "qweight": pack(codes.flatten(1), bits).T,
+                "qzeros": pack(zeros.T - 1, bits),
+                "scales": scale[:, :, 0].T,
+            }
+        return stored, ((codes - middle) * scale).flatten(1)
+
+    return of
+
+
+def as_auto_round(weight: Tensor) -> Stored:
+    stored, values = as_gptq(4)(weight)
+    return {
+        name: tensor for name, tensor in stored.items() if name in ("qweight", "qzeros", "scales")
+    }, values
+
+
+def as_nvfp4(weight: Tensor) -> Stored:
+    groups, whole = weight.unflatten(1, (-1, 16)), 448 * 6 / weight.abs().max()
+    scale = (groups.abs().amax(dim=2) / 6 * whole).to(FP8)
+    each = (scale.float() / whole)[:, :, None]
+    codes = (groups[..., None] / each[..., None] - FLOATS).abs().argmin(dim=-1)
+    pairs = codes.flatten(1).to(torch.uint8)
+    packed = pairs[:, ::2] | (pairs[:, 1::2] << 4)
+    stored = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole.reshape(1)}
+    return stored, (FLOATS[codes] * each).flatten(1)
+
+
+def as_fp8(weight: Tensor) -> Stored:
+    scale = weight.abs().amax(dim=1, keepdim=True) / 448
+    codes = (weight / scale).to(FP8)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def as_mxfp8(weight: Tensor) -> Stored:
+    groups = weight.unflatten(1, (-1, 32))
+    exponents = (groups.abs().amax(dim=2) / 448).log2().ceil()
+    each = (2.0**exponents)[:, :, None]
+    codes = (groups / each).to(FP8)
+    stored = {"weight": codes.flatten(1), "weight_scale": (exponents + 127).to(torch.uint8)}
+    return stored, (codes.float() * each).flatten(1)
+
+
+def group(name: str, *targets: str, **weights: Any) -> dict[str, Any]:
+    return {"targets": [*targets], "weights": weights, "format": name}
+
+
+def compressed(form: str, *groups: dict[str, Any]) -> dict[str, Any]:
+    named = {f"group_{i}": each for i, each in enumerate(groups)}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": named,
+        "ignore": ["lm_head"],
+    }
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+NV = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MX8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+DYNAMIC = {r"-:.*layers\.0\.mlp.*": {}, r"+:.*(v|down)_proj": {"bits": 8}}
+Way = Callable[[Tensor], Stored]
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Way | None]]] = {
+    "gptq": (GPTQ, {"": as_gptq(4)}),
+    "gptq-8": ({**GPTQ, "bits": 8}, {"": as_gptq(8)}),
+    "dynamic": (
+        {**GPTQ, "dynamic": DYNAMIC},
+        {"layers.0.mlp": None, "v_proj": as_gptq(8), "down_proj": as_gptq(8), "": as_gptq(4)},
+    ),
+    "auto-round": (
+        {
+            **GPTQ,
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "extra_config": {"model.layers.1.mlp.up_proj": {"bits": 16}},
+        },
+        {"layers.1.mlp.up_proj": None, "": as_auto_round},
+    ),
+    "bytes": (compressed("int-quantized", group("int-quantized", "Linear", **INT8)), {"": as_bytes}),
+    "words-8": (pack_quantized(num_bits=8), {"": as_words(8)}),
+    "nvfp4": (
+        compressed("nvfp4-pack-quantized", group("nvfp4-pack-quantized", "Linear", **NV)),
+        {"": as_nvfp4},
+    ),
+    "mxfp8": (compressed("mxfp8-quantized", group("mxfp8-quantized", "Linear", **MX8)), {"": as_mxfp8}),
+    "mixed": (
+        compressed(
+            "mixed-precision",
+            group("float-quantized", "Linear", **{**INT8, "type": "float"}),
+            group("pack-quantized", r"re:.*(q|k)_proj$", **INT4),
+            group("int-quantized", "model.layers.0.mlp.gate_proj", **INT8),
+        ),
+        {"q_proj": as_words(4), "k_proj": as_words(4), "layers.0.mlp.gate_proj": as_bytes, "": as_fp8},
+    ),
+}
+"""Settings, and how the matrices whose names have a part are stored; the first part counts. None: plain."""
+
+
+def save(directory: Path, kind: str) -> Path:
+    """A tiny checkpoint. Returns a directory with the values that its weights stand for."""
+    settings, ways = KINDS[kind]
+    save_tiny(directory, "Llama", **SIZES)
+    exact = shutil.copytree(directory, directory / "exact")
+    tensors, values = load_file(directory / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        way = next(way for part, way in ways.items() if part in name)
+        if way is None:
+            continue
+        stored, values[name] = way(tensors.pop(name))
+        module = name.removesuffix(".weight")
+        tensors |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in stored.items()}
+    save_file({**load_file(exact / "model.safetensors"), **values}, exact / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors")
+    edit_json(directory / "config.json", quantization_config=settings)
+    return exact
+
+
+def tokens(directory: Path) -> list[list[int]]:
+    requests = [request_of(i, range(3, 40 + i), max_tokens=20, ignore_eos=True) for i in range(2)]
+    return tokens_of(load(directory, num_blocks=32), requests)
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    "kind", ["mixed", "dynamic", "nvfp4", *sorted({*KINDS} - {"mixed", "dynamic", "nvfp4"})]
+)
+def test_tokens_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) -> None:
+    exact = save(tmp_path, kind)
+    assert tokens(tmp_path) == tokens(exact)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("dynamic", {"dynamic": {}}, r"v_proj\.qweight is \[32, 64\], .* should be \[16, 64\]"),
+        ("dynamic", {"dynamic": {"-:.*": {}}}, r"q_proj is plain by these settings, but has tensors of gptq"),
+        ("dynamic", {"dynamic": {"(": {}}}, r"dynamic '\('"),
+        ("dynamic", {"dynamic": {"x": {"bits": 3}}}, r"bits 3 is not supported \(2, 4, 8 is\)"),
+        ("auto-round", {"packing_format": "auto_round:marlin"}, r"packing_format 'auto_round:marlin' is not"),
+        ("auto-round", {"data_type": "mx_fp"}, r"data_type 'mx_fp' is not supported \(int is\)"),
+        ("mixed", {"ignore": ["re:.*q_proj"]}, r"q_proj is plain by these settings, but has tensors of"),
+        ("mixed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        (
+            "bytes",
+            {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
+            r"transform_config rotates activations \(input\), .* --engine vllm",
+        ),
+        ("bytes", {"transform_config": {"config_groups": 1}}, "transform_config .* is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_field(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save(tmp_path, kind)
+    edit_json(tmp_path / "config.json", quantization_config={**KINDS[kind][0], **changes})
+    assert_refused(tmp_path, message)
+
+
+def test_rotations_of_weights_are_in_the_weights(tmp_path: Path) -> None:
+    exact = save(tmp_path, "bytes")
+    rotations = {
+        "config_groups": {"R1": {"apply": [{"location": "weight_input"}, {"location": "weight_output"}]}}
+    }
+    settings = {**KINDS["bytes"][0], "transform_config": rotations}
+    edit_json(tmp_path / "config.json", quantization_config=settings)
+    assert tokens(tmp_path) == tokens(exact)
+
+
+VALUES: dict[str, list[Any]] = {
+    "bits": [2, 3, 8],
+    "group_size": [-1, 16, 64, 128, 0, "32"],
+    "sym": [False, None],
+    "desc_act": [True],
+    "checkpoint_format": ["gptq_v2", "marlin", ""],
+    "packing_format": ["auto_round", "auto_round:auto_awq", "gptq"],
+    "extra_config": [{}, {".*": {"bits": 8}}, {"model.layers.0.mlp.up_proj": {"group_size": 64}}],
+    "dynamic": [{}, None, {"-:.*": {}}, {".*q_proj": {"bits": 8}}, {"+:.*": {"group_size": 64}}],
+    "modules_to_not_convert": [["lm_head"], ["q_proj"]],
+    "format": ["pack-quantized", "int-quantized", "float-quantized", "mixed-precision", "dense", None],
+    "ignore": [[], None, ["re:.*down_proj"], ["model.layers.1.mlp.up_proj"], "lm_head"],
+    "num_bits": [2, 4, 8],
+    "type": ["int", "float"],
+    "strategy": ["group", "channel", "tensor", "block", "tensor_group"],
+    "symmetric": [False, True],
+    "targets": [["Linear"], [], ["re:.*q_proj"], ["model.layers.0.mlp.up_proj"]],
+    "actorder": ["group", "static"],
+    "quant_method": ["gptq", "awq", "auto-round", "fp8", "compressed-tensors", "bitsandbytes", "torchao"],
+}
+
+
+def mutations(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Settings of which one is another, at any depth."""
+    for key, values in VALUES.items():
+        if key in settings or not {"num_bits", "targets"} & {key}:
+            for value in values:
+                yield {**settings, key: value}
+    for key, inner in settings.items():
+        if key in ("config_groups", "weights") or key.startswith("group_"):
+            yield from ({**settings, key: changed} for changed in mutations(inner) if isinstance(inner, dict))
+
+
+def found(directory: Path) -> list[list[int]] | None:
+    """None: the checkpoint is refused by name. Any other error fails the test."""
+    made: list[list[list[int]]] = []
+    return None if is_refused(lambda: made.append(tokens(directory)), str(directory)) else made[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_settings_give_the_same_tokens_or_are_refused(kind: str, tmp_path: Path) -> None:
+    """More than 200 of all kinds."""
+    exact = save(tmp_path, kind)
+    expected, refused = tokens(exact), 0
+    changed = list(islice(mutations(KINDS[kind][0]), 90))
+    for settings in changed:
+        edit_json(tmp_path / "config.json", quantization_config=settings)
+        if (read := found(tmp_path)) is None:
+            refused += 1
+        else:
+            assert read == expected, settings
+    print(f"{kind}: {len(changed)} changes, {refused} refused")
+    assert len(changed) > 23
+    assert refused
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("quantizers")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(at)]
+    subprocess.run([*command, *quantizers.PACKAGES], check=True, timeout=600)
+    return at
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", quantizers.TOOLS)
+def test_tokens_are_those_of_what_the_tool_reads(kind: str, installed: Path, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Qwen2", **SIZES)
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    command = [sys.executable, quantizers.__file__, str(tmp_path), kind]
+    subprocess.run(command, check=True, timeout=300, env=environment)
+    assert config_of(tmp_path)["quantization_config"]
+    assert tokens(tmp_path) == tokens(tmp_path / "exact")
