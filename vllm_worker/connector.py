@@ -173,6 +173,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if self._settings.attach and "chunks" in params:
             self._prefixes[request.request_id] = request
+            self._steps.expect_prefix(request.request_id)
         if self._has_states and not self._settings.attach and params.get("do_remote_decode"):
             _leave_out_the_last(request)
         image_tokens = [feature.mm_position.length for feature in request.mm_features or ()]

@@ -98,6 +98,7 @@ class MixedSteps:
         # The gap costs of requests that decode, and of those that will when their KV has come.
         self._decoding: dict[str, float] = {}
         self._coming: dict[str, float] = {}
+        self._prefixes = set[str]()
         self._step = _Step()  # that is scheduled now
         self._under_way: deque[_Step] = deque()
         self._over_at = 0.0
@@ -161,6 +162,10 @@ class MixedSteps:
         else:
             self._coming[request_id] = gap_cost or 0.0
 
+    def expect_prefix(self, request_id: str) -> None:
+        """vLLM has a request whose KV comes from another worker's cache. The token behind it is no decode."""
+        self._prefixes.add(request_id)
+
     def joined(self) -> None:
         """All KV of a request has come. The next step that is scheduled decodes it."""
         self._joined = True
@@ -169,9 +174,12 @@ class MixedSteps:
         self._prompts.pop(request_id, None)
         self._decoding.pop(request_id, None)
         self._coming.pop(request_id, None)
+        self._prefixes.discard(request_id)
 
     def scheduled(self, request_id: str, computed: int, count: int) -> None:
         """The step computes `count` tokens of the request after the first `computed`."""
+        if request_id in self._prefixes:
+            return
         if count > self._rows or (count > 1 and request_id in self._prompts):
             self._step.prompt_tokens += count
             self._step.positions += count * (computed + count / 2)

@@ -109,6 +109,21 @@ def test_requests_whose_kv_comes_count_as_decodes() -> None:
     assert vllm.steps.bound(0.0) == LEAST
 
 
+def test_the_token_behind_a_prefix_that_came_is_no_decode() -> None:
+    """It reads a long context, and the request ends with it."""
+    contexts = list[int]()
+    for prefixes in (0, 1):
+        vllm = VLLM().learned()
+        for _ in range(prefixes):
+            vllm.steps.expect_prefix("prefix")
+            vllm.steps.scheduled("prefix", 50_000, 1)
+        vllm.step()
+        vllm.steps.finished("prefix")
+        [said] = vllm.steps.news()
+        contexts.append(said.decode_context)
+    assert contexts == [101, 101]
+
+
 def test_after_many_mixed_steps_one_has_a_token_of_each_prompt() -> None:
     vllm = VLLM().learned()
     vllm.ask("a", 100_000)
