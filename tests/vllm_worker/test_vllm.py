@@ -135,6 +135,21 @@ def test_states_are_those_before_the_last_position(tmp_path: Path, cached: bool,
         assert servers.decoded(prompts, held) == expected
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "scheduled ahead"])
+def test_model_runner_v2_computes_a_prompt_whose_kv_does_not_come(tmp_path: Path, ahead: bool) -> None:
+    """It goes on at a wrong position after a load that fails within a step (vLLM #49250). The connector's
+    loads end before the first step of their request. Others decode meanwhile."""
+    prompts = prompts_of([40, 200], 9)
+    options = {"v2": True, "async_scheduling": ahead, "enable_prefix_caching": False}
+    with started(save_model(tmp_path), "recompute", **options) as servers:
+        prefilled = servers.prefilled(prompts)
+        servers.prefill.kill()
+        both = [*prefilled, *[(tokens, None) for tokens, _ in prefilled]]
+        assert servers.decoded([*prompts, *prompts], both) == generated(servers.model, prompts) * 2
+
+
 @pytest.mark.timeout(600)
 def test_a_prompt_whose_prefill_server_was_killed_is_computed(servers: Servers) -> None:
     """The last test of this module: the server is not started again."""
