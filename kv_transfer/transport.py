@@ -97,8 +97,7 @@ class Released(Local, frozen=True):
     owner: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class ContentWanted:
+class ContentWanted(Local, frozen=True):
     """A peer wants the KV of these chunks of 64 tokens. The answer is `serve` for the first of them that the
     prefix cache has, or `close` with the pin id."""
 

@@ -118,16 +118,18 @@ class Blind(Local):
     decode_id: bytes
 
 
-class Wanted(Local):
-    """Connector → engine process: another worker wants these chunks (`ContentWanted`)."""
-
-    pin_id: bytes
-    chunks: list[bytes]
-    first_chunk: int
-
-
 ToConnector = Close | Commit
-ForRoles = Started | Costs | Encoded | Blind | Wanted | kv.Injected | kv.FetchFailed | kv.Closed | kv.Released
+ForRoles = (
+    Started
+    | Costs
+    | Encoded
+    | Blind
+    | kv.ContentWanted
+    | kv.Injected
+    | kv.FetchFailed
+    | kv.Closed
+    | kv.Released
+)
 FromConnector = ForRoles | OnDevice
 _encode = msgspec.msgpack.Encoder().encode
 

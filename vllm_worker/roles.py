@@ -21,7 +21,6 @@ from baton.vllm_worker.attachment import (
     Pool,
     Started,
     ToConnector,
-    Wanted,
 )
 from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.ends import VLLMReceiver, VLLMSender
@@ -190,9 +189,7 @@ class VLLMRoles(Handler):
                 self.load.encoded = message
             case Started(prefill_id):
                 self._engine.opened(prefill_id)
-            case Wanted(pin_id, chunks, first_chunk):
-                self._sender.heard(ContentWanted(pin_id, chunks, first_chunk))
-            case Released():
+            case Released() | ContentWanted():
                 self._sender.heard(message)
             case Injected() | FetchFailed() | Closed():
                 self._receiver.heard(message)

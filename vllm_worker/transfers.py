@@ -43,7 +43,6 @@ from baton.vllm_worker.attachment import (
     Encoded,
     OnDevice,
     Started,
-    Wanted,
 )
 from baton.vllm_worker.metadata import BlockTable, Fetch, Pinned, StepMetadata, block_ids, log
 
@@ -192,7 +191,7 @@ class Attendant:
             if worker is not None:
                 worker.post(structs.replace(event, owner=None))
         elif worker is not None:
-            worker.post(Wanted(event.pin_id, [*event.chunks], event.first_chunk))
+            worker.post(event)
         else:  # no router tells the other server what is cached here
             self._sender.close(event.pin_id, "gone")
 

@@ -14,11 +14,11 @@ from msgspec import structs
 
 from baton.engine import EngineConfig, EngineRequest, Image
 from baton.kv_names import extend_names, salted
-from baton.kv_transfer import Closed, FetchFailed, Injected, InjectStats, Released
+from baton.kv_transfer import Closed, ContentWanted, FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import Adapters
-from baton.vllm_worker.attachment import Blind, Close, Commit, ForRoles, Pool, Started, Wanted
+from baton.vllm_worker.attachment import Blind, Close, Commit, ForRoles, Pool, Started
 from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.engine import EngineGone
 from baton.vllm_worker.metadata import REJECTED
@@ -435,7 +435,7 @@ async def test_the_cache_is_shown_to_other_workers(worker: Worker) -> None:
     event = {"block_hashes": hashes, "parent_block_hash": None, "token_ids": [1] * 128, "block_size": 16}
     worker.cached.changed(msgspec.msgpack.encode([0.0, [{"type": "BlockStored", **event}], None]))
     names = extended(192)
-    worker.heard(Wanted(P, names[1:], 1))
+    worker.heard(ContentWanted(P, names[1:], 1))
     await worker.settle()
     shown = {"pin_id": P.hex(), "pinned": [x.hex() for x in hashes[4:]], "first_chunk": 1, "chunks": 2}
     assert worker.pins == {P: shown}
@@ -443,7 +443,7 @@ async def test_the_cache_is_shown_to_other_workers(worker: Worker) -> None:
     worker.roles.heard(Released(P, "acked"))
     worker._turn()
     assert worker.idle
-    worker.heard(Wanted(D, names[2:], 2))
+    worker.heard(ContentWanted(D, names[2:], 2))
     assert worker.told == [Close(D, "gone")]
 
 
