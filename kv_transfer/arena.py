@@ -80,10 +80,11 @@ class Arena:
         """Random bytes behind the marks. All ranks of the worker export their slots with this token."""
         return bytes(self._token)
 
-    def populate(self) -> None:
-        """Fills this process's page tables now, and not page by page when the first frames come."""
+    def populate(self, slots: int) -> None:
+        """Fills this process's page tables of the first slots now, and not page by page when the first frames
+        come. Others take memory when they are used."""
         with contextlib.suppress(OSError):  # a kernel before Linux 5.14 does not know how
-            self._map.madvise(_MADV_POPULATE_WRITE)
+            self._map.madvise(_MADV_POPULATE_WRITE, 0, min(slots, self.num_slots) * self.slot_bytes)
 
     def slot(self, index: int) -> memoryview:
         assert 0 <= index < self.num_slots, f"slot {index} of {self.num_slots}"

@@ -9,6 +9,8 @@ from baton.system import usable_cpus
 
 MAX_SLOT_BYTES = 64 << 20
 MAX_LANES = 64
+SLOTS, SLOT_BYTES = 64, 16 << 20
+"""Of each arena of a worker. Slots of 16 MiB take a fifth less CPU time for each GB over lanes than of 4."""
 EXPORTED_SLOT_BYTES = 16 << 20
 """The least size of a slot that peers read on a GPU. A link between GPUs carries that many bytes in 45 µs.
 A slice takes each of four processes about as long."""

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Self
 
 from baton.kv_transfer import Heartbeat, PagedKV, TransferConfig, WorkerEnds, channel_pair, spawn_transfer
+from baton.kv_transfer.config import SLOT_BYTES, SLOTS
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
 from baton.system.addresses import url_host
 from baton.vllm_worker.attachment import ConnectorLink
@@ -29,8 +30,8 @@ class Settings:
     port: int = 0
     """0: one is chosen. Of several engines (data parallel) each adds its rank."""
     lanes: int = 4
-    slots: int = 64
-    slot_bytes: int = 2 << 20
+    slots: int = SLOTS
+    slot_bytes: int = SLOT_BYTES
     encrypt: bool = False
     timeout: float = 60.0
     """Seconds for the KV of a request to come. Then its prompt is computed here."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 from baton.kv_transfer import shared_store
-from baton.kv_transfer.config import TransferDeadlines
+from baton.kv_transfer.config import SLOT_BYTES, SLOTS, TransferDeadlines
 from baton.kv_transfer.heartbeat import MAX_STEP_IDS
 from baton.kv_transfer.memory_reader import MemoryReader, reader_of
 from baton.system import logs
@@ -88,9 +88,9 @@ class WorkerConfig:
     """The URL of a store for KV that all workers share (`kv_transfer.shared_store`). None: there is none."""
     kv_lanes: int = 4
     """Decode: TCP connections to each prefill worker."""
-    kv_slot_bytes: int = 2 << 20
+    kv_slot_bytes: int = SLOT_BYTES
     """Bytes of one arena slot, which carries one KV frame."""
-    kv_slots: int = 64
+    kv_slots: int = SLOTS
     """Slots of each of the two staging arenas. Each takes kv_slots × kv_slot_bytes of host memory."""
     deadlines: TransferDeadlines = field(default_factory=TransferDeadlines)
     """Of KV transfer. An engine or transfer process without a sign of life for `engine_dead` counts as

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 INJECTING = 0.0005  # seconds that one injection may take the host, rarely longer
 HOLD = 0.002  # seconds that a slice waits for others
+AT_ONCE_ON_HOST = 2  # slices that this thread copies before it looks at the time: a host needs some ms
 PATIENCE = 0.02  # seconds after which launches wait for a slice: on a busy host a launch is always due
 
 
@@ -44,7 +45,7 @@ class Injector:
         self._pool = pool
         self._layout = layout
         self._trace = trace
-        self._at_once = scattered_at_once(slot_bytes)
+        self._at_once = scattered_at_once(slot_bytes) if pool.gather_most > 1 else AT_ONCE_ON_HOST
         self.arrivals: deque[Slice] = deque()
         self._oldest = 0.0  # when the first of them came
         self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees

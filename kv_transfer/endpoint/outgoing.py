@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from baton.kv_names.cache_kinds import overlaps
-from baton.kv_transfer.layout import KVLayout, Range, cut, intersect, rank_of, slice_bytes
+from baton.kv_transfer.layout import KVLayout, Piece, Range, cut, intersect, rank_of, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderAccount
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.slices import Slice
+
+_LEAST_BYTES = 1 << 20
+"""Of a slice of the last layer, if the layer has more: fewer bytes are not worth a frame."""
 
 
 class ReadyLayer(NamedTuple):
@@ -58,16 +61,21 @@ class OutgoingTransfer:
     frames: int = 0  # pending and handed over
     bytes: int = 0
     goes_on: bool = True  # the peer computes after these positions, and needs states
+    lanes: int = 1  # that share its last layer
 
 
 class Slicing:
-    """Cuts KV and states into slices that fit the slots of a transfer. Each slice has heads of one rank."""
+    """Cuts KV and states into slices that fit the slots of a transfer. Each slice has heads of one rank.
+
+    Few large slices take the least CPU time. But nothing hides the way of the last layer, so its slices are
+    as small as lets each lane take a part."""
 
     def __init__(self, layout: KVLayout, ranks: int, *, frees_windows: bool = False) -> None:
         """`ranks`: of the sender. `frees_windows`: a prefill without `next_positions` keeps only what the
         next token reads of arrays with windows."""
         self._layout = layout
         self._frees_windows = frees_windows
+        self._least = max(array.bytes if array.per_token else array.head_bytes for array in layout.arrays)
         # Of each array of the layout. Ranks may hold the same head.
         self._heads = [
             sorted({array.heads_of(rank, ranks) for rank in range(ranks)}) for array in layout.arrays
@@ -89,8 +97,7 @@ class Slicing:
             for array, reads in zip(self._layout.arrays, transfer.reads, strict=True):
                 if array.window and reads != [*overlaps(reads, array.window.reads(kept_at))]:
                     return False
-        least = max(array.bytes if array.per_token else array.head_bytes for array in self._layout.arrays)
-        return last <= prefill.num_tokens and least <= transfer.slot_bytes
+        return last <= prefill.num_tokens and self._least <= transfer.slot_bytes
 
     def reads(self, ranges: Sequence[Range], next_positions: Sequence[int]) -> list[list[Range]]:
         """Of each array, the positions in `ranges` that a peer reads. `next_positions`: as in `Fetch`."""
@@ -100,7 +107,8 @@ class Slicing:
         """Makes the slices of all arrays of the layer."""
         if not (transfer.ranges or transfer.goes_on):
             return
-        layout, pieces = self._layout, []
+        layout = self._layout
+        parts: list[tuple[Range, Range, int]] = []
         for number in layout.numbers[ready.layer]:
             # An array of the request goes in full, whatever positions the peer asks for.
             ranges = [(ready.start, ready.stop)] if ready.states else []
@@ -112,13 +120,23 @@ class Slicing:
                 ranges = intersect(start, stop, transfer.reads[number])
             elif transfer.prefill.is_part:
                 ranges = [(a, b) for a, b in transfer.ranges if ready.states and b == ready.stop]
-            for tokens, held in itertools.product(ranges, self._heads[number]):
-                pieces += cut(layout, ready.layer, tokens, held, transfer.slot_bytes, number)
+            parts += [(*part, number) for part in itertools.product(ranges, self._heads[number])]
+        pieces = self._cut(ready.layer, parts, transfer.slot_bytes)
+        if ready.layer == layout.num_layers - 1 and ready.stop == transfer.prefill.num_tokens:
+            share = sum(slice_bytes(layout, piece) for piece in pieces) // transfer.lanes
+            most = min(transfer.slot_bytes, max(share, self._least, _LEAST_BYTES))
+            pieces = self._cut(ready.layer, parts, most)
         for seq, piece in enumerate(pieces, transfer.frames):
             size = slice_bytes(layout, piece)
             transfer.pending.append((Slice(piece, transfer.id, seq, size, size), ready.event))
             transfer.bytes += size
         transfer.frames += len(pieces)
+
+    def _cut(self, layer: int, parts: Sequence[tuple[Range, Range, int]], most: int) -> list[Piece]:
+        """`parts`: positions, heads and array. `most`: bytes of a slice."""
+        return [
+            x for tokens, held, number in parts for x in cut(self._layout, layer, tokens, held, most, number)
+        ]
 
 
 class Turns:

@@ -292,11 +292,14 @@ class Pump:
             return
         self._drop_transfer(prefill)
         account = self._slots.account(m.session)
-        account.window = m.window
         large = account.reached and self._exported_slot_bytes > m.slot_bytes
         slot_bytes = self._exported_slot_bytes if large else m.slot_bytes
         reads = self._slicing.reads(m.ranges, m.next_positions)
-        transfer = OutgoingTransfer(m.transfer_id, prefill, account, slot_bytes, large, m.ranges, reads)
+        # Slices that a GPU reads of another one are copied together.
+        lanes = 1 if account.reached and self.pool.gather_most > 1 else m.lanes
+        transfer = OutgoingTransfer(
+            m.transfer_id, prefill, account, slot_bytes, large, m.ranges, reads, lanes=lanes
+        )
         transfer.goes_on = bool(m.next_positions)
         prefill.transfer = transfer
         self.fetched.add(prefill.id)

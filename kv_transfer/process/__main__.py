@@ -108,10 +108,12 @@ class TransferProcess:
             self._watch_mover(mover)
         self._tell(spawn.Ready(self._listener.getsockname()[1]))
         try:
-            while not self._stopping and os.getppid() == parent_pid:
+            while not self._stopping:
                 busy = self._prefill.busy or self._decode.busy
                 self._loop.turn(_TICK if busy else _IDLE_TICK)
-                self._tick(time.monotonic())
+                if (now := time.monotonic()) >= self._next_tick:
+                    self._tick(now)
+                    self._stopping |= os.getppid() != parent_pid
             self._connector.stop()
             self._loop.turn(0)
             self._flush()
@@ -172,14 +174,13 @@ class TransferProcess:
     def _tick(self, now: float) -> None:
         if self._heartbeat.ticks != self._ticks[0]:
             self._ticks = (self._heartbeat.ticks, now)
-        if now >= self._next_tick:
-            self._next_tick = now + _TICK
-            self._connector.tick(now)
-            self._prefill.tick(now)
-            self._decode.tick(now)
-            for mover in self._movers:
-                mover.check(now)
-            self._watch_listener()
+        self._next_tick = now + _TICK
+        self._connector.tick(now)
+        self._prefill.tick(now)
+        self._decode.tick(now)
+        for mover in self._movers:
+            mover.check(now)
+        self._watch_listener()
         if now >= self._next_stats:
             self._next_stats = now + 1.0
             self._tell(self._stats())

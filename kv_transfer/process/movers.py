@@ -20,6 +20,7 @@ from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.process import mover
 from baton.kv_transfer.process.frames import LaneOwner, SlotPipe
 from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.protocol.credits import credit
 from baton.kv_transfer.protocol.frame import FrameType
 from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.trace import TraceWriter
@@ -203,7 +204,8 @@ def _mover(
     if config.trace_path is not None:
         path = Path(config.trace_path).with_suffix(f".lanes{number}.trace")
     trace = TraceWriter(path, name)
-    sending.populate()
-    slots.arena.populate()
+    used = credit(config.num_slots, config.lanes, exported=False)
+    sending.populate(used)
+    slots.arena.populate(used)
     mover.Mover(channel, side, sending, slots, trace).run()
     trace.close()

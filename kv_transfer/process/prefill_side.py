@@ -17,7 +17,6 @@ from baton.kv_transfer.process.stats import TransferCounters, printable
 from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol import messages as wire
-from baton.kv_transfer.protocol.credits import window
 from baton.kv_transfer.protocol.frame import HEADER_BYTES, Header
 from baton.kv_transfer.protocol.held import Effect, HeldKV, HeldPrefills, StartTransfer
 from baton.kv_transfer.protocol.shared import Expired, Send
@@ -217,15 +216,13 @@ class PrefillSide:
             match effect:
                 case StartTransfer(prefill_id, transfer_id, number, fetch):
                     session = self._sessions[number]
-                    exported = self._reads.reads(session)
-                    slots = window(session.lane_count, self._config.num_slots, exported=exported)
                     self._channel.post(
                         local.StartOut(
                             prefill_id,
                             transfer_id,
                             number,
                             session.slot_bytes,
-                            slots,
+                            session.lane_count,
                             fetch.ranges,
                             fetch.next_positions,
                         )

@@ -10,22 +10,10 @@ from dataclasses import dataclass
 
 from baton.kv_transfer.protocol.messages import Credit
 
-_LEAST_LANES = 4  # a session with fewer lanes gets the slots and the credit of so many
-# Of a sender, under way: one that is written, the next, and one that is sent but not reported yet.
-_SLOTS_PER_LANE = 3
-# Of a receiver, that wait for frames: enough until the next grant is used. The memory of more slots would
-# have left every cache before it is written to.
+_LEAST_LANES = 4  # a session with fewer lanes gets the credit of so many
+# Slots that wait for frames: enough until the next grant is used. The memory of more would have left every
+# cache before it is written to.
 _CREDIT_PER_LANE = 4
-
-
-def window(lanes: int, num_slots: int, *, exported: bool) -> int:
-    """How many of the sender's slots the frames of a session may have at once: at most half of them.
-
-    Three quarters of slots that the peer reads, in shared memory or on a GPU. It answers only when its engine
-    looks: after 2 ms, in which a link between GPUs carries 700 MB, and on CPUs after a whole step."""
-    if exported:
-        return max(1, num_slots * 3 // 4)
-    return min(max(lanes, _LEAST_LANES) * _SLOTS_PER_LANE, max(1, num_slots // 2))
 
 
 def credit(missing_frames: int, lanes: int, *, exported: bool) -> int:
@@ -192,14 +180,14 @@ class SenderAccount:
 
     granted: int = 0
     used: int = 0
-    slots_out: int = 0  # slots with frames of the session
-    window: int = 1  # slots that it may have at once
+    most: int = 1  # slots that its frames may have at once
+    slots_out: int = 0
     reached: bool = False  # the peer reads exported slots
 
     @property
     def has_room(self) -> bool:
         """Whether it may send one more frame."""
-        return self.used < self.granted and self.slots_out < self.window
+        return self.used < self.granted and self.slots_out < self.most
 
     def grant(self, total: int) -> None:
         self.granted = max(self.granted, total)
@@ -211,10 +199,15 @@ class SenderAccount:
 
 
 class SenderSlots:
-    """Gives a sender's arena slots to the frames of its sessions, one credit with each."""
+    """Gives a sender's arena slots to the frames of its sessions, one credit with each.
+
+    No session gets more than three quarters: a peer that stands still must not stop the others. Nor less: a
+    peer that reads slots answers when its engine looks, after 2 ms, in which a link between GPUs carries
+    700 MB, and on CPUs after a whole step."""
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self._most = max(1, total * 3 // 4)
         self.free = list(range(total))  # a heap
         self._accounts: dict[int, SenderAccount] = {}  # by session
         self._used_by: dict[int, SenderAccount] = {}  # by slot
@@ -229,7 +222,7 @@ class SenderSlots:
         return len(self._used_by)
 
     def account(self, session: int) -> SenderAccount:
-        return self._accounts.setdefault(session, SenderAccount())
+        return self._accounts.setdefault(session, SenderAccount(most=self._most))
 
     def close(self, session: int) -> None:
         """The session has ended. Slots with its frames still come back."""

@@ -88,7 +88,7 @@ class StartOut(Local):
     transfer_id: bytes
     session: int
     slot_bytes: int
-    window: int  # slots that the session may have on their way
+    lanes: int
     ranges: tuple[tuple[int, int], ...]
     next_positions: tuple[int, ...] = ()  # as in `Fetch`
 

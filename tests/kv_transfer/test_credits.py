@@ -45,11 +45,11 @@ def test_a_sender_has_a_slot_and_a_credit_for_each_frame() -> None:
     slots = SenderSlots(4)
     one, two = slots.account(1), slots.account(2)
     for account in (one, two):
-        account.window = 2
+        account.most = 2
         account.grant(3)
         account.grant(2)  # read late
     assert [slots.take(one), slots.take(two), slots.take(one)] == [0, 1, 2]
-    assert (one.has_room, two.has_room) == (False, True), "the window of the first is full"
+    assert (one.has_room, two.has_room) == (False, True), "the first has as many slots as it may"
     slots.give_back(0, unsent=False)
     assert slots.take(one) == 0, "the lowest free slot"
     slots.give_back(2, unsent=False)
@@ -67,7 +67,7 @@ class Sender:
     def __init__(self, slots: SenderSlots, session: int) -> None:
         self.slots = slots
         self.account: SenderAccount = slots.account(session)
-        self.account.window = slots.total
+        self.account.most = slots.total
         self.out: list[int] = []
 
     def take(self) -> None:

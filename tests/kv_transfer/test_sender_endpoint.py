@@ -149,29 +149,29 @@ def test_closing_releases_only_after_the_gathers_that_run(sending: Any, until: A
     until(lambda: sender.idle, "the slots")
 
 
-def test_no_peer_gets_more_than_its_window_and_its_credit(sending: Any, until: Any) -> None:
+def test_no_peer_gets_more_than_its_slots_and_its_credit(sending: Any, until: Any) -> None:
     bench, sender, pool = sending
-    for i in range(4):  # 8 slices, 2 for each prefill
+    for i in range(6):  # 12 slices, 2 for each prefill
         sender.open(bytes([i]), [i], 16)
         sender.ready(bytes([i]), None, 0, 16)
         pool.recorded[-1].passed = True
         bench.next(until, lm.Offer)  # only what was offered is ever started
-        bench.channel.send(lm.StartOut(bytes([i]), bytes([i]), i % 2, 4096, 2, ((0, 16),)))
+        bench.channel.send(lm.StartOut(bytes([i]), bytes([i]), i % 2, 4096, 1, ((0, 16),)))
     bench.channel.send(lm.Granted(0, 9, False), lm.Granted(1, 1, False))
-    until(lambda: len(pool.work) == 3, "two slices by window, one by credit")
+    until(lambda: len(pool.work) == 5, "four of six slots, one by credit")
     bench.channel.send(lm.Granted(1, 2, False))
-    until(lambda: len(pool.work) == 4, "one more by credit")
-    pool.go(4)
-    out = [bench.next(until, Slice) for _ in range(4)]
-    assert {s.transfer_id for s in out} == {bytes([i]) for i in range(4)}, "round robin over the transfers"
+    until(lambda: len(pool.work) == 6, "one more by credit")
+    pool.go(6)
+    out = [bench.next(until, Slice) for _ in range(6)]
+    assert len({s.transfer_id for s in out}) == 5, "round robin over the transfers"
     bench.channel.send(lm.Granted(1, 2, True))
     answer = bench.next(until, lm.Recalled)
     assert (answer.session, answer.total, answer.sent) == (1, 2, 2)
     for s in out:
         bench.channel.send(lm.SlotFree(s.slot, True))  # none of them left: their credit is good again
-    until(lambda: len(pool.work) == 4, "what was left")
+    until(lambda: len(pool.work) == 4, "what was left, as far as there is credit")
     pool.go(4)
-    for i in range(4):
+    for i in range(6):
         sender.close(bytes([i]), "cancelled")
 
 

@@ -33,6 +33,7 @@ from baton.bench.lab.kv import exported
 from baton.bench.lab.kv.pair import BLOCK, Pair, Settings
 from baton.bench.lab.kv.raw_sockets import MIB, RawPair
 from baton.bench.report import Row
+from baton.kv_transfer.config import SLOT_BYTES, SLOTS
 from baton.kv_transfer.nixl import memory as nixl
 
 PARTS = ("tcp", "encrypted", "nixl", "exported")
@@ -130,8 +131,8 @@ BENCH = Bench(
     __doc__,
     options=(
         Option("--lanes", "", 4),
-        Option("--slots", "arena slots of each side", 16),
-        Option("--slot-bytes", "size of an arena slot: the largest frame", 4 * MIB),
+        Option("--slots", "arena slots of each side", SLOTS),
+        Option("--slot-bytes", "size of an arena slot: the largest frame", SLOT_BYTES),
         Option("--pairs", "", 15, short=7),
         Option("--only", "one kind of transport", choices=PARTS),
     ),

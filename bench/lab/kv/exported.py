@@ -14,10 +14,11 @@ import baton.kv_transfer as kv
 from baton.bench.lab.kv.pair import Settings
 from baton.bench.lab.kv.raw_sockets import MIB, cpu_seconds
 from baton.kv_transfer.arena import TOKEN
+from baton.kv_transfer.config import SLOT_BYTES, SLOTS
 from baton.kv_transfer.peer_memory import PeerArena, export_arena
 
 SIZES = {"cpu": (64, 256), "cuda": (64, 256, 1024, 4096, 8192)}  # MiB
-DEFAULT_SLOTS = 64, 2 * MIB  # of workers
+DEFAULT_SLOTS = SLOTS, SLOT_BYTES  # of workers
 _SLOTS = {"cpu": DEFAULT_SLOTS, "cuda": (64, 32 * MIB)}  # a GPU copies large pieces faster
 _PIECES, _PIECE = 4, 64 * MIB  # of a plain copy
 
