@@ -79,6 +79,7 @@ class Frontend:
         self.ending = False  # new requests are refused
         self.metrics = services.metrics
         self._model_names = config.model_names
+        self._seal_key = seal_key(config.secret)
         self._services = services
         self._forks = fork_server(config.process_title, services.tokenizer, config.forks_fd)
         self._checker = GrammarChecker(self._forks)
@@ -133,7 +134,7 @@ class Frontend:
     @property
     def _served(self) -> Served:
         config, names = self._services.config, (*self._model_names, *self.adapters)
-        return Served(names, self.capacity, config.max_images, seal_key(config.secret))
+        return Served(names, self.capacity, config.max_images, self._seal_key)
 
     @property
     def adapters(self) -> dict[str, pb.Adapter]:
