@@ -44,7 +44,8 @@ def open_checkpoint(
     if progress is not None:
         wait_for_copy(path, progress)
     if path.is_file():
-        checkpoint = open_gguf(path)  # which has no encoder
+        checkpoint = open_gguf(path)  # which has no encoder, and no states
+        chosen_dtype(checkpoint.config.state, config.state_dtype, config.model)
         if config.load_format == "auto":
             return checkpoint
         return DummyCheckpoint(checkpoint.config, str(path), config.seed, device)

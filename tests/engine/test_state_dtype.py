@@ -58,6 +58,11 @@ def test_a_model_without_states_of_heads_has_no_dtype_for_them(
         tiny_engine(model=str(tiny_of(kind)), state_dtype="bfloat16")
 
 
+def test_a_gguf_file_has_no_states(shallow_model_path: Path, tiny_engine: MakeEngine) -> None:
+    with pytest.raises(ValueError, match=r"--state-dtype bfloat16: heads of .* have no states; leave it out"):
+        tiny_engine(model=str(shallow_model_path), state_dtype="bfloat16")
+
+
 def test_the_user_chooses_and_the_start_says_what_a_narrower_state_saves(
     tiny_of: TinyOf, tiny_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
