@@ -170,8 +170,9 @@ class VLLMReceiver:
     def cancel(self, decode_id: bytes) -> None:
         if (prefix := self._prefixes.get(decode_id)) is not None:
             prefix.task.cancel()
-        elif (fetch := self._fetches.pop(self._engine.lives[decode_id].fetch, None)) is not None:
-            self._report(Closed(decode_id, fetch[1]))
+        elif (live := self._engine.lives.get(decode_id)) is not None and live.fetch in self._fetches:
+            _, owner = self._fetches.pop(live.fetch)
+            self._report(Closed(decode_id, owner))
 
     def began(self, decode_id: bytes) -> bool:
         """The connector does not tell."""

@@ -184,6 +184,7 @@ class VLLMEngine:
         self._scored = scored
         self._host = host
         self._needed = NeededBlocks(pool)
+        self._named: tuple[EngineRequest | None, list[bytes]] = None, []  # the last request
         self._moved = asyncio.Event()  # a request has a token, or has ended
 
     @property
@@ -199,8 +200,11 @@ class VLLMEngine:
         return self._prompt_seconds(tokens)
 
     def names(self, request: EngineRequest) -> list[bytes]:
-        """As `VLLMRequest.chunks`."""
+        """As `VLLMRequest.chunks`. Those of a long prompt take milliseconds, and are asked for twice."""
+        if self._named[0] is request:
+            return self._named[1]
         chunks = list[bytes]()
+        self._named = request, chunks
         if self._shares:
             named_tokens = len(request.prompt_ids) // self._described.block_size * self._described.block_size
             root = salted(self._described.content_root, request.cache_salt)

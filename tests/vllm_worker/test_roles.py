@@ -418,6 +418,16 @@ class TestPrefixes:
         assert {P, D} <= worker.fields.keys()
         assert worker.attempts.counts.fetched_by_tier[0] == 0
 
+    async def test_a_fetch_that_has_just_ended_is_cancelled(self, worker: Worker) -> None:
+        """Its end is heard, and the roles are not told of it yet."""
+        fetch = self.fetch_of(worker)
+        worker.roles.heard(Injected(fetch, FIRST, replace(STATS, tokens=128, injected_at=1.0)))
+        for stream, attempt_id in ((7, P), (8, D)):
+            worker.roles.handle(cancel(stream, attempt_id))
+        await worker.says(fetch, output([5], "length"))
+        assert worker.fields.keys() == {fetch}
+        assert worker.idle
+
     async def test_a_fetch_ends_with_the_last_prompt_that_waits(self, worker: Worker) -> None:
         fetch = self.fetch_of(worker)
         worker.handle(cancel(7, P))

@@ -92,8 +92,8 @@ class SendingEnd(Protocol):
     def poll(self) -> Sequence[Released | ContentWanted]: ...
 
 
-class ContentReceiver(Protocol):
-    """What fetches of prefixes call of a `Receiver`."""
+class ReceivingEnd(Protocol):
+    """As those of `Receiver`."""
 
     def fetch_content(
         self, fetch_id: bytes, *, chunks: Sequence[bytes], first_chunk: int, kv_address: str,
@@ -101,11 +101,6 @@ class ContentReceiver(Protocol):
     ) -> None: ...  # fmt: skip
     def cancel(self, decode_id: bytes, /) -> None: ...
     def began(self, decode_id: bytes, /) -> bool: ...
-
-
-class ReceivingEnd(ContentReceiver, Protocol):
-    """As those of `Receiver`."""
-
     def fetch(
         self, decode_id: bytes, *, prefill_id: bytes, kv_address: str, incarnation: int, attempt: int,
         block_ids: Sequence[int], num_tokens: int, start: int = 0, state_slot: int = 0, owner: Any = None,

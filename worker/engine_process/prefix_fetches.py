@@ -27,7 +27,7 @@ from baton.kv_transfer import Closed, FetchFailed, Injected, TraceWriter, Transf
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempt import Attempt, Lease
-from baton.worker.engine_process.engine_protocol import ContentReceiver, Engine
+from baton.worker.engine_process.engine_protocol import Engine, ReceivingEnd
 from baton.worker.stats import RequestCounts
 
 LONGEST = 5.0
@@ -158,7 +158,7 @@ class Workers:
 
     brings_all = False
 
-    def __init__(self, receiver: ContentReceiver, incarnation: int, links: PrefixLinks) -> None:
+    def __init__(self, receiver: ReceivingEnd, incarnation: int, links: PrefixLinks) -> None:
         """`incarnation`: of this worker."""
         self.cancel = receiver.cancel
         self._receiver = receiver
