@@ -6,6 +6,7 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 
 from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
 from baton.bench.lab.harness.streams import cases, expected
@@ -36,6 +37,14 @@ FAMILIES = (
 LATENTS = "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "KimiLinear", "DeepseekV32", "GlmMoeDsa"
 
 
+async def tokens_of(client: openai.AsyncOpenAI, model: str, prompt: list[int]) -> list[int]:
+    answer = await client.completions.create(
+        model=model, prompt=prompt, max_tokens=TOKENS, temperature=0.0,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    return getattr(answer.choices[0], "token_ids")  # noqa: B009
+
+
 @pytest.mark.parametrize("kind", [*FAMILIES, *LATENTS])
 async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
     """From shards, in float32; prompts of several chunks, and longer than an attention chunk."""
@@ -54,30 +63,67 @@ async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Pa
         router_flags=["--advanced.no-overflow", *named],
     ) as cluster:
         async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
-
-            async def ask(prompt: list[int]) -> list[int]:
-                answer = await client.completions.create(
-                    model=kind, prompt=prompt, max_tokens=TOKENS, temperature=0.0,
-                    extra_body={"return_token_ids": True, "ignore_eos": True},
-                )  # fmt: skip
-                return getattr(answer.choices[0], "token_ids")  # noqa: B009
-
-            got = await asyncio.gather(*map(ask, prompts))
+            got = await asyncio.gather(*(tokens_of(client, kind, prompt) for prompt in prompts))
         assert await asyncio.to_thread(leaks_when_idle, cluster.url) == {}
     for prompt, tokens in zip(prompts, got, strict=True):
         assert len(tokens) == TOKENS
         assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
 
 
-@pytest.mark.parametrize("kind", ["DeepseekV3", "GlmMoeDsa", "KimiLinear", "Qwen3_5Text"])
-async def test_streams_outlive_each_process_of_workers(kind: str, tmp_path: Path) -> None:
-    """Of models with latents and with states."""
+NARROW = "--state-dtype", "bfloat16"
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [((), NARROW), (NARROW, ())], ids=["narrower", "wider"])
+async def test_states_of_two_dtypes_in_one_cluster(
+    prefill: tuple[str, ...], decode: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The router takes both, and each prompt is handed over. A token may be another one than in float32 only
+    if both are about as probable."""
+    model = tmp_path / "model"
+    reference = save_tiny(model, "Bamba")
+    save_spelled_tokenizer(model)
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 40, 150)]
+    named = ["--model", str(model), "--served-model-name", "m"]
+    with LocalCluster(
+        tmp_path,
+        prefill=1,
+        decode=1,
+        worker_flags=[*FLAGS, *named],
+        prefill_flags=prefill,
+        decode_flags=decode,
+        router_flags=["--advanced.no-overflow", *named],
+    ) as cluster:
+        async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
+            got = await asyncio.gather(*(tokens_of(client, "m", prompt) for prompt in prompts))
+        assert await asyncio.to_thread(leaks_when_idle, cluster.url) == {}
+    for prompt, tokens in zip(prompts, got, strict=True):
+        rows = scores(reference, prompt, tokens)
+        chosen = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert (rows.amax(-1) - chosen).max() < 0.3, f"{len(prompt)} tokens"
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("DeepseekV3", ()),
+        ("GlmMoeDsa", ()),
+        ("KimiLinear", ()),
+        ("Qwen3_5Text", ()),
+        ("Bamba", (*NARROW, "--batch-invariant")),
+    ],
+)
+async def test_streams_outlive_each_process_of_workers(
+    kind: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Of models with latents and with states. Those in 16 bits are rounded after each token in the exact
+    mode, so a stream that goes on elsewhere has the same."""
     model = tmp_path / "model"
     save_tiny(model, kind, max_position_embeddings=4096)
     save_spelled_tokenizer(model)
     named = ["--model", str(model), "--served-model-name", kind]
     with LocalCluster(
-        tmp_path, worker_flags=[*FLAGS, *named], router_flags=["--advanced.no-overflow", *named]
+        tmp_path, worker_flags=[*FLAGS, *named, *flags], router_flags=["--advanced.no-overflow", *named]
     ) as cluster:
         asked = cases(6, 60, repeat=5)
         broken = Broken(cluster, await expected(cluster.url, asked))
