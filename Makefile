@@ -43,7 +43,7 @@ UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBr
 UPLOT := uplot@1.6.32
 PAGES := router/endpoints/pages
 
-.PHONY: help wheel vendor screenshots prometheus venv venv-vllm install prepare serve test test-all test-long lint bench proto reference figures manifests release shape pins clean
+.PHONY: help wheel vendor screenshots prometheus venv venv-vllm install prepare serve test test-all test-long lint bench proto reference figures models manifests release shape pins clean
 venv: $(ALL)  ## all that tests, linters and benches need, in .venv
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
@@ -159,6 +159,9 @@ screenshots: venv $(NODE_MODULES)  ## pictures of the pages
 figures: venv  ## figures of docs, after a change of docs/figures/*.json or docs/lab/runs
 	$(BIN)/python -m docs.figures.generate
 	$(BIN)/python -m docs.lab.generate
+
+models: venv  ## docs/lab/models.md, after a change of transformers: some 40 minutes
+	$(BIN)/python -m baton.bench.modules --cluster --page docs/lab/models.md
 
 reference: venv  ## docs/reference, after a change of options or of the HTTP API
 	$(BIN)/python -m docs.reference.generate

@@ -68,7 +68,7 @@ class MadeWeights(Checkpoint):
 def check_modules(config: ModelConfig, source: str) -> None:
     """Raises `ValueError` naming `source` and what differs."""
     problem = ""
-    for settings in _reduced(config):
+    for settings in reduced_settings(config):
         try:
             reduced = modules_config(settings, (), source)
             if modules_of(reduced).parameters > MOST_PARAMETERS:
@@ -99,7 +99,7 @@ def kinds_of(config: ModelConfig) -> set[Any]:
     }
 
 
-def _reduced(config: ModelConfig) -> Sequence[Mapping[str, Any]]:
+def reduced_settings(config: ModelConfig) -> Sequence[Mapping[str, Any]]:
     """Settings of small models with the same classes, the smallest first."""
     settings = json.loads(modules_of(config).settings)
     settings["architectures"] = [config.architecture]
@@ -111,10 +111,14 @@ def _reduced(config: ModelConfig) -> Sequence[Mapping[str, Any]]:
     few = _with(fewer, {**MANY, **LENGTHS})
     heads, kv_heads = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
     narrow = _with(few, WIDTHS)
+    latents = settings.get("kv_lora_rank") is not None
+    if latents and settings.get("head_dim") not in (None, settings.get("qk_rope_head_dim")):
+        narrow["head_dim"] = WIDTHS["qk_nope_head_dim"] + WIDTHS["qk_rope_head_dim"]
+    alike = kv_heads == heads or latents
     if heads is not None:
         narrow["num_attention_heads"] = 4
         if kv_heads is not None:
-            narrow["num_key_value_heads"] = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
+            narrow["num_key_value_heads"] = 4 if alike else 1 if kv_heads == 1 else 2
     return narrow, few
 
 

@@ -1,0 +1,279 @@
+"""Which causal language models of transformers Baton serves, and by what; the page of verdicts.
+
+Walks the registry of transformers and the classes of its models. A class that Baton has no class for is made
+small, with the widths of the check at a start and random weights. Its tokens in a whole cluster of one
+prefill and one decode worker must be those of transformers, in float32, also after the engine of the decode
+worker is killed.
+
+    python -m baton.bench.modules [--cluster] [--only NAME] [--page docs/lab/models.md]
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
+from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
+from baton.engine.execution.module_check import check_modules, reduced_settings
+from baton.engine.loader.families import FAMILIES
+from baton.engine.loader.modules import modules_config
+from baton.engine.models.transformers.interface import ERRORS
+from baton.engine.models.transformers.modules import modules_class, with_values
+
+LENGTHS = (1, 2, 17, 48, 90, 150, 333, 500)
+"""Of prompts."""
+TOKENS = 12
+"""Of each answer."""
+NEAR = 1e-3
+"""Two tokens whose logits differ by less, by the largest logit, may change places by rounding."""
+OTHER = re.compile(r"^class (\w+ForCausalLM)\(", re.MULTILINE)
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
+    "HunYuanMoEV1ForCausalLM": {"head_dim": 128, "num_experts": 8},
+    "MinistralForCausalLM": {"head_dim": 128, "num_key_value_heads": 8},
+    "NemotronForCausalLM": {"num_key_value_heads": 8},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "n_group": 1, "topk_group": 1},
+    "Lfm3ForCausalLM": {},
+}
+"""Settings without which transformers' defaults make no model."""
+FLAGS = (
+    "--device", "cpu", "--dtype", "float32", "--advanced.num-threads", "1", "--advanced.num-blocks", "400",
+    "--max-num-batched-tokens", "64", "--drain-timeout", "1", "--failure-timeout", "60",
+    "--max-model-len", "640",
+)  # fmt: skip
+
+
+PAGE = """# Models of transformers
+
+`make models` writes this page. It walks the registry of transformers and its model classes.
+
+With transformers {version}, {own} classes have a class of Baton, the modules of transformers compute
+{modules} with Baton's attention, and {refused} are refused.
+
+- *own*: a class of Baton computes the model.
+- *modules*: a small random model in float32 was compared with transformers: the greedy tokens after
+  {prompts} prompts of 1 to {longest} tokens, in chunks of 64. *engine*: by one engine. *1P1D*: by a
+  cluster of one prefill and one decode worker. *killed*: while the engine of its decode worker was
+  killed.
+- *refused*: why, with the default settings of the class.
+
+| class | computed by | compared, or why not |
+|---|---|---|
+{rows}
+"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    by: str
+    """own, modules or refused."""
+    why: str = ""
+    tokens: str = ""
+    """What was compared with transformers."""
+
+
+def architectures() -> dict[str, str]:
+    """The type of each causal language model, by the name of its class."""
+    found = dict[str, str]()
+    for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        for name in [names] if isinstance(names, str) else names:
+            found.setdefault(name, kind)
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        for name in OTHER.findall(path.read_text()):
+            found.setdefault(name, path.parent.name)
+    return dict(sorted(found.items()))
+
+
+def settings_of(name: str, kind: str) -> dict[str, Any]:
+    """Those of a model with transformers' defaults. Raises any of `ERRORS`."""
+    config = modules_class(name, kind).config_class(**DEFAULTS.get(name, {}))
+    return config.to_dict() | {"architectures": [name]}
+
+
+def verdict(name: str, kind: str) -> Verdict:
+    if name in FAMILIES:
+        return Verdict("own")
+    try:
+        config = modules_config(settings_of(name, kind), (), "")
+        check_modules(config, "")
+    except ERRORS as error:
+        text = str(error).splitlines()[0].removeprefix(": ") if str(error) else type(error).__name__
+        for end in ("; vLLM serves it", "; nor does the", "; vLLM may", "; --model-impl", "; --advanced"):
+            text = text.partition(end)[0]
+        return Verdict(
+            "refused", re.sub(r".*(modules of transformers|what its modules compute|attention): ", "", text)
+        )
+    return Verdict("modules")
+
+
+def write_small(name: str, kind: str, directory: Path) -> Any:
+    """Writes a small checkpoint with random weights. Returns transformers' own model of it."""
+    config = modules_config(settings_of(name, kind), (), name)
+    settings = next(each for each in reduced_settings(config) if _is_possible(each, name))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = with_values(json.dumps(settings))
+    model.save_pretrained(directory)
+    words = {f"w{i}": i for i in range(settings["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # pyrefly: ignore[read-only]
+    tokenizer.decoder = ByteLevel()  # pyrefly: ignore[read-only]
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return model
+
+
+def _is_possible(settings: Mapping[str, Any], name: str) -> bool:
+    try:
+        return modules_config(settings, (), name).modules is not None
+    except ValueError:
+        return False
+
+
+def prompts_of(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in LENGTHS]
+
+
+@torch.inference_mode()
+def differences(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> Iterator[str]:
+    """Tokens that are not those of transformers."""
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        logits = model(input_ids=torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[
+            0, len(prompt) - 1 :
+        ]
+        best = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        if len(tokens) != TOKENS or float(best.max()) > NEAR * float(logits.abs().max()):
+            yield f"of a prompt of {len(prompt)} tokens"
+
+
+def by_engine(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
+    engine = build_engine(
+        EngineConfig(
+            str(directory), dtype="float32", num_blocks=400, max_num_batched_tokens=64, max_model_len=640,
+            num_threads=1, model_impl="transformers",
+        )
+    )  # fmt: skip
+    greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    answers: dict[bytes, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        answers[number.to_bytes(16)] = []
+        engine.add(EngineRequest(number.to_bytes(16), prompt, [], greedy))
+    while engine.loop.has_work:
+        for output in engine.loop.step().outputs:
+            answers[output.id].append(output.token)
+    return [*answers.values()]
+
+
+async def by_cluster(directory: Path, prompts: list[list[int]]) -> list[list[list[int]]]:
+    """The answers of a cluster, and once more while the engine of its decode worker is killed."""
+    named = ["--model", str(directory), "--served-model-name", "small", "--model-impl", "transformers"]
+    with tempfile.TemporaryDirectory() as place:
+        flags = ["--advanced.no-overflow", *named[:4]]
+        with LocalCluster(
+            Path(place), prefill=1, decode=1, worker_flags=[*FLAGS, *named], router_flags=flags
+        ) as cluster:
+            first = await asyncio.to_thread(lambda: asyncio.run(_ask(cluster, prompts)))
+            again = asyncio.create_task(_ask(cluster, prompts))
+            decode = cluster.of("decode")[0]
+            await asyncio.to_thread(decode.kill, "engine")
+            second = await again
+            if leaks := await asyncio.to_thread(leaks_when_idle, cluster.url):
+                raise RuntimeError(f"left when idle: {leaks}")
+    return [first, second]
+
+
+async def _ask(cluster: LocalCluster, prompts: list[list[int]]) -> list[list[int]]:
+    async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
+
+        async def ask(prompt: list[int]) -> list[int]:
+            answer = await client.completions.create(
+                model="small", prompt=prompt, max_tokens=TOKENS, temperature=0.0,
+                extra_body={"return_token_ids": True, "ignore_eos": True},
+            )  # fmt: skip
+            return getattr(answer.choices[0], "token_ids")  # noqa: B009
+
+        return await asyncio.gather(*map(ask, prompts))
+
+
+def compared(name: str, kind: str, *, cluster: bool) -> str:
+    """Compares a small model's tokens with transformers'. Returns what was right, or the first difference."""
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place)
+        model = write_small(name, kind, directory)
+        prompts = prompts_of(model.config.get_text_config().vocab_size)
+        runs = {"engine": by_engine(directory, prompts)}
+        if cluster:
+            runs["1P1D"], runs["killed"] = asyncio.run(by_cluster(directory, prompts))
+        for where, answers in runs.items():
+            for difference in differences(model, prompts, answers):
+                return f"WRONG in {where}: {difference}"
+        return " · ".join(runs)
+
+
+def page_of(verdicts: Mapping[str, Verdict]) -> str:
+    counts = Counter(each.by for each in verdicts.values())
+    rows = (f"| {name} | {each.by} | {each.tokens or each.why} |" for name, each in verdicts.items())
+    return PAGE.format(
+        version=transformers.__version__,
+        own=counts["own"],
+        modules=counts["modules"],
+        refused=counts["refused"],
+        prompts=len(LENGTHS),
+        longest=LENGTHS[-1],
+        rows="\n".join(rows),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", action="append", default=[], metavar="CLASS")
+    parser.add_argument("--cluster", action="store_true", help="compare in a cluster, too, and after a kill")
+    parser.add_argument(
+        "--known", type=Path, help="verdicts of earlier runs, which this one adds to", metavar="JSON"
+    )
+    parser.add_argument("--page", type=Path, help="write the page here")
+    args = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    known: dict[str, Any] = {}
+    if args.known is not None and args.known.exists():
+        known = json.loads(args.known.read_text())
+    for name, kind in architectures().items():
+        if args.only and name not in args.only:
+            continue
+        if name not in known or args.only:
+            found = verdict(name, kind)
+            if found.by == "modules":
+                try:
+                    tokens = compared(name, kind, cluster=args.cluster)
+                except (*ERRORS, OSError) as error:
+                    tokens = f"WRONG: {type(error).__name__}: {error}"[:900]
+                found = Verdict("modules", tokens=tokens)
+            known[name] = asdict(found)
+            print(name, found, flush=True)
+            if args.known is not None:
+                args.known.write_text(json.dumps(known, indent=1, sort_keys=True))
+    if args.page is not None:
+        args.page.write_text(page_of({name: Verdict(**each) for name, each in sorted(known.items())}))
+
+
+if __name__ == "__main__":
+    main()
