@@ -1,6 +1,7 @@
 """Configurations of checkpoints: what fits is loaded, and the rest is refused by name."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -495,3 +496,10 @@ def test_dummy_experts_differ(kind: str, tiny_of: TinyOf) -> None:
     assert moe.experts.gate_up.shape == (8, 2 * 24, 64)
     assert moe.experts.down.shape == (8, 64, 24)
     assert len({float(weight.sum()) for weight in (*moe.experts.gate_up, *moe.experts.down)}) == 16
+
+
+def test_the_least_initial_time_step_is_no_bound(tiny_of: TinyOf) -> None:
+    config = config_of(tiny_of("NemotronH"))
+    bounds = [{"time_step_min": 0.5, "time_step_limit": [0.0, limit]} for limit in (math.inf, 2.0)]
+    states = [model_config_from_hf({**config, **each}, {}, "a").state for each in bounds]
+    assert [state and state.dt_limits for state in states] == [(0.0, math.inf), (0.0, 2.0)]

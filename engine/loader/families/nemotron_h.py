@@ -2,6 +2,10 @@
 
 A checkpoint counts each of these as a layer. Here a layer has a mixer, and the MLP or the experts behind it
 if there are any.
+
+Time steps are bounded by `time_step_limit`, as in the code that NVIDIA publishes with its checkpoints, and in
+training. transformers 5.23 and vLLM 0.32 bound them by `time_step_min`, which is of the initial weights
+(huggingface/transformers, pull request 48989).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
