@@ -161,7 +161,7 @@ figures: venv  ## figures of docs, after a change of docs/figures/*.json or docs
 	$(BIN)/python -m docs.lab.generate
 
 models: venv  ## docs/lab/models.md, after a change of transformers: some 40 minutes
-	$(BIN)/python -m baton.bench.modules --cluster --page docs/lab/models.md
+	$(BIN)/python -m docs.lab.models --cluster --page docs/lab/models.md
 
 reference: venv  ## docs/reference, after a change of options or of the HTTP API
 	$(BIN)/python -m docs.reference.generate

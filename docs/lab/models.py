@@ -5,7 +5,7 @@ small, with the widths of the check at a start and random weights. Its tokens in
 prefill and one decode worker must be those of transformers, in float32, also after the engine of the decode
 worker is killed.
 
-    python -m baton.bench.modules [--cluster] [--only NAME] [--page docs/lab/models.md]
+    python -m docs.lab.models [--cluster] [--only NAME] [--page docs/lab/models.md]
 """
 
 import argparse
@@ -93,12 +93,12 @@ class Verdict:
 def architectures() -> dict[str, str]:
     """The type of each causal language model, by the name of its class."""
     found = dict[str, str]()
-    for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        for name in [names] if isinstance(names, str) else names:
-            found.setdefault(name, kind)
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         for name in OTHER.findall(path.read_text()):
             found.setdefault(name, path.parent.name)
+    for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        for name in [names] if isinstance(names, str) else names:
+            found.setdefault(name, kind)
     return dict(sorted(found.items()))
 
 
