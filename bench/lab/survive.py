@@ -67,8 +67,8 @@ from baton.cluster.gpus import gpus_with_memory
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.core.kept_table import KeptTable
+from baton.system.kept_pages import KeptMemory
 from baton.system.tracing import time_of_day
-from baton.worker.kept_files import KeptFiles
 from baton.worker.service_process.standby import MOST_ENDS
 
 KILLS_NO_STANDBY = 5
@@ -277,11 +277,11 @@ def stages_in(log: str) -> dict[str, list[float]]:
 def step_on_cpu(run: Run, steps: int) -> None:
     """Adds the time of a decode step, and its ratio to one without the records of published blocks. That
     part is measured by itself: two engines of one process differ by more."""
-    files = KeptFiles.create()
+    files = KeptMemory.create()
     config = EngineConfig(
         str(embedded_path()), dtype="float32", num_blocks=256, num_threads=1, enable_prefix_caching=True
     )
-    engine = build_engine(config, kept=[files.memory])
+    engine = build_engine(config, kept=[files])
     fill(engine, BATCH, CONTEXT, steps + 1)
     spent = 0.0
 
@@ -309,13 +309,13 @@ def step_on_cpu(run: Run, steps: int) -> None:
 def step_on_gpu(run: Run, steps: int) -> None:
     """Adds the ratio of a decode step with records of published blocks, and weights in pages that others may
     map, to one without, in pairs."""
-    files = KeptFiles.create()
+    files = KeptMemory.create()
     config = EngineConfig(
         str(write_shape(run.args.model_shape, run.directory)), device="cuda", dtype="bfloat16",
         load_format="dummy", num_blocks=1024, max_model_len=8192, enable_prefix_caching=True,
         stands_by=True,
     )  # fmt: skip
-    recording, plain = build_engine(config, kept=[files.memory]), build_engine(config)
+    recording, plain = build_engine(config, kept=[files]), build_engine(config)
 
     def seconds(engine: Engine) -> float:
         fill(engine, 32, CONTEXT, steps + 1)

@@ -17,7 +17,6 @@ from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Kernels
 from baton.system.kept_pages import KeptMemory
-from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 from tests.interpreter import watch_memory
 
@@ -629,7 +628,7 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
     def make(
         *,
         hooks: Hooks = NO_HOOKS,
-        kept_files: Sequence[KeptFiles] = (),
+        kept_files: Sequence[KeptMemory] = (),
         wait_for_turn: Callable[[], None] | None = None,
         **config: Any,
     ) -> Engine:
@@ -645,7 +644,7 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
         return build_engine(
             EngineConfig(**{**settings, **config}),
             hooks=hooks,
-            kept=[files.memory for files in kept_files],
+            kept=kept_files,
             wait_for_turn=wait_for_turn,
         )
 
@@ -773,9 +772,9 @@ def follow(config: EngineConfig, rank: int, files: RankFiles, kept: Sequence[Kep
 
 
 @pytest.fixture
-def memory() -> Iterator[KeptFiles]:
+def memory() -> Iterator[KeptMemory]:
     """Of one rank, for engines that follow each other."""
-    files = KeptFiles.create()
+    files = KeptMemory.create()
     yield files
     files.close()
 
@@ -785,10 +784,10 @@ def ranks() -> Iterator[Callable[..., Engine]]:
     """Makes engines with several ranks, and ends them after the test."""
     groups: list[tuple[Engine, list[threading.Thread], RankFiles]] = []
 
-    def make(path: Path, size: int, kept_files: Sequence[KeptFiles] = (), **config: Any) -> Engine:
+    def make(path: Path, size: int, kept_files: Sequence[KeptMemory] = (), **config: Any) -> Engine:
         settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, **config}
         settings = {"model": str(path), "tensor_parallel_size": size, **settings}
-        files, kept = RankFiles.create(size) if size > 1 else None, [each.memory for each in kept_files]
+        files, kept = RankFiles.create(size) if size > 1 else None, kept_files
         threads = [
             threading.Thread(
                 target=follow, args=(EngineConfig(**settings), rank, files, kept[rank : rank + 1])

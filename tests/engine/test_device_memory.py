@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.engine.execution.elastic_cache import tensor_at
 from baton.system.device_memory import DeviceMemory, Exported, open_device_memory
-from baton.worker.kept_files import KeptFiles
+from baton.system.kept_pages import Shelf
 from tests.device import DEVICE
 
 NUMBER = None if DEVICE == "cpu" else 0
@@ -41,8 +41,7 @@ else:
 MAKER = f"""
 import ctypes, os, signal, sys
 from baton.system.device_memory import open_device_memory
-from baton.system.kept_pages import KeptPages
-from baton.worker.kept_files import KeptFiles
+from baton.system.kept_pages import KeptPages, Shelf
 if {DEVICE == "cuda"}:
     import torch
     torch.zeros(1, device="cuda")
@@ -50,7 +49,7 @@ memory = open_device_memory({NUMBER}, 1, exportable=True)
 address = memory.reserve(2 * memory.page_bytes)
 [page] = memory.create(1)
 memory.map(address, [page])
-KeptFiles(*map(int, sys.argv[2:])).memory.cache.put([KeptPages(memory.page_bytes, [memory.export(page)])])
+Shelf(*map(int, sys.argv[2:])).put([KeptPages(memory.page_bytes, [memory.export(page)])])
 if {DEVICE == "cuda"}:
     from baton.engine.execution.elastic_cache import tensor_at
     both = tensor_at(address, (2 * memory.page_bytes,), torch.uint8, torch.device("cuda"))
@@ -184,20 +183,21 @@ def test_another_process_adopts_a_page_and_both_see_what_is_written(memory: Devi
 
 @pytest.mark.parametrize("end", ["kill", "access"])
 def test_pages_outlive_the_process_that_made_them_however_it_ends(memory: DeviceMemory, end: str) -> None:
-    files = KeptFiles.create()
-    command = [sys.executable, "-c", MAKER, end, *map(str, files)]
-    maker = subprocess.run(command, pass_fds=files, capture_output=True, text=True, check=False, timeout=60)
+    shelf = Shelf.create()
+    command = [sys.executable, "-c", MAKER, end, *map(str, shelf)]
+    maker = subprocess.run(command, pass_fds=shelf, capture_output=True, text=True, check=False, timeout=60)
     assert maker.returncode, maker.stderr
     assert end == "kill" or DEVICE == "cpu" or "illegal memory access" in maker.stderr
     for _ in range(2):
-        [kept] = files.memory.cache.pages()
+        [kept] = shelf.pages()
         [exported] = kept.pages
         assert kept.page_bytes == memory.page_bytes
         address = memory.reserve(1)
         memory.map(address, memory.adopt(exported, 1))
         os.close(exported.fd)
         assert bytes_at(memory, address)[:3].tolist() == [7, 7, 7]
-    files.close()
+    for end_of_shelf in shelf:
+        os.close(end_of_shelf)
 
 
 def test_pages_come_back_when_they_are_freed(memory: DeviceMemory) -> None:

@@ -23,9 +23,8 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.models.cache_spec import AttentionCache, Places
 from baton.steps.step_model import StepModel
 from baton.system.device_memory import open_device_memory
-from baton.system.kept_pages import CannotShareError, KeptPages, close
+from baton.system.kept_pages import CannotShareError, KeptMemory, KeptPages, close
 from baton.worker.engine_process.offload import offload_pumps
-from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, run
 from tests.engine.drafting import draft_always
@@ -66,7 +65,7 @@ def settle(engine: Engine) -> None:
         cache.settle()
 
 
-def content(engine: Engine, files: KeptFiles) -> list[bytes]:
+def content(engine: Engine, files: KeptMemory) -> list[bytes]:
     """All that is kept, as the engine before sees it."""
     table = os.pread(files.table, os.fstat(files.table).st_size, 0)
     return [table, *(x.cpu().numpy().tobytes() for x in engine.caches)]
@@ -100,7 +99,7 @@ def thin(engine: Engine) -> set[bytes]:
 
 
 def test_the_next_engine_has_prompts_and_answers_of_the_one_before(
-    tiny_engine: MakeEngine, memory: KeptFiles
+    tiny_engine: MakeEngine, memory: KeptMemory
 ) -> None:
     first = tiny_engine(kept_files=[memory], **SETTINGS)
     tokens, cached = answer(first, logprobs=2)
@@ -119,7 +118,9 @@ def test_the_next_engine_has_prompts_and_answers_of_the_one_before(
     assert answer(third, b"salt") == (tokens, 36)
 
 
-def test_a_standby_leaves_the_memory_alone_until_its_turn(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
+def test_a_standby_leaves_the_memory_alone_until_its_turn(
+    tiny_engine: MakeEngine, memory: KeptMemory
+) -> None:
     first = tiny_engine(kept_files=[memory], **SETTINGS)
     tokens, _ = answer(first)
     before, stages = content(first, memory), list[str]()
@@ -139,7 +140,7 @@ def test_a_standby_leaves_the_memory_alone_until_its_turn(tiny_engine: MakeEngin
     assert answer(standby, b"salt") == (tokens, 36)
 
 
-def test_chunks_are_found_as_before(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
+def test_chunks_are_found_as_before(tiny_engine: MakeEngine, memory: KeptMemory) -> None:
     prompt = [token % 190 for token in range(3, 178)]  # two chunks and a part of the third
     first = tiny_engine(kept_files=[memory], **SETTINGS)
     answer(first, prompt=prompt)
@@ -158,7 +159,7 @@ def test_chunks_are_found_as_before(tiny_engine: MakeEngine, memory: KeptFiles) 
 
 
 def test_damaged_blocks_and_those_behind_them_are_computed_again(
-    tiny_engine: MakeEngine, memory: KeptFiles
+    tiny_engine: MakeEngine, memory: KeptMemory
 ) -> None:
     first = tiny_engine(kept_files=[memory], **SETTINGS)
     tokens, _ = answer(first)
@@ -174,7 +175,7 @@ def test_damaged_blocks_and_those_behind_them_are_computed_again(
 
 @pytest.mark.parametrize("written", [False, True])
 def test_what_was_evicted_or_never_published_is_not_found(
-    tiny_engine: MakeEngine, memory: KeptFiles, written: bool
+    tiny_engine: MakeEngine, memory: KeptMemory, written: bool
 ) -> None:
     """`written`: a place whose record has not ended yet, since nothing has read that it was given out."""
     first = tiny_engine(kept_files=[memory], num_blocks=20, **SETTINGS)
@@ -195,7 +196,7 @@ def test_what_was_evicted_or_never_published_is_not_found(
 
 @pytest.mark.all
 def test_an_engine_of_another_layout_forgets_what_was_kept(
-    tiny_engine: MakeEngine, memory: KeptFiles
+    tiny_engine: MakeEngine, memory: KeptMemory
 ) -> None:
     """Alone. Those that follow it use what it keeps."""
     for settings in (
@@ -214,7 +215,9 @@ def test_an_engine_of_another_layout_forgets_what_was_kept(
 
 
 @pytest.mark.all
-def test_a_standby_of_another_layout_ends_before_its_turn(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
+def test_a_standby_of_another_layout_ends_before_its_turn(
+    tiny_engine: MakeEngine, memory: KeptMemory
+) -> None:
     settings = SETTINGS | {"num_blocks": 2048}  # so larger blocks need more pages of a GPU, of 2 MiB
     first = tiny_engine(kept_files=[memory], **settings)
     right = answer(first)
@@ -232,7 +235,7 @@ def test_a_standby_of_another_layout_ends_before_its_turn(tiny_engine: MakeEngin
     assert answer(tiny_engine(kept_files=[memory], wait_for_turn=lambda: None, **other)) == (right[0], 32)
 
 
-def test_a_table_never_shrinks(tiny_engine: MakeEngine, memory: KeptFiles) -> None:
+def test_a_table_never_shrinks(tiny_engine: MakeEngine, memory: KeptMemory) -> None:
     tiny_engine(kept_files=[memory], **SETTINGS)
     with pytest.raises(PermissionError):
         os.ftruncate(memory.table, os.fstat(memory.table).st_size - 1)
@@ -304,7 +307,7 @@ def assert_kept(going: Sequence[tuple[EngineRequest, int]]) -> None:
 @pytest.mark.all
 @pytest.mark.parametrize("drafts", [False, True])
 def test_streams_of_every_kind_go_on(
-    tiny_engine: MakeEngine, spelled_path: Path, memory: KeptFiles, drafts: bool
+    tiny_engine: MakeEngine, spelled_path: Path, memory: KeptMemory, drafts: bool
 ) -> None:
     """Seeds, penalties, grammars, stop tokens, bias and log probabilities, with drafts and without."""
     settings = SETTINGS | {"model": str(spelled_path), "num_blocks": 512}
@@ -347,7 +350,7 @@ def asked_of(max_tokens: int) -> list[EngineRequest]:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "num_blocks"), KEPT)
 def test_models_of_every_kind_go_on(
-    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, kind: str, num_blocks: int
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptMemory, kind: str, num_blocks: int
 ) -> None:
     settings = SETTINGS | {"model": str(tiny_of(kind)), "num_blocks": num_blocks}
     asked = asked_of(24)
@@ -358,7 +361,7 @@ def test_models_of_every_kind_go_on(
 @pytest.mark.all
 @pytest.mark.parametrize("kind", WITH_STATES)
 def test_models_with_states_go_on_from_the_last_copy(
-    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, kind: str
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptMemory, kind: str
 ) -> None:
     """An answer has a copy of the states at each multiple of 64 positions."""
     settings = SETTINGS | {"model": str(tiny_of(kind)), "num_blocks": 128}
@@ -375,7 +378,7 @@ def cache_of(engine: Engine) -> PrefixCache:
 
 
 def test_damaged_states_are_computed_again(
-    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptMemory
 ) -> None:
     settings = SETTINGS | {"model": str(tiny_of("Bamba")), "num_blocks": 256}
     prompt = [*range(3, 123)]
@@ -395,7 +398,7 @@ def test_damaged_states_are_computed_again(
 
 @pytest.mark.all
 def test_memory_that_is_kept_does_not_move_by_default(
-    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptMemory
 ) -> None:
     # A pool without `num_blocks` fills a GPU, which has no room for a second one.
     settings = CPU | {"model": str(tiny_of("Bamba")), "num_blocks": None, "block_size": 64}
@@ -409,7 +412,7 @@ def test_memory_that_is_kept_does_not_move_by_default(
 
 
 def test_a_damaged_window_block_leaves_a_block_that_is_thin(
-    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptMemory
 ) -> None:
     settings = SETTINGS | {"model": str(tiny_of("GptOss")), "num_blocks": 1024}
     first = tiny_engine(kept_files=[memory], **settings)
@@ -426,7 +429,7 @@ def test_a_damaged_window_block_leaves_a_block_that_is_thin(
 @pytest.mark.all
 @pytest.mark.parametrize(("kind", "num_blocks"), [("Bamba", 128), ("GptOss", 220)])
 def test_a_cache_that_forgets_leaves_what_it_has(
-    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, kind: str, num_blocks: int
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptMemory, kind: str, num_blocks: int
 ) -> None:
     """Blocks are evicted, and window blocks and copies of states go to other prompts."""
     settings = SETTINGS | {
@@ -471,7 +474,7 @@ def test_a_cache_that_forgets_leaves_what_it_has(
 def test_what_came_back_from_a_tier_is_kept(
     tiny_engine: MakeEngine,
     tiny_of: TinyOf,
-    memory: KeptFiles,
+    memory: KeptMemory,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     num_blocks: int,
@@ -534,7 +537,7 @@ def test_what_came_back_from_a_tier_is_kept(
         each.close()
 
 
-def test_prompts_with_images_go_on(tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles) -> None:
+def test_prompts_with_images_go_on(tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptMemory) -> None:
     """An image with as many tokens has other names."""
     settings = SETTINGS | {"model": str(tiny_of("Qwen3VL")), "num_blocks": 128}
     fresh = tiny_engine(**settings)
@@ -547,9 +550,9 @@ def test_prompts_with_images_go_on(tiny_engine: MakeEngine, tiny_of: TinyOf, mem
 
 
 @pytest.mark.all
-def test_ranks_keep_their_parts(ranks: Any, tiny_path: Path, memory: KeptFiles) -> None:
+def test_ranks_keep_their_parts(ranks: Any, tiny_path: Path, memory: KeptMemory) -> None:
     """Rank 0 verifies those of all."""
-    of_rank_1 = KeptFiles.create()
+    of_rank_1 = KeptMemory.create()
 
     def make(**other: Any) -> Engine:
         return ranks(tiny_path, 2, kept_files=[memory, of_rank_1], **CPU | other)
@@ -558,7 +561,7 @@ def test_ranks_keep_their_parts(ranks: Any, tiny_path: Path, memory: KeptFiles) 
     tokens, _ = answer(first)
     assert answer(make()) == (tokens, 36)
     block = block_of(first, 4)
-    [kept] = of_rank_1.memory.cache.pages()
+    [kept] = of_rank_1.cache.pages()
     page, offset = divmod(block * first.caches[0][0, 0].nbytes, kept.page_bytes)  # K of the first layer
     fd, offset = kept.pages[page].fd, kept.pages[page].offset + offset
     os.pwrite(fd, bytes([os.pread(fd, 1, offset)[0] ^ 1]), offset)
@@ -570,9 +573,9 @@ def test_ranks_keep_their_parts(ranks: Any, tiny_path: Path, memory: KeptFiles) 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all)])
 def test_memory_that_is_released_is_kept_anew_when_it_is_back(
-    size: int, ranks: Any, tiny_path: Path, memory: KeptFiles
+    size: int, ranks: Any, tiny_path: Path, memory: KeptMemory
 ) -> None:
-    files = [memory, *(KeptFiles.create() for _ in range(size - 1))]
+    files = [memory, *(KeptMemory.create() for _ in range(size - 1))]
 
     def make(**other: Any) -> Engine:
         settings = CPU | {"enable_memory_saver": True, "stands_by": True} | other
@@ -583,7 +586,7 @@ def test_memory_that_is_released_is_kept_anew_when_it_is_back(
     first.loop.frozen = True
     first.memory.release(["kv_cache", "weights"])
     for each in files:
-        assert [*each.memory.cache.pages(), *each.memory.weights.pages()] == [], "no process has a page of it"
+        assert [*each.cache.pages(), *each.weights.pages()] == [], "no process has a page of it"
     first.memory.resume(["weights", "kv_cache"])
     first.replace_weights(first.stage_weights(str(tiny_path)), "1")
     first.loop.frozen = False
@@ -634,23 +637,23 @@ def test_a_table_gives_signs_of_life_while_it_is_verified() -> None:
 
 
 def test_files_wait_for_each_engine_and_keep_memory_without_the_process_that_made_it() -> None:
-    files, memory = KeptFiles.create(), open_device_memory(None, 4096, exportable=True)
-    assert files.memory.cache.pages() == []
+    files, memory = KeptMemory.create(), open_device_memory(None, 4096, exportable=True)
+    assert files.cache.pages() == []
     exported = KeptPages(4096, [memory.export(page) for page in memory.create(3)])
     os.pwrite(exported.pages[1].fd, b"kept", exported.pages[1].offset)
-    files.memory.cache.put([exported])
+    files.cache.put([exported])
     close(exported)
     memory.close()
     for _ in range(2):
-        [kept] = files.memory.cache.pages()
+        [kept] = files.cache.pages()
         assert os.pread(kept.pages[1].fd, 4, kept.pages[1].offset) == b"kept"
         close(kept)
     files.close()
 
 
-def test_what_an_engine_measured_is_there_for_the_next_one(memory: KeptFiles) -> None:
+def test_what_an_engine_measured_is_there_for_the_next_one(memory: KeptMemory) -> None:
     keep, layer, places = (
-        Keep([memory.memory], record_bytes),
+        Keep([memory], record_bytes),
         AttentionCache(2, 8, torch.float32),
         Places(64, 4),
     )
@@ -667,20 +670,20 @@ def test_what_an_engine_measured_is_there_for_the_next_one(memory: KeptFiles) ->
 
 
 @pytest.mark.parametrize("text", [b"no JSON", b"{}", b'{"pool": {"other": 1}, "steps": null}'])
-def test_what_another_version_measured_has_a_reason(memory: KeptFiles, text: bytes) -> None:
+def test_what_another_version_measured_has_a_reason(memory: KeptMemory, text: bytes) -> None:
     os.pwrite(memory.table, bytes(32) + len(text).to_bytes(4, "little") + text, 0)
     with pytest.raises(ValueError, match="of another version"):
-        measured(Keep([memory.memory]))
+        measured(Keep([memory]))
 
 
-def test_a_next_engine_writes_elsewhere_until_it_has_the_pages(memory: KeptFiles) -> None:
+def test_a_next_engine_writes_elsewhere_until_it_has_the_pages(memory: KeptMemory) -> None:
     """As it does when it warms up and captures graphs on a GPU."""
     device = torch.device(DEVICE)
     layers = [AttentionCache(2, 8, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
     places = Places(100, 4)
 
     def made() -> tuple[KeptCache, list[torch.Tensor]]:
-        kept = KeptCache(Keep([memory.memory], record_bytes), layers, places, device)
+        kept = KeptCache(Keep([memory], record_bytes), layers, places, device)
         return kept, [cast(torch.Tensor, layer.allocate(places, kept)) for layer in layers]
 
     first, of_first = made()

@@ -25,7 +25,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
 from baton.steps.learned_steps import row_sizes, token_sizes
-from baton.worker.kept_files import KeptFiles
+from baton.system.kept_pages import KeptMemory
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, request_of, run, save_tiny
 from tests.memory import anonymous_bytes
@@ -237,7 +237,7 @@ def test_an_out_of_memory_error_names_purpose_and_remedy(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_cpu_without_memory_names_purpose_and_remedy(tiny_engine: MakeEngine, kept: bool) -> None:
     """Whether torch or Baton has asked the system for it."""
-    files = [KeptFiles.create()] if kept else []
+    files = [KeptMemory.create()] if kept else []
     with pytest.raises(
         ValueError, match=r"no memory is left for the KV pool; lower --advanced.num-blocks, or stop"
     ):

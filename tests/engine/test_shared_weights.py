@@ -26,7 +26,6 @@ from baton.engine.kernels.scratch import Scratch
 from baton.engine.layers.in_place import tensors
 from baton.engine.layers.ranks import Ranks
 from baton.system.kept_pages import KeptMemory, close
-from baton.worker.kept_files import KeptFiles
 from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json
 
@@ -116,7 +115,7 @@ FORMS = [
 @pytest.mark.parametrize(("kind", "changes", "form"), FORMS)
 def test_the_next_engine_has_the_memory_of_the_one_before(
     tiny_engine: MakeEngine,
-    memory: KeptFiles,
+    memory: KeptMemory,
     shared: list[SharedWeights],
     tmp_path: Path,
     kind: str,
@@ -155,19 +154,19 @@ def test_what_kernels_write_to_is_no_weight() -> None:
 
 
 def test_no_memory_is_taken_twice(
-    tiny_engine: MakeEngine, memory: KeptFiles, shared: list[SharedWeights]
+    tiny_engine: MakeEngine, memory: KeptMemory, shared: list[SharedWeights]
 ) -> None:
     """Not by views of one tensor, nor beside the weights."""
     engine = tiny_engine(kept_files=[memory], **SETTINGS)
     weights = [*tensors(engine.loaded.model)]
     size = sum(-(-(x.numel() * x.element_size()) // 512) * 512 for x in weights)
-    [kept] = memory.memory.weights.pages()
+    [kept] = memory.weights.pages()
     close(kept)
     assert shared[0].nbytes <= size + 64 * kept.page_bytes
 
 
 def test_other_weights_are_not_taken_for_those_that_serve(
-    tiny_engine: MakeEngine, memory: KeptFiles, shared: list[SharedWeights]
+    tiny_engine: MakeEngine, memory: KeptMemory, shared: list[SharedWeights]
 ) -> None:
     settings = SETTINGS | {"load_format": "dummy"}
     right = [answer(tiny_engine(seed=seed, **settings)) for seed in (0, 1)]
@@ -180,7 +179,7 @@ def test_other_weights_are_not_taken_for_those_that_serve(
 
 @pytest.mark.all
 def test_an_engine_that_is_alone_makes_its_pages(
-    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptFiles, shared: list[SharedWeights]
+    tiny_engine: MakeEngine, tiny_of: TinyOf, memory: KeptMemory, shared: list[SharedWeights]
 ) -> None:
     """As after a standby that could not take over. It lets go of the pages of the one before."""
     for settings in (
@@ -194,7 +193,7 @@ def test_an_engine_that_is_alone_makes_its_pages(
         assert answer(tiny_engine(kept_files=[memory], wait_for_turn=nothing, **settings)) == right
         assert [each.apart_bytes for each in shared] == [0, 0]
         assert shared[0].nbytes == shared[1].nbytes
-        [kept] = memory.memory.weights.pages()
+        [kept] = memory.weights.pages()
         close(kept)
         assert len(kept.pages) * kept.page_bytes == shared[0].nbytes
 
@@ -226,7 +225,7 @@ LARGER_TOWER = {"depth": 4, "hidden_size": LARGE, "intermediate_size": 4 * LARGE
 def test_a_standby_takes_less_than_the_weights(
     tiny_engine: MakeEngine,
     tiny_of: TinyOf,
-    memory: KeptFiles,
+    memory: KeptMemory,
     shared: list[SharedWeights],
     tmp_path: Path,
     kind: str,
@@ -257,7 +256,7 @@ def test_a_standby_takes_less_than_the_weights(
 def test_the_encoder_of_images_has_the_memory_of_the_one_before(
     tiny_engine: MakeEngine,
     tiny_of: TinyOf,
-    memory: KeptFiles,
+    memory: KeptMemory,
     shared: list[SharedWeights],
     tmp_path: Path,
     kind: str,
@@ -291,7 +290,7 @@ def test_the_encoder_of_images_has_the_memory_of_the_one_before(
 def test_new_weights_are_those_of_the_next_standby(
     tiny_engine: MakeEngine,
     tiny_path: Path,
-    memory: KeptFiles,
+    memory: KeptMemory,
     shared: list[SharedWeights],
     tmp_path: Path,
     dtype: str,
@@ -311,7 +310,7 @@ def test_new_weights_are_those_of_the_next_standby(
 
 
 def test_a_standby_does_not_take_over_weights_that_are_half_written(
-    tiny_engine: MakeEngine, memory: KeptFiles, shared: list[SharedWeights]
+    tiny_engine: MakeEngine, memory: KeptMemory, shared: list[SharedWeights]
 ) -> None:
     """The engine that serves ends in the change, before or after the standby maps the pages."""
     first = tiny_engine(kept_files=[memory], **SETTINGS)
@@ -338,9 +337,8 @@ STRAY = """
 import torch
 from baton.engine.execution.shared_weights import SharedWeights
 from baton.engine.layers.ranks import Ranks
-from baton.worker.kept_files import KeptFiles
 weight = torch.zeros(1000)
-shared = SharedWeights(KeptFiles.create().memory.weights, torch.device("cpu"), Ranks(), alone=True)
+shared = SharedWeights(None, torch.device("cpu"), Ranks(), alone=True)
 shared.finish([weight])
 with shared.writing():
     weight[7] = 1
@@ -352,7 +350,7 @@ print("later")
 
 @pytest.mark.parametrize("loads", ["old", "new"])
 def test_a_standby_does_not_take_over_weights_that_were_changed(
-    tiny_engine: MakeEngine, tiny_path: Path, memory: KeptFiles, tmp_path: Path, loads: str
+    tiny_engine: MakeEngine, tiny_path: Path, memory: KeptMemory, tmp_path: Path, loads: str
 ) -> None:
     """The engine that served ended before it could tell, or while the standby compared."""
     first, path = tiny_engine(kept_files=[memory], **SETTINGS), trained(tiny_path, tmp_path)
@@ -379,13 +377,13 @@ def test_a_standby_does_not_take_over_weights_that_were_changed(
 
 
 def test_a_standby_that_cannot_share_its_weights_ends(
-    memory: KeptFiles, monkeypatch: pytest.MonkeyPatch
+    memory: KeptMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_weights, "MOST_APART", 4096)
     device = torch.device(DEVICE)
 
     def shared(alone: bool) -> SharedWeights:
-        return SharedWeights(memory.memory.weights, device, Ranks(), alone=alone)
+        return SharedWeights(memory.weights, device, Ranks(), alone=alone)
 
     shared(True).finish([torch.zeros(3000, device=device)])
     standby = shared(False)

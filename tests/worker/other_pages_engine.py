@@ -13,7 +13,7 @@ from tests.worker.held_engine import hold_requests
 def run(config: EngineProcessConfig) -> int:
     from baton.engine.execution import kept_cache
 
-    close(*(kept := config.kept_files[0].memory.cache.pages()))
+    close(*(kept := config.kept_files[0].cache.pages()))
     if kept:
         kept_cache.MOST_PAGES = 32  # pyrefly: ignore[bad-assignment]
     return engine_process.run(config)

@@ -98,7 +98,7 @@ class Context:
             config.engine,
             files=config.files,
             hooks=hooks,
-            kept=[files.memory for files in config.kept_files],
+            kept=config.kept_files,
             wait_for_turn=stand_by(config, self._wait_for_turn) if config.standby else None,
         )
         hooks.stage("preparing transfers", 0.0)

@@ -28,8 +28,7 @@ def run(config: RankProcessConfig) -> int:
     gc.freeze()  # as in the engine process
     wait = stand_by(config, partial(config.files.wait_for_turn, config.rank)) if config.standby else None
     try:
-        kept = [files.memory for files in config.kept_files]
-        follower = Follower(config.engine, config.rank, config.files, kept, wait_for_turn=wait)
+        follower = Follower(config.engine, config.rank, config.files, config.kept_files, wait_for_turn=wait)
     except ValueError as error:
         config.files.fail(error)
         return EXIT_START_FAILED

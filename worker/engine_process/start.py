@@ -27,8 +27,8 @@ from baton.kv_transfer.wait import end_waits_on_time
 from baton.processes.children import die_with_parent
 from baton.system import cpu_engines
 from baton.system.background import at_low_priority, killed_first
+from baton.system.kept_pages import KeptMemory
 from baton.system.memory import trim
-from baton.worker.kept_files import KeptFiles
 
 RANK_MODULE = "baton.worker.engine_process.rank_process"
 EXIT_START_FAILED = 2
@@ -51,7 +51,7 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     arenas: Arenas | None  # None: the engine hands over no KV, and has no tiers
     store_fds: Sequence[int] = ()
     """Of the shared store: memory for its units and, of rank 0, the channel to the store process."""
-    kept_files: Sequence[KeptFiles] = ()
+    kept_files: Sequence[KeptMemory] = ()
     """Of KV that outlives this process: its own and, of rank 0, those of the others. Empty: none."""
     standby: bool = False
     """Whether another process writes to that memory, until this one takes its place."""
@@ -67,7 +67,7 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
             *(() if arenas is None else arenas.fds),
             *(() if files is None else files.fds),
             *self.store_fds,
-            *chain.from_iterable(self.kept_files),
+            *chain.from_iterable(each.fds for each in self.kept_files),
         )
 
 

@@ -23,9 +23,9 @@ from baton.rpc.stubs import WORKER, add_service
 from baton.rpc.tls import add_port
 from baton.system import cpu_engines
 from baton.system.addresses import cannot_listen, try_port, url_host
+from baton.system.kept_pages import KeptMemory
 from baton.worker.config import WorkerConfig
 from baton.worker.engine_process import to_routers
-from baton.worker.kept_files import KeptFiles
 from baton.worker.messages import EngineReady
 from baton.worker.processes import EngineError, EngineRestart, StartError, TreeError
 from baton.worker.service_process.backend import SHUTTING_DOWN, Backend
@@ -94,7 +94,7 @@ class Service:
         self._metrics = Metrics(config.role, config.model_name, config.engine.tensor_parallel_size)
         self._journal = Journal(config, incarnation)
         # They have no names. So the system gives memory back when the processes of this worker have ended.
-        self._kept_files = [KeptFiles.create() for _ in range(config.ranks if config.replace_engine else 0)]
+        self._kept_files = [KeptMemory.create() for _ in range(config.ranks if config.replace_engine else 0)]
         self._tree = WorkerTree(config, self._incarnation, self._kept_files)
         self.phase: Phase = "starting"
         self._numbers = count(1)

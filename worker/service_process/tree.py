@@ -32,6 +32,7 @@ from baton.processes.spawn import spawn
 from baton.system.addresses import url_host
 from baton.system.background import raise_priority
 from baton.system.directories import make_directory
+from baton.system.kept_pages import KeptMemory
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.engine_process.start import (
@@ -42,7 +43,6 @@ from baton.worker.engine_process.start import (
     RankProcessConfig,
 )
 from baton.worker.ipc import EngineLink
-from baton.worker.kept_files import KeptFiles
 from baton.worker.messages import EngineReady, FromEngine
 from baton.worker.processes import (
     START_SILENCE,
@@ -76,7 +76,7 @@ class WorkerTree:
         self,
         config: WorkerConfig,
         incarnation: int,
-        kept_files: Sequence[KeptFiles] = (),
+        kept_files: Sequence[KeptMemory] = (),
         replacements: int = 0,
     ) -> None:
         """`kept_files`: by rank, for KV that outlives the engine. The caller owns them. `replacements`:
