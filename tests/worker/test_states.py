@@ -154,6 +154,8 @@ async def test_states_are_converted_for_a_worker_that_keeps_another_dtype(
         tmp_path, {dtype: given | {"engine": engine | {"state_dtype": dtype}} for dtype in dtypes}
     ) as started:
         wide, narrow = (started[dtype].wait_ready() for dtype in dtypes)
+        for worker, dtype in ((wide, "float32"), (narrow, "bfloat16")):
+            assert any(f'mamba_ssm_cache_dtype="{dtype}"' in name for name in metrics(worker))
         async with attached(wide) as first, attached(narrow) as second:
             ways = (wide, first, narrow, second), (narrow, second, wide, first)
             for there, prefill, here, decode in ways:

@@ -149,6 +149,8 @@ class Metrics(Collector):
             "cache_dtype": engine.layout.dtypes.kv,
             "enable_prefix_caching": str(prefix_caching),
         }
+        if states := engine.layout.dtypes.states:
+            self._cache_config["mamba_ssm_cache_dtype"] = states
 
     def report(self, message: messages.Report) -> None:
         """Of an attempt."""
