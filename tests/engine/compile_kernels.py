@@ -77,6 +77,8 @@ def main() -> None:
     from baton.engine.kernels.sum_norm import SumNorm
     from baton.engine.kernels.triton_kernels import TritonKernels
     from baton.engine.model_config import ClampedSwiGLU, IndexConfig, LatentConfig, Scoring, Span
+    from baton.engine.models.cache_spec import of_slots
+    from baton.kv_names.cache_kinds import HEAD_STATE, CacheArray
     from baton.kv_transfer.device import copy_kernels
     from baton.kv_transfer.device.copy_kernels import Pages
 
@@ -345,8 +347,13 @@ def main() -> None:
     table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
     for moved in (torch.zeros(4, 3, 8448)[..., :8192].unflatten(2, (128, 64)), torch.zeros(4, 1, 128, 8192)):
         for into_pool, sums in ((False, False), (True, True)):
-            pages = Pages.of(moved.transpose(0, 1).unsqueeze(3))
+            pages = Pages.of(of_slots(moved))
             copy_kernels.launch(table, pages, (128, 1), into_pool=into_pool, sums=sums)
+    table = torch.zeros(2, copy_kernels.CONVERTED_FIELDS, dtype=torch.int64)
+    pieces = copy_kernels.pieces_to_convert(CacheArray(HEAD_STATE, "ssm", 1, 128, 8192, "float32"))
+    for kept, sent in itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2):
+        pool = of_slots(torch.zeros(4, 1, 128, 8192, dtype=kept))
+        copy_kernels.launch_converting(table, [pool], sent, 128 * pieces, pieces)
 
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)

@@ -289,6 +289,8 @@ def tensors_of(cache: Any) -> list[torch.Tensor]:
         ("GlmMoeDsa", {}),
         ("DeepseekV32", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
         ("Bamba", {}),
+        ("Bamba", {"state_dtype": "bfloat16"}),
+        ("NemotronH", {}),
         ("GraniteMoeHybrid", {}),
         ("Qwen3Next", {}),
         ("KimiLinear", {}),
