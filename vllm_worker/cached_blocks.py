@@ -5,6 +5,7 @@ by a hash of its own, which is the same in all groups of layers. Blocks of one g
 tokens. vLLM may not have the states at the end of such a block, nor windows: routers may overestimate then.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -51,6 +52,7 @@ class CachedBlocks:
         self._group = group
         self.chunks = CachedChunks()
         self._ends: dict[bytes, _End] = {}  # by block
+        self._more = Counter[bytes]()  # by block: copies beside the first, of requests that computed it, too
         self._block_of: dict[bytes, bytes] = {}  # by chunk: the block in which it ends
 
     def changed(self, batch: bytes) -> CacheChanged | None:
@@ -65,6 +67,7 @@ class CachedBlocks:
                 case "BlockRemoved":
                     self._removed(event["block_hashes"])
                 case "AllBlocksCleared":
+                    self._more.clear()
                     self._removed(list(self._ends))
         return self.chunks.take()
 
@@ -89,7 +92,9 @@ class CachedBlocks:
             tail, name = tail[named:], (names or [name])[-1]
             images = [ImageSpan(x.start - named, x.stop - named, x.name) for x in images if x.stop > named]
             begin, stop = stop, stop + size
-            if block not in self._ends:  # else two requests have computed it
+            if block in self._ends:
+                self._more[block] += 1
+            else:
                 self._ends[block] = _End(name, tail, images, begin, stop, last, names)
                 self._block_of |= dict.fromkeys(names, block)
                 self.chunks.add(block, names)
@@ -97,7 +102,10 @@ class CachedBlocks:
 
     def _removed(self, blocks: Iterable[bytes]) -> None:
         for block in blocks:
-            if (end := self._ends.pop(block, None)) is not None:
+            if copies := self._more.pop(block, 0):
+                if copies > 1:
+                    self._more[block] = copies - 1
+            elif (end := self._ends.pop(block, None)) is not None:
                 for chunk in end.chunks:
                     if self._block_of.get(chunk) == block:
                         del self._block_of[chunk]
