@@ -60,6 +60,7 @@ class Plan(NamedTuple):
         encoding: seconds in which the worker of the first range encodes images.
         reason: why there is no handover. None: there is one, or none is needed.
         costs: the estimates, in seconds of a first token, with the harm to others. Infinite: not possible.
+        waits: seconds in which each worker of a split begins steps, or waits for others.
         alone: seconds until the first token, if one worker computes the prompt and goes on with the decode.
         gap_cost: of the request, as in `EngineRequest`. 0: not known.
         source: another worker that has more of the prompt cached.
@@ -74,6 +75,7 @@ class Plan(NamedTuple):
     order: Order = "together"
     reason: Reason | None = None
     costs: Mapping[str, float] = MappingProxyType({})
+    waits: Mapping[int, float] = MappingProxyType({})
     alone: float = math.inf
     gap_cost: float = 0.0
     source: PrefixSource | None = None
@@ -89,8 +91,8 @@ class Plan(NamedTuple):
         cached = 0 if ranges[0].start else self.cached
         tokens = sum(part.stop - part.start for part in ranges) - cached
         seconds = self.within if len(self.ranges) == 1 else 0.0
-        encoding = 0.0 if ranges[0].start else self.encoding
-        return PrefillWork(tokens, chunks[: ranges[-1].stop // CHUNK_TOKENS], cached, seconds, encoding)
+        beside = self.waits.get(worker, 0.0) + (0.0 if ranges[0].start else self.encoding)
+        return PrefillWork(tokens, chunks[: ranges[-1].stop // CHUNK_TOKENS], cached, seconds, beside)
 
     def attributes(self) -> dict[str, str | float]:
         """The plan and its reasons, for a trace."""

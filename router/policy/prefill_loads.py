@@ -50,7 +50,7 @@ class PrefillWork:
     seconds: float = 0.0
     """In which they should be computed, if none is ahead. 0: in those of as many tokens of other prompts."""
     encoding: float = 0.0
-    """Seconds in which the worker encodes images of the prompt."""
+    """Seconds in which the worker encodes images of the prompt, or waits for ranges of others."""
 
 
 class Demand(NamedTuple):

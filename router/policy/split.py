@@ -11,13 +11,15 @@ So workers hardly wait for each other, also if some of them are busy at first. A
 several if no other worker is free. A later token costs more, since it attends to more positions. The times
 follow from measured speeds, so a plan has no constants of one machine.
 
-Prompts that come before the plan ends wait for the time in which its workers idle. Their delay counts like
-that of this prompt. Pure.
+Prompts that come before the plan ends wait for what its workers compute, and for the time in which they
+idle. Their delay counts like that of this prompt. One worker would delay those that come there, so a worker
+with few prompts is a gain. Pure.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.pace import MOST_BUSY
@@ -106,7 +108,7 @@ def split(
     worker is about as good.
 
     Its costs, in seconds: `split`, until the first token, as expected. `unsplit`, the same with one worker.
-    `harm`, by which prompts that come later are delayed, all together.
+    `harm`, by which prompts that come later are delayed more than with one worker, all together.
 
     Args:
         workers: and their rows, in the order in which they are taken. The first one has `cost.cached`. No
@@ -174,17 +176,18 @@ def best_of(
     if len({index for index, _, _ in ranges}) == 1:
         return None
     alone = unsplit - workers[0].wait
-    longer = 1 + sum(idle) / alone
-    harm = sum(
-        lost * _delayed(worker, seconds, alone, longer)
-        for worker, lost in zip(workers, idle, strict=True)
-        if lost
-    )
+    busy = idle.copy()
+    for index, start, stop in ranges:
+        busy[index] += cost.work(max(start, cost.cached), stop) / workers[index].speed
+    delayed = [_delayed(worker, seconds, alone) for worker in workers]
+    harm = sum(map(mul, busy, delayed)) - alone * delayed[0]
+    rows = [row for row, _ in chosen]
     return Plan(
         "split",
-        tuple(Range(chosen[index][0], start, stop) for index, start, stop in ranges),
+        tuple(Range(rows[index], start, stop) for index, start, stop in ranges),
         cached=cost.cached,
         costs={"split": seconds, "harm": harm, "unsplit": unsplit},
+        waits=dict(zip(rows, idle, strict=True)),
     )
 
 
@@ -199,11 +202,10 @@ def _without_waits(cost: PromptCost, workers: Sequence[SplitWorker]) -> float:
     return until
 
 
-def _delayed(worker: SplitWorker, seconds: float, alone: float, longer: float) -> float:
-    """How many prompts wait for a second that this worker loses: those that come until it is idle, if it has
-    work for `seconds` (an M/G/1 queue). `alone`: seconds of a prompt. `longer`: how many times as long
-    workers have work as they compute. Prompts that come are split, too, and lose as much as this one."""
-    share = min(longer * worker.utilisation, MOST_BUSY)
+def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
+    """How many prompts wait for a second of this worker: those that come until it is idle, if it has work for
+    `seconds` (an M/G/1 queue). `alone`: seconds of a prompt."""
+    share = min(worker.utilisation, MOST_BUSY)
     return seconds / alone * share / (1 - share)
 
 
