@@ -4,6 +4,7 @@ A trainer may give tensors in its GPU memory in place of those in a file (`engin
 """
 
 import hashlib
+import logging
 from collections.abc import Collection, Sequence
 from copy import copy
 from fnmatch import fnmatch
@@ -23,6 +24,8 @@ from baton.engine.loader.hf_config import read_config
 from baton.engine.loader.rearranged import Files
 from baton.engine.loader.settings import read_json
 from baton.engine.model_config import ModelConfig
+
+log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 OTHER_FORMATS = ["*/*", "consolidated*"]
@@ -54,13 +57,22 @@ class HFCheckpoint(Files):
         self._handles = {path: _open(path, device) for path in paths}
         self.copies = any(isinstance(handle, DeviceFile) for handle in self._handles.values())
         self._file_of: dict[str, Path] = {}
+        further: list[str] = []  # which the index leaves out
         for path, handle in self._handles.items():
             for name in handle.keys():  # noqa: SIM118, not a dictionary
-                if name in self._file_of:
+                if shard_of and shard_of.get(name) != path.name:
+                    further.append(f"{name} of {path.name}")
+                elif name in self._file_of:
                     raise ValueError(f"{path}: tensor {name} is in {self._file_of[name].name} too")
-                self._file_of[name] = path
+                else:
+                    self._file_of[name] = path
+        if further:
+            log.warning(
+                "%s: files have %d tensors that %s does not name there, such as %s: they are left out",
+                directory, len(further), INDEX, min(further),
+            )  # fmt: skip
         for name, shard in shard_of.items():
-            if self._file_of.get(name) != directory / shard:
+            if name not in self._file_of:
                 raise ValueError(
                     f"{directory / shard}: tensor {name} is missing, though {INDEX} says it is there"
                 )

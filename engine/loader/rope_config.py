@@ -63,6 +63,9 @@ def rope_scaling(
     match "longrope" if "long_factor" in rope.values else kind:  # which older checkpoints name otherwise
         case "default":
             return None
+        case "dynamic":  # turns as without it up to the context that is named, and Baton goes no further
+            number("factor")
+            return None
         case "linear":
             return RopeScaling("linear", number("factor"))
         case "llama3":
@@ -96,7 +99,7 @@ def rope_scaling(
             short, long = (_factors(rope, name, frequencies) for name in names)
             return LongRopeScaling(short, long, original, number("attention_factor", default))
         case other:
-            kinds = "default, linear, llama3, longrope, yarn"
+            kinds = "default, dynamic, linear, llama3, longrope, yarn"
             raise ValueError(f"{source}: rope scaling {other!r} is not supported ({kinds} are)")
 
 

@@ -7,10 +7,11 @@ import re
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -36,6 +37,9 @@ def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list
     """Returns only the ids. Without the places of tokens this takes half the time, and less memory."""
     [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return encoding.ids
+
+
+NO_TOKENS: Mapping[str, str] = MappingProxyType({})
 
 
 class ChatTemplateError(ValueError):
@@ -98,10 +102,11 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, tool_use: str | None = None, *, bos_token: str | None, eos_token: str | None
+        self, source: str, tool_use: str | None = None, tokens: Mapping[str, str] = NO_TOKENS
     ) -> None:
-        """`tool_use`: the template of chats with tools, if the model has one of its own for them."""
-        self.state = {"source": source, "tool_use": tool_use, "bos_token": bos_token, "eos_token": eos_token}
+        """`tool_use`: the template of chats with tools, if the model has one of its own for them. `tokens`:
+        special tokens, such as "bos_token"."""
+        self.state: dict[str, Any] = {"source": source, "tool_use": tool_use, "tokens": dict(tokens)}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -118,7 +123,7 @@ class ChatTemplate:
             self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(with_tools))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja: {error}") from error
-        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._tokens = dict(tokens)
 
     def render(
         self,
@@ -145,11 +150,10 @@ class ChatTemplate:
             "messages": messages,
             "tools": tools or None,
             "add_generation_prompt": add_generation_prompt,
-            **self._tokens,
         }
         about_tools = tools or any("tool_calls" in m or m["role"] == "tool" for m in messages)
         template = self._with_tools if about_tools else self._template
-        variables = {**(settings or {}), **variables}
+        variables = {"documents": None, **self._tokens, **(settings or {}), **variables}
         try:
             text = _rendered(template, variables)
         except ChatTemplateError:

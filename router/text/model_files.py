@@ -1,6 +1,7 @@
 """Finds the files of a model that a router reads, on disk or on the hub."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ TEMPLATE_FILES = {
 HUB_FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "config.json",
     "chat_template.json",
     "generation_config.json",
@@ -25,6 +27,10 @@ HUB_FILES = [
     PROCESSOR,
     *TEMPLATE_FILES.values(),
 ]
+
+COMMON = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in COMMON)
+IN_GGUF = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # as llama.cpp spells them
 
 CONTEXTS = {"gemma3_text": 131072}
 """The context of models whose published configurations leave it out, by `model_type`."""
@@ -38,8 +44,8 @@ class TextModel:
     chat_template: str | None
     tool_use: str | None
     """The chat template for chats with tools, if they have one of their own."""
-    bos_token: str | None
-    eos_token: str | None
+    special_tokens: Mapping[str, str]
+    """Those that a chat template gets, by names such as "bos_token"."""
 
 
 def locate(model: str, revision: str | None, flag: str = "--model") -> Path:
@@ -118,21 +124,32 @@ def read_directory(path: Path) -> TextModel:
     for name, part in TEMPLATE_FILES.items():
         if (path / part).is_file():
             templates[name] = (path / part).read_text()
-    # Older files keep these tokens in objects.
-    tokens = [config.get(name) for name in ("bos_token", "eos_token")]
-    bos, eos = (token.get("content") if isinstance(token, dict) else token for token in tokens)
     tool_use = templates.get("tool_use")
-    return TextModel(tokenizer, templates.get("default", tool_use), tool_use, bos, eos)
+    older = {} if "added_tokens_decoder" in config else _read_json(path / "special_tokens_map.json")
+    tokens = _special_tokens({**older, **config})
+    return TextModel(tokenizer, templates.get("default", tool_use), tool_use, tokens)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """As transformers 5.23 gives them to templates: those with common names, and those that
+    `extra_special_tokens` names. Older files keep a token in an object."""
+    further = config.get("extra_special_tokens")
+    named = {**config, **further} if isinstance(further, dict) else config
+    names = [*SPECIAL_TOKENS, *(further if isinstance(further, dict) else ())]
+    tokens = {name: named.get(name) for name in names}
+    texts = {name: each.get("content") if isinstance(each, dict) else each for name, each in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def read_gguf(path: Path) -> TextModel:
     """Reads a GGUF file. Raises ValueError if it is none, or has a tokenizer that is not supported."""
     header = GGUFHeader(path, vocabulary=True)
     tokenizer = Tokenizer.from_str(tokenizer_json(header))
-    bos, eos = (token and token[0] for token in (token_of(header, "bos"), token_of(header, "eos")))
+    found = {name: token_of(header, IN_GGUF.get(name, name)) for name in COMMON}
+    tokens = {f"{name}_token": token[0] for name, token in found.items() if token is not None}
     key = "tokenizer.chat_template"
     template, tool_use = header.metadata.get(key), header.metadata.get(f"{key}.tool_use")
-    return TextModel(tokenizer, template, tool_use, bos, eos)
+    return TextModel(tokenizer, template, tool_use, tokens)
 
 
 def _named(template: Any, file: Path) -> dict[str, str]:

@@ -83,10 +83,11 @@ class ModelTokenizer:
     def info(self) -> dict[str, Any]:
         """What clients need to use the same tokenizer: its chat template and special tokens."""
         state = {} if self._template is None else self._template.state
+        tokens = state.get("tokens", {})
         return {
             "chat_template": state.get("source"),
-            "bos_token": state.get("bos_token"),
-            "eos_token": state.get("eos_token"),
+            "bos_token": tokens.get("bos_token"),
+            "eos_token": tokens.get("eos_token"),
             "tokenizer_class": "PreTrainedTokenizerFast",
             "vocab_size": self.vocab_size,
             "model_max_length": self.max_model_len,
@@ -243,8 +244,7 @@ def load_tokenizer(
             source, tool_use = Path(chat_template).read_text(), None
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template {chat_template} cannot be read: {error}") from error
-    tokens = {"bos_token": files.bos_token, "eos_token": files.eos_token}
-    template = None if source is None else ChatTemplate(source, tool_use, **tokens)
+    template = None if source is None else ChatTemplate(source, tool_use, files.special_tokens)
     format_or_name = FORMATS[tool_call_parser] if tool_call_parser else format_of(tool_use or source or "")
     tool_format = None if isinstance(format_or_name, str) else format_or_name
     reasoning = reasoning_parser or reasoning_of(source or "")

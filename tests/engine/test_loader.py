@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from baton.engine import EngineConfig, Hooks, build_engine
 from baton.engine.kernels import parts
@@ -304,6 +304,24 @@ def test_a_model_is_checked_without_reading_a_weight(
 def test_a_whole_model_passes_its_check(kind: str, tiny_of: TinyOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HFCheckpoint, "read", None)
     check_model(EngineConfig(model=str(tiny_of(kind))))
+
+
+def test_an_index_says_which_tensor_counts(
+    tiny_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its files may have others: older ones of the same names, and those of another model."""
+    copy = shutil.copytree(tiny_path, tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    others = {"model.norm.weight": torch.full((64,), 9.0), "optimizer.step": torch.zeros(1)}
+    save_file({**others, "lm_head.weight": tensors.pop("lm_head.weight")}, copy / "second.safetensors")
+    save_file(tensors, copy / "model.safetensors")
+    index = {**dict.fromkeys(tensors, "model.safetensors"), "lm_head.weight": "second.safetensors"}
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    requests = [request_of(0, range(3, 40), max_tokens=8, ignore_eos=True)]
+    assert tokens_of(load(copy), requests) == tokens_of(load(tiny_path), requests)
+    assert (
+        "files have 2 tensors that model.safetensors.index.json does not name there, such as" in caplog.text
+    )
 
 
 def test_the_same_tensor_in_two_files(tiny_path: Path, tmp_path: Path) -> None:

@@ -54,6 +54,11 @@ KINDS = [
     pytest.param("Llama", {"rope_parameters": LLAMA3_ROPE}, id="llama3-rope"),
     pytest.param(
         "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}},
+        id="llama-dynamic-rope",
+    ),
+    pytest.param(
+        "Llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
         id="llama-linear-rope",
     ),

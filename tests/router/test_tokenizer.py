@@ -205,6 +205,34 @@ def test_a_tokenizer_from_elsewhere(directory: Path, tmp_path: Path, tokenizer: 
         load_tokenizer(str(tmp_path), tokenizer="./none")
 
 
+@pytest.mark.all
+def test_a_template_gets_the_variables_that_transformers_gives(small_directory: Path, tmp_path: Path):
+    """Named tokens of either file, those that a model names itself, and `documents`."""
+    import transformers
+
+    model = shutil.copytree(small_directory, tmp_path / "model")
+    source = "".join(
+        f"{{{{ {name} }}}}|{{{{ {name} is defined }}}}|{{{{ {name} is none }}}};"
+        for name in ("bos_token", "unk_token", "pad_token", "mask_token", "image_token", "documents", "tools")
+    )
+    (model / "chat_template.jinja").write_text(source)
+    path = model / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokens = {"pad_token": "<|im_end|>", "extra_special_tokens": {"image_token": "<|im_start|>"}}
+    in_object = {"__type": "AddedToken", "content": "<|im_start|>", "special": True}
+    for bos in ("<|im_start|>", in_object, None):
+        path.write_text(json.dumps({**config, **tokens, "bos_token": bos, "eos_token": "<|im_end|>"}))
+        theirs: Any = transformers.AutoTokenizer.from_pretrained(model)
+        ours = load_tokenizer(str(model)).chat_template
+        assert ours.render(MESSAGES[0]) == theirs.apply_chat_template(
+            MESSAGES[0], tokenize=False, add_generation_prompt=True
+        )
+        given = {"documents": [{"title": "t", "text": "x"}], "bos_token": "given"}
+        assert ours.render(MESSAGES[0], settings=given) == theirs.apply_chat_template(
+            MESSAGES[0], tokenize=False, add_generation_prompt=True, **given
+        )
+
+
 def test_the_chat_template_of_each_possible_file(small_directory: Path, tmp_path: Path):
     model = tmp_path / "model"
     shutil.copytree(small_directory, model)
@@ -278,7 +306,7 @@ def test_templates_of_recent_models_get_what_they_read() -> None:
         {"role": "tool", "content": "8", "tool_call_id": "a"},
     ]
     messages = [Message.model_validate(each).for_template() for each in given]
-    qwen, lfm = (ChatTemplate(source, bos_token="^", eos_token=None) for source in (OF_QWEN3_5, OF_LFM2_5))
+    qwen, lfm = (ChatTemplate(source, None, {"bos_token": "^"}) for source in (OF_QWEN3_5, OF_LFM2_5))
     shown = '<system>One.\n\nTwo.<user>Hi<assistant>[why]f x={"y": 1} z=2<tool>8<assistant><think>'
     assert qwen.render(messages) == shown
     assert qwen.render(messages, settings={"enable_thinking": False}) == f"{shown}</think>"
@@ -374,11 +402,11 @@ def test_other_kinds_of_gguf_tokenizers_are_refused_by_name(tmp_path: Path):
 )
 def test_the_final_message_can_be_continued(source: str, content: str, expected: str):
     """As in transformers: the text ends with the content, without spaces that the template strips."""
-    template = ChatTemplate(source, bos_token=None, eos_token=None)
+    template = ChatTemplate(source)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
     text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
     assert text == expected
     assert messages[-1]["content"] == content
-    forgetful = ChatTemplate("{{ messages[0].content }}", bos_token=None, eos_token=None)
+    forgetful = ChatTemplate("{{ messages[0].content }}")
     with pytest.raises(ChatTemplateError, match="leaves out the last message"):
         forgetful.render(messages, continue_final_message=True)
