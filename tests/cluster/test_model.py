@@ -1,7 +1,9 @@
 import importlib.metadata
 import os
 import socket
+import tarfile
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -76,6 +78,34 @@ def test_directories_files_and_hub_names(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"--model {missing}: no such file"):
             model.resolve(missing)
     assert model.resolve("Qwen/Qwen2.5-0.5B") == model.ResolvedModel("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B")
+
+
+def test_what_users_have_on_disk(tmp_path: Path) -> None:
+    cached = tmp_path / "hub/models--org--big-name"
+    snapshot = cached / "snapshots/1a2b"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("1a2b")
+    for folder in (cached, snapshot):
+        assert model.resolve(str(folder)) == model.ResolvedModel(str(snapshot), "org/big-name")
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    parts = [folder / f"m-0000{part}-of-00002.gguf" for part in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"GGUF")
+    assert model.resolve(str(folder)) == model.ResolvedModel(str(parts[0]), str(folder))
+    (folder / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"several models; name one of m-00001-of-00002\.gguf, other\.gguf"):
+        model.resolve(str(folder))
+    archives = [tmp_path / "model.tar.gz", tmp_path / "model.zip"]
+    with tarfile.open(archives[0], "w:gz") as tar:
+        tar.add(snapshot, "model")
+    with zipfile.ZipFile(archives[1], "w") as packed:
+        packed.write(snapshot / "config.json", "config.json")
+    for archive in archives:
+        with pytest.raises(ValueError, match=r"an archive; unpack it and name the folder with config\.json"):
+            model.resolve(str(archive))
 
 
 @pytest.fixture
