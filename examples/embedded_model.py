@@ -51,7 +51,7 @@ def main(directory: Path, file: Path) -> None:
     text.tokenizer.save(str(directory / "tokenizer.json"))
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": text.eos_token,
+        "eos_token": text.special_tokens.get("eos_token"),
         "chat_template": text.chat_template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=1))
