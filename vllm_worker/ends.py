@@ -3,7 +3,6 @@
 vLLM itself tells the connector of requests that begin, and that it aborts. Here are the owners of events.
 """
 
-import logging
 import os
 from asyncio import Task
 from collections.abc import Callable, Sequence
@@ -21,8 +20,6 @@ from baton.vllm_worker.attachment import Close, Commit, ToConnector
 from baton.vllm_worker.engine import Host, VLLMEngine, VLLMRequest
 from baton.vllm_worker.metadata import Source
 from baton.vllm_worker.prefixes import Missing
-
-log = logging.getLogger(__name__)
 
 _SERVED = ("acked", "finished")
 """Why a prefill is freed that has sent, or will send, its token to its router."""
@@ -139,8 +136,10 @@ class VLLMReceiver:
         self, decode_id: bytes, *, prefill_id: bytes, kv_address: str, incarnation: int, attempt: int,
         block_ids: Sequence[int], num_tokens: int, start: int = 0, state_slot: int = 0, owner: Any = None,
     ) -> None:  # fmt: skip
+        """It replaces a fetch of the attempt that is under way, or whose end the role has not heard of."""
         live = self._engine.lives[decode_id]
         self._fetches.pop(live.fetch, None)
+        self._events = [event for event in self._events if event.decode_id != decode_id]
         name = live.fetch = os.urandom(16)
         self._fetches[name] = live, owner
         params = Source(kv_address, incarnation, prefill_id).params
@@ -165,7 +164,7 @@ class VLLMReceiver:
         params |= {"decode_id": fetch_id.hex(), "attempt": 0, "chunks": names}
         task = self._run(prefix, params)
         self._prefixes[fetch_id] = _Prefix(owner, task)
-        task.add_done_callback(partial(self._ran, fetch_id))
+        task.add_done_callback(lambda _: self._ran(fetch_id))
 
     def cancel(self, decode_id: bytes) -> None:
         if (prefix := self._prefixes.get(decode_id)) is not None:
@@ -202,9 +201,7 @@ class VLLMReceiver:
         self._events.append(event)
         self._host.soon()
 
-    def _ran(self, fetch_id: bytes, task: Task[None]) -> None:
+    def _ran(self, fetch_id: bytes) -> None:
         """vLLM has ended the request. Unless a report came before, it has fetched nothing."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("vLLM cannot import a prefix: %r", error)
         if (prefix := self._prefixes.get(fetch_id)) is not None:
             self.heard(prefix.came or Closed(fetch_id))

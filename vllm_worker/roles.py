@@ -1,6 +1,7 @@
 """The two roles over a vLLM engine: what the service asks of them, and what the connector says."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
@@ -35,6 +36,8 @@ from baton.worker.engine_process.handler import Handler
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, PrefixLinks, Workers
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import FromEngine, FromRouter
+
+log = logging.getLogger(__name__)
 
 
 class VLLMRoles(Handler):
@@ -126,16 +129,18 @@ class VLLMRoles(Handler):
             self._do(self.adapters.unload(message.fingerprint, unused))
 
     def _do(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        async def run() -> None:
-            try:
-                await change
-            except EngineGone:
-                self._host.gone()
-
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(change)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, EngineGone):
+            self._host.gone()
+        elif error is not None:
+            log.error("vLLM: %r", error, exc_info=error)
 
     async def _load(self, message: messages.LoadAdapter) -> None:
         fingerprint, error = b"", ""

@@ -2,14 +2,15 @@
 tests/prefill_worker/test_messages.py, for the roles of Baton's engine."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from baton.kv_transfer import Injected, Released
+from baton.kv_transfer import Closed, FetchFailed, Injected, Released
 from baton.rpc import worker_pb2 as pb
-from baton.vllm_worker.attachment import Close
+from baton.vllm_worker.attachment import Close, Started
 from baton.worker import messages
 from tests.router_messages import (
     HERE,
@@ -17,6 +18,7 @@ from tests.router_messages import (
     OTHER_STREAM,
     STREAM,
     cancel,
+    content_at,
     new_id,
     source,
     submit_decode,
@@ -158,3 +160,63 @@ async def test_an_id_is_used_again(state: Callable[[Worker, bytes], Awaitable[No
     await worker.settle()
     assert worker.tokens() == [(0, 5, ""), (1, 6, "stop")]
     assert worker.idle
+
+
+REASONS = "acked", "cancelled", "deadline", "finished", "gone", "reused"
+ENDS = None, None, "length", "stop"
+
+
+def params_of(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields["extra_args"]["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_no_order_of_events_ends_a_worker(seed: int) -> None:
+    """Routers, vLLM and the connector say what they may, for four ids, before or after the roles' turn."""
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    draw, worker, ids = random.Random(seed), Worker(), [new_id() for _ in range(4)]
+    place, fetched, reads = content_at(), set[bytes](), set[bytes]()
+    for _ in range(80):
+        one, other = draw.sample(ids, 2)
+        match draw.randrange(10):
+            case 0 | 1:
+                worker.roles.handle(MESSAGES[draw.choice([*MESSAGES])](one))
+            case 2:
+                worker.roles.handle(submit_prefill(STREAM, work(one, 130), handover=True, content=place))
+            case 3:
+                worker.roles.handle(submit_decode(OTHER_STREAM, work(one, 130), None, place))
+            case 4:
+                worker.roles.handle(submit_decode(STREAM, work(one), source(other, HERE)))
+            case 5 if open_fetches := [x for x in worker.fetches.values() if x not in fetched]:
+                fetched.add(fetch := draw.choice(open_fetches))
+                ends = Injected(fetch, FIRST, STATS), FetchFailed(fetch, draw.choice(REASONS)), Closed(fetch)
+                worker.roles.heard(draw.choice(ends))
+            case 6 if begun := [
+                x for x, fields in worker.running.items() if "prefill_id" in params_of(fields)
+            ]:
+                reads.add(one := draw.choice(begun))
+                worker.roles.heard(Started(one))
+            case 7 if reads:
+                reads.remove(one := draw.choice(sorted(reads)))
+                worker.roles.heard(Released(one, draw.choice(REASONS)))
+            case 8 if worker.running:
+                one = draw.choice([*worker.running])
+                is_last = worker.running[one]["max_tokens"] == 1
+                sampled = output([5], "length") if is_last else output([5, 6], draw.choice(ENDS))
+                await worker.says(one, draw.choice([sampled, output([], "error")]))
+            case _:
+                await worker.settle()
+    for stream in (STREAM, OTHER_STREAM):
+        worker.handle(messages.Detached(stream))
+    await worker.settle()
+    for fetch in {*worker.fetches.values()} - fetched:
+        worker.heard(Closed(fetch))
+    for attempt in [*worker.attempts]:
+        worker.heard(Released(attempt.id, "cancelled"))
+    for one in [*worker.running]:  # what was handed over before vLLM's answer
+        await worker.says(one, output([5], "length"))
+    await worker.settle()
+    assert not errors
+    assert worker.idle
+    assert not worker.roles._engine.lives

@@ -76,6 +76,7 @@ class Worker:
         self.fetches: dict[bytes, bytes] = {}
         self._outputs: defaultdict[bytes, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)
         self.aborted: list[bytes] = []
+        self.running: dict[bytes, dict[str, Any]] = {}  # requests in vLLM: their fields
         self.is_gone = False
         self.attempts = AttemptTable[EngineAttempt](self.sent.append)
         self.cached = CachedBlocks(b"root")
@@ -116,6 +117,7 @@ class Worker:
         self.images[request.id] = request.images
         if (fetch := fields["extra_args"]["kv_transfer_params"].get("decode_id")) is not None:
             self.fetches[request.id] = bytes.fromhex(fetch)
+        self.running[request.id] = fields
         try:
             while True:
                 each = await self._outputs[request.id].get()
@@ -127,6 +129,9 @@ class Worker:
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted.append(request.id)
             raise
+        finally:
+            del self.running[request.id]
+            self._outputs.pop(request.id, None)
 
     async def says(self, request_id: bytes, *outputs: Any) -> None:
         for each in outputs:
@@ -480,17 +485,21 @@ async def test_kv_that_does_not_come(worker: Worker, reason: str, code: pb.Failu
     assert worker.idle
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["under way", "lost"])
-async def test_the_kv_of_another_prefill_is_fetched(worker: Worker, lost: bool) -> None:
+@pytest.mark.parametrize(
+    ("lost", "unheard"), [(False, False), (True, False), (False, True)], ids=["under way", "lost", "unheard"]
+)
+async def test_the_kv_of_another_prefill_is_fetched(worker: Worker, lost: bool, unheard: bool) -> None:
     """Its output has become longer meanwhile. What the connector says of the first fetch has no effect."""
     worker.handle(submit_decode(7, work(D), source()))
     await worker.settle()
     first = worker.fetches[D]
     if lost:
         worker.heard(FetchFailed(D, "gone"))
+    elif unheard:
+        worker.roles.heard(FetchFailed(first, "gone"))  # not by the role
     other = source()
     other.prefill_id = E
-    worker.handle(retarget(7, D, other, [4, 4]))
+    worker.roles.handle(retarget(7, D, other, [4, 4]))
     await worker.settle()
     assert worker.aborted == [D]
     params = worker.fields[D]["extra_args"]["kv_transfer_params"]
