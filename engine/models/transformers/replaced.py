@@ -55,9 +55,14 @@ class Product:
 class Linear(nn.Module):
     """One of the linear modules of a product."""
 
-    def __init__(self, product: Product, index: int) -> None:
+    def __init__(self, product: Product, index: int, shape: torch.Size, dtype: torch.dtype) -> None:
         super().__init__()
-        self.product, self.index = product, index
+        self.product, self.index, self.shape, self.dtype = product, index, shape, dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """Without values: modules read its type. A product with it raises an error."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product.part(x, self.index)
@@ -135,8 +140,8 @@ def linears(whole: Any, weights: Weights, tied: Callable[[nn.Module], bool]) -> 
         rows, columns = [unsharded(len(each.weight)) for each in modules], modules[0].weight.shape[1]
         product = weights.linear(names, rows, unsharded(columns), bias=modules[0].bias is not None)
         of_all = Product(product, [len(each.weight) for each in modules])
-        for index, each in enumerate(names):
-            whole.set_submodule(each, Linear(of_all, index))
+        for index, (each, module) in enumerate(zip(names, modules, strict=True)):
+            whole.set_submodule(each, Linear(of_all, index, module.weight.shape, weights.dtype))
         done.update(names)
     return done
 
