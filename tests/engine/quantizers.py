@@ -15,13 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-PACKAGES = (
-    "compressed-tensors==0.20.1",
-    "torchao==0.18.0",
-    "bitsandbytes==0.50.2",
-    "auto-round==0.16.1",
-    "loguru",
-)
+PACKAGES = ("compressed-tensors==0.20.1", "torchao==0.18.0", "bitsandbytes==0.50.2", "loguru==0.7.3")
 
 Tensors = dict[str, Tensor]
 Quantized = tuple[Tensors, Tensor]
