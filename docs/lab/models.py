@@ -266,7 +266,7 @@ def main() -> None:
                 try:
                     tokens = compared(name, kind, cluster=args.cluster)
                 except (*ERRORS, OSError) as error:
-                    tokens = f"WRONG: {type(error).__name__}: {error}"[:900]
+                    tokens = f"not compared: {error}".splitlines()[0]
                 found = Verdict("modules", tokens=tokens)
             known[name] = asdict(found)
             print(name, found, flush=True)
