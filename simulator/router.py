@@ -207,7 +207,7 @@ class Router:
         if planned.source is None:
             worker.prefill(request)
             return
-        holder, names = self.workers[planned.source.holder.row], request.prompt_names
+        holder, names = self.workers[planned.source.holder], request.prompt_names
         cached, fetched = worker.usable(request), holder.usable(request)
         self.clock.after(
             FETCH_SECONDS + max(0, fetched - cached) * FETCH_TOKEN_SECONDS,

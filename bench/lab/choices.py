@@ -32,8 +32,9 @@ from baton.bench.lab.harness.streams import Case, Stream, new_session, post
 from baton.bench.lab.shapes import DENSE, SHAPES
 from baton.bench.report import Row
 from baton.kv_names import CHUNK_TOKENS
+from baton.router.policy.plan import Plan
 from baton.router.policy.prefill import PrefillRequest
-from baton.router.policy.recording import Outcome, events, outcome
+from baton.router.policy.recording import events
 from baton.router.workers.checks import step_model
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.agents import chunk_name
@@ -113,7 +114,7 @@ class Recorded(NamedTuple):
 
     settings: dict[str, Any]
     workers: dict[int, tuple[str, pb.WorkerDescription, pb.WorkerStatus]]
-    plans: dict[int, tuple[float, PrefillRequest, Outcome]]
+    plans: dict[int, tuple[float, PrefillRequest, Plan]]
 
 
 def recorded(file: Path) -> Recorded:
@@ -126,8 +127,8 @@ def recorded(file: Path) -> Recorded:
         elif name == "reported":
             row, status = arguments
             found.workers[row] = *found.workers[row][:2], status
-        elif name == "plan" and arguments[2].ranges:
-            request, _, planned = arguments
+        elif name == "plan" and isinstance(planned := arguments[2], Plan) and planned.ranges:
+            request = arguments[0]
             found.plans.setdefault(request.arrival, (now, request, planned))
     return found
 
@@ -151,7 +152,7 @@ def machine(workers: Iterable[tuple[str, pb.WorkerDescription, pb.WorkerStatus]]
     return modelled(model, positions, doubles_at, 0.0, layers=layers, copies=None)
 
 
-def simulated(real: Recorded, load: Sequence[Sent]) -> dict[int, Outcome]:
+def simulated(real: Recorded, load: Sequence[Sent]) -> dict[int, Plan]:
     """What the simulated router plans for the same requests, with the rows of the real one."""
     start = min(now for now, _, _ in real.plans.values()) - BEFORE
     sessions = list[tuple[float, Session]]()
@@ -165,15 +166,13 @@ def simulated(real: Recorded, load: Sequence[Sent]) -> dict[int, Outcome]:
         [row for row, (_, _, status) in real.workers.items() if status.pool == pool]
         for pool in (pb.POOL_PREFILL, pb.POOL_DECODE)
     ]
-    rows, plans = [*pools[0], *pools[1]], dict[int, Outcome]()
+    rows, plans = [*pools[0], *pools[1]], dict[int, Plan]()
 
     def heard(_: float, name: str, arguments: Sequence[Any]) -> None:
-        if name == "plan":
-            request, _, planned = arguments
-            found = outcome(planned)
-            ranges = tuple((rows[row], start, stop) for row, start, stop in found.ranges)
-            decode = None if found.decode is None else rows[found.decode]
-            plans.setdefault(request.arrival, found._replace(ranges=ranges, decode=decode))
+        if name == "plan" and isinstance(planned := arguments[2], Plan):
+            ranges = tuple(part._replace(worker=rows[part.worker]) for part in planned.ranges)
+            decode = None if planned.decode is None else rows[planned.decode]
+            plans.setdefault(arguments[0].arrival, planned._replace(ranges=ranges, decode=decode))
 
     described = real.workers[0][1]
     simulate(
@@ -184,9 +183,9 @@ def simulated(real: Recorded, load: Sequence[Sent]) -> dict[int, Outcome]:
     return plans
 
 
-def difference(real: Outcome, simulated: Outcome) -> str:
+def difference(real: Plan, simulated: Plan) -> str:
     """What differs first, as above. Empty: both have the same workers."""
-    workers = [({part[0] for part in each.ranges}, each.decode) for each in (real, simulated)]
+    workers = [({part.worker for part in each.ranges}, each.decode) for each in (real, simulated)]
     if workers[0] == workers[1]:
         return ""
     if real.cached != simulated.cached:

@@ -251,7 +251,7 @@ class AttemptPair:
                 request=request,
                 handover=plan.decode is not None,
                 report_start=attempt.promised > 0,
-                content=None if plan.source is None else plan.source.message(),
+                content=None if plan.source is None else plan.source.message(self.context.pool.by_row),
                 plan=ranges,
             )
             self._submit(attempt, pb.RouterMessage(prefill=submit))
@@ -280,7 +280,7 @@ class AttemptPair:
         else:
             self.context.pool.prompts += 1
             if plan.source is not None:
-                submit.content.CopyFrom(plan.source.message())
+                submit.content.CopyFrom(plan.source.message(self.context.pool.by_row))
         self._submit(decode, pb.RouterMessage(decode=submit), computes_prompt=prefill is None)
 
     def _next_source(self, decode: DecodeAttempt, prefill: PrefillAttempt) -> pb.PrefillSource:

@@ -226,7 +226,7 @@ def offer(
     if model is None or source is not None:
         speed = status.prefill_tokens_per_s or loads.speed(row)
         model = model or reported_model(status, budget, speed)
-        if source is not None and (seconds := source.seconds(worker)) < source.tokens / speed:
+        if source is not None and (seconds := source.seconds(fleet, worker)) < source.tokens / speed:
             cached, load = cached + source.tokens, load + seconds
     gap, decoding = status.gap_target_seconds or gap, status.requests_decoding
     # Prompts of other routers count as running, too.

@@ -1,6 +1,7 @@
 """Which worker has more of a prompt in its prefix cache than another one, which may fetch it."""
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from baton.kv_names import CHUNK_TOKENS, Tier
@@ -17,18 +18,21 @@ to 1.14 times as long for sessions under one system prompt on 64 workers (simula
 class PrefixSource(NamedTuple):
     """A worker with more of a prompt than another one, and the slowest tier with a part of it."""
 
-    holder: Seen
+    holder: int
+    """Its row."""
     tier: Tier
     tokens: int
     """That it has more."""
 
-    def seconds(self, asker: Seen) -> float:
+    def seconds(self, fleet: Fleet, asker: Seen) -> float:
         """Time in which the asker fetches them, by its recent measurements. 0: it has none."""
-        link = asker.prefix_links.get((self.holder.description.incarnation, self.tier))
+        incarnation = fleet.workers[self.holder].description.incarnation
+        link = asker.prefix_links.get((incarnation, self.tier))
         return link.wait + self.tokens / link.tokens_per_s if link is not None else 0.0
 
-    def message(self) -> pb.ContentSource:
-        described = self.holder.description
+    def message(self, workers: Mapping[int, Seen]) -> pb.ContentSource:
+        """`workers`: by row."""
+        described = workers[self.holder].description
         return pb.ContentSource(
             kv_address=described.kv_address,
             incarnation=described.incarnation,
@@ -80,13 +84,13 @@ class Prefixes:
                 and fleet.workers[holder].description.exchanges_prefixes
             ]
             for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):
-                source = PrefixSource(
-                    fleet.workers[holder], index.slowest_tier(holder, wanted), cached_tokens - held_tokens
-                )
+                tier = index.slowest_tier(holder, wanted)
+                source = PrefixSource(holder, tier, cached_tokens - held_tokens)
                 computing = (cached_tokens - held_tokens) / fleet.loads.speed(row)
-                saved = computing - source.seconds(worker)
+                saved = computing - source.seconds(fleet, worker)
                 if saved > max(most_saved, -computing):
                     best, most_saved = source, saved
-        if best is None or best.holder.description.content_root != worker.description.content_root:
+        if best is None:
             return None
-        return best
+        root = fleet.workers[best.holder].description.content_root
+        return best if root == worker.description.content_root else None

@@ -1,14 +1,14 @@
 """Records what a desk is told, and makes its plans again from that.
 
 A record has one JSON array a line: first the settings of the desk, then (time, event, arguments). The last
-argument of a plan is what came of it. Messages stand as bytes.
+argument of a plan is the plan or lack. Messages stand as bytes, and numbers may be Infinity.
 """
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import msgspec
 from google.protobuf.message import Message
@@ -26,48 +26,21 @@ from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel
 
 
-class Outcome(NamedTuple):
-    """Of a plan: its place or lack, (worker, start, stop) of each range, the worker that decodes, the order,
-    and the tokens and seconds that it expects."""
-
-    place: str
-    ranges: tuple[tuple[int, int, int], ...] = ()
-    decode: int | None = None
-    order: str = ""
-    cached: int = 0
-    within: float = 0.0
-    source: int | None = None
-
-
-def outcome(planned: Plan | Lack) -> Outcome:
-    if isinstance(planned, Lack):
-        return Outcome(planned.value)
-    source = None if planned.source is None else planned.source.holder.row
-    ranges = tuple(tuple(part) for part in planned.ranges)
-    return Outcome(
-        planned.place, ranges, planned.decode, planned.order, planned.cached, planned.within, source
-    )
-
-
 def record(desk: Desk, file: IO[bytes]) -> None:
     """Writes all that this desk, which knows no worker yet, is told from now on."""
 
     def write(*line: Any) -> None:
-        file.write(msgspec.json.encode(line, enc_hook=_plain) + b"\n")
-
-    def event(now: float, name: str, arguments: Sequence[Any]) -> None:
-        if name == "plan":
-            request, held, planned = arguments
-            arguments = request, held, outcome(planned)
-        write(now, name, arguments)
+        file.write(json.dumps(msgspec.to_builtins(line, enc_hook=_plain)).encode() + b"\n")
 
     settings = {field.name: getattr(desk.settings, field.name) for field in fields(PlanSettings)}
     write(desk.now, {"seed": desk.seed, **settings})  # a router's settings are more, and have secrets
-    desk.listener = event
+    desk.listener = write
 
 
 def _plain(value: Any) -> Any:
-    return value.SerializeToString() if isinstance(value, Message) else list(value)
+    if isinstance(value, Message):
+        return value.SerializeToString()
+    return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 def events(lines: Iterable[bytes]) -> Iterator[tuple[float, str, list[Any]]]:
@@ -84,8 +57,8 @@ def events(lines: Iterable[bytes]) -> Iterator[tuple[float, str, list[Any]]]:
 
 def replay(
     lines: Iterable[bytes], step_model: Callable[[pb.StepModel], StepModel | None]
-) -> Iterator[tuple[Outcome, Outcome]]:
-    """Yields of each plan what came of it, and what comes of it now. `step_model`: reads a reported model."""
+) -> Iterator[tuple[Plan | Lack, Plan | Lack]]:
+    """Yields what each plan was, and what it is now. `step_model`: reads a reported model."""
     told = events(lines)
     now, _, [settings] = next(told)
     seed = settings.pop("seed")
@@ -95,7 +68,7 @@ def replay(
         now = at
         if name == "plan":
             request, held, recorded = arguments
-            yield recorded, outcome(desk.plan(request, held))
+            yield recorded, desk.plan(request, held)
         elif name == "join":
             address, description, status = arguments
             load = DecodeLoad.of(address, description)
@@ -131,7 +104,7 @@ def _tell(
 
 
 _KINDS: dict[str, tuple[Any, ...]] = {
-    "plan": (PrefillRequest, Held, Outcome),
+    "plan": (PrefillRequest, Held, Plan | Lack),
     "join": (str, pb.WorkerDescription, pb.WorkerStatus),
     "reported": (int, pb.WorkerStatus),
     "described": (int, pb.WorkerDescription),
@@ -146,4 +119,4 @@ _KINDS: dict[str, tuple[Any, ...]] = {
 def _read(value: Any, kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, Message):
         return kind.FromString(msgspec.convert(value, bytes, builtin_types=()))
-    return msgspec.convert(value, kind, builtin_types=())
+    return msgspec.convert(value, kind, builtin_types=(), str_keys=True)
