@@ -219,6 +219,7 @@ class TransferProcess:
             **self._counters.totals(),
             transports=self._prefill.transports(),
             sent_to=self._prefill.sent_to(),
+            links=self._decode.links(time.monotonic()),
         )
 
     def _tell(self, message: spawn.FromTransfer) -> None:

@@ -9,6 +9,7 @@ from baton.kv_transfer.memory_reader import MemoryReader
 from baton.kv_transfer.process.arrivals import Arrivals
 from baton.kv_transfer.process.frames import SlotPipe
 from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.link_rates import LinkRates
 from baton.kv_transfer.process.movers import FarLane
 from baton.kv_transfer.process.peer_exports import PeerExports
 from baton.kv_transfer.process.peers import Connect, Peers
@@ -41,6 +42,7 @@ class DecodeSide:
         self.arrivals = Arrivals(config, pipe, channel, counters, self._peers)
         self.exports = PeerExports(self.arrivals, channel, reader, trace)
         self._slots, self.fetches = self.arrivals.slots, self.arrivals.fetches
+        self.link_rates = LinkRates()
 
     @property
     def transfers_open(self) -> int:
@@ -53,6 +55,12 @@ class DecodeSide:
     def slots_free(self) -> int:
         """Free, or granted as credit and not used yet."""
         return self._slots.not_in_use
+
+    def links(self, now: float) -> dict[int, tuple[float, int]]:
+        """Of each link that was measured lately, by the incarnation of the peer: bytes/s, and bytes that are
+        asked for and have not come."""
+        rates = self.link_rates.recent(now)
+        return {peer: (rate, self.fetches.missing_bytes(peer)) for peer, rate in rates.items()}
 
     # ------------------------------------------------------------ from the engine
 
@@ -142,5 +150,9 @@ class ReceivingSession(Session["DecodeSide"]):
     def kv_begins(self, lane: Lane | FarLane, s: Slice) -> None:
         self.handler.arrivals.begins(self, s)
 
-    def kv_ends(self, lane: Lane | FarLane, s: Slice, intact: bool | None) -> None:
+    def kv_ends(
+        self, lane: Lane | FarLane, s: Slice, intact: bool | None, began: float, ended: float
+    ) -> None:
+        if intact and self.peer is not None:
+            self.handler.link_rates.came(self.peer.incarnation, s.wire, began, ended)
         self.handler.arrivals.came(s, intact)

@@ -62,8 +62,9 @@ class LaneOwner(Generic[L]):
         """A frame begins, in a slot that the lane took. `kv_ends` follows."""
         raise NotImplementedError
 
-    def kv_ends(self, lane: L, s: Slice, intact: bool | None) -> None:
-        """The frame is over. `intact`: whether its checksum matched; None: the lane closed before."""
+    def kv_ends(self, lane: L, s: Slice, intact: bool | None, began: float, ended: float) -> None:
+        """The frame is over. `intact`: whether its checksum matched; None: the lane closed before. `began`,
+        `ended`: when the lane saw its header and its end (time.monotonic())."""
         raise NotImplementedError
 
     # ------------------------------------------------------------ KV frames that leave

@@ -209,7 +209,7 @@ class Lane:
         self.sock.close()
         if (s := self._coming) is not None:
             self._coming, self._payload = None, memoryview(b"")
-            self.owner.kv_ends(self, s, None)
+            self.owner.kv_ends(self, s, None, self._began, time.monotonic())
         self._drop()
         self.owner.lane_closed(self, kind, why)
 
@@ -339,8 +339,9 @@ class Lane:
                 raise FrameError("control", f"{name}: payload checksum does not match")
             self.owner.control(self, header, payload)
         else:
-            self.owner.kv_ends(self, header, intact)
-            self._trace.moved("recv", header, self._began, time.monotonic())
+            now = time.monotonic()
+            self.owner.kv_ends(self, header, intact, self._began, now)
+            self._trace.moved("recv", header, self._began, now)
 
     def _write(self) -> None:
         budget = _BURST

@@ -71,6 +71,8 @@ class Ends(Local):
 
     lane: int
     intact: bool | None
+    began: float
+    ended: float
 
 
 class Gone(Local):
@@ -187,8 +189,8 @@ class Mover(LaneOwner[Lane]):
     def kv_begins(self, lane: Lane, s: Slice) -> None:
         self._channel.post(Begins(self._ids[lane], s))
 
-    def kv_ends(self, lane: Lane, s: Slice, intact: bool | None) -> None:
-        self._channel.post(Ends(self._ids[lane], intact))
+    def kv_ends(self, lane: Lane, s: Slice, intact: bool | None, began: float, ended: float) -> None:
+        self._channel.post(Ends(self._ids[lane], intact, began, ended))
 
     def begins(self, s: Slice) -> bool:
         return True

@@ -82,10 +82,10 @@ class FarLane:
             case mover.Begins(_, s):
                 self._coming = s
                 self._owner.kv_begins(self, s)
-            case mover.Ends(_, intact):
+            case mover.Ends(_, intact, began, ended):
                 assert self._coming is not None
                 s, self._coming = self._coming, None
-                self._owner.kv_ends(self, s, intact)
+                self._owner.kv_ends(self, s, intact, began, ended)
             case mover.Gone(_, slot, sent):
                 s = self._leaving.pop(slot)
                 self.unsent -= s.wire

@@ -136,6 +136,11 @@ class Fetches:
                 missing = (missing or 0) + transfer.incoming.missing_frames
         return missing
 
+    def missing_bytes(self, peer: PeerKey) -> int:
+        """That the peer's live transfers still need."""
+        source = self._sources.get(peer)
+        return sum(t.incoming.missing_bytes for t in source.transfers.values()) if source is not None else 0
+
     # ------------------------------------------------------------ from the engine
 
     def fetch(self, request: FetchIn, now: float) -> list[Effect]:

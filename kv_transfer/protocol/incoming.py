@@ -104,6 +104,10 @@ class Incoming:
         return self._missing_frames if self.live else 0
 
     @property
+    def missing_bytes(self) -> int:
+        return sum(self._missing.values()) if self.live else 0
+
+    @property
     def committed(self) -> bool:
         return self._commit is not None
 

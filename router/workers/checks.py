@@ -258,4 +258,9 @@ def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
         described.append("prefix_links")
         del status.prefix_links[:]
         status.prefix_links.extend(valid)
+    measured = [link for link in status.kv_links if 0 < link.bytes_per_s < math.inf]
+    if len(measured) < len(status.kv_links):
+        described.append("kv_links")
+        del status.kv_links[:]
+        status.kv_links.extend(measured)
     return described

@@ -41,7 +41,7 @@ class Owner(LaneOwner[Lane]):
     def kv_begins(self, lane: Lane, s: Slice) -> None:
         pass
 
-    def kv_ends(self, lane: Lane, s: Slice, intact: bool | None) -> None:
+    def kv_ends(self, lane: Lane, s: Slice, intact: bool | None, began: float, ended: float) -> None:
         self.seen += 1
         if intact:
             self.whole.append((s, bytes(self.slots.arena.slot(s.slot)[: s.wire])))

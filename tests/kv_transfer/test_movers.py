@@ -1,6 +1,7 @@
 """Lanes in processes of their own: KV goes through them, and no process outlives another."""
 
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -13,12 +14,13 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.kv_transfer.channel import Channel
-from baton.kv_transfer.process import mover
+from baton.kv_transfer.process import link_rates, mover
 from baton.kv_transfer.process.frames import LaneOwner
 from baton.kv_transfer.process.movers import FarLane, MoverHandle
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
 from baton.kv_transfer.process.tcp_session import Sessions
 from baton.kv_transfer.wait import wait
+from tests.layouts import kv_layout
 from tests.stand_in import stand_in
 from tests.within import WITHIN
 
@@ -66,6 +68,29 @@ def test_movers_have_all_lanes_but_lane_0(make_pair: Any) -> None:
         assert lanes(psutil.Process(worker.process.pid)) == 1
         assert [lanes(process) for process in movers(worker)] == [2, 2]
     pair.assert_whole()
+
+
+@pytest.mark.parametrize("movers", [0, 2])
+def test_the_receiver_tells_what_the_link_carries_and_what_is_under_way(
+    movers: int, make_pair: Any, until: Any
+) -> None:
+    settings = {
+        "layout": kv_layout(3, 8, 128, "float32"), "slot_bytes": 768 << 10, "blocks": 64, "movers": movers,
+    }  # fmt: skip
+    pair = make_pair(settings, settings)
+    transferred(pair, 100)
+    assert pair.decode.stats().links == {}, "few bytes say nothing"
+    transferred(pair, link_rates.ENOUGH // pair.decode.layout.bytes_per_token)
+    [(peer, (rate, waiting))] = pair.decode.stats().links.items()
+    assert (peer, waiting) == (pair.prefill.incarnation, 0)
+    assert 0 < rate < math.inf
+    assert pair.prefill.stats().links == {}, "the other direction"
+    prefill_id = pair.prefill.open(50)
+    pair.decode.fetch(pair.prefill, prefill_id, 50)
+    under_way = 50 * pair.decode.layout.bytes_per_token
+    until(lambda: pair.decode.stats().links[peer][1] == under_way, "the fetch", pair.decode.receiver)
+    pair.decode.later(link_rates.RECENT)
+    assert pair.decode.stats().links == {}, "long ago"
 
 
 @pytest.mark.parametrize("most", [3, 1])

@@ -311,9 +311,12 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
     assert near == from_fast, "computing is a little faster: the worker decides"
     assert await source(a=(fast, Tier.DEVICE, 5e2), b=(slow, Tier.HOST, 5e2)) is None, "twice as fast"
     asker.status.prefix_links.add(incarnation=1, wait=float("nan"))
+    for rate in (float("inf"), float("nan"), -1.0, 0.0, 1e9):
+        asker.status.kv_links.add(incarnation=1, bytes_per_s=rate)
     asker.report()
     await caching.until(lambda: asking._invalid_rates)
     assert len(asking.status.prefix_links) == 2
+    assert [link.bytes_per_s for link in asking.status.kv_links] == [1e9]
 
 
 async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):

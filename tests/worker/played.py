@@ -30,7 +30,7 @@ WITH_WEIGHTS = EngineReady(
     pb.WorkerDescription(model_fingerprint="files", content_root=b"root"), READY.layout
 )
 """As the engine that replaces its weights says."""
-TRANSFERS = TransferStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 9, 0, 0, {}, {}, {}, {}, {}, {})
+TRANSFERS = TransferStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 9, 0, 0, {}, {}, {}, {}, {}, {}, {})
 
 
 @implements(WorkerTree)

@@ -50,7 +50,7 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
     )  # fmt: skip
     metrics.transfer_stats = TransferStats(
         0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {},
-        {"decode 0": "nixl", "decode 1": "tcp: another machine"}, {"decode 0": 1000, "decode 1": 0},
+        {"decode 0": "nixl", "decode 1": "tcp: another machine"}, {"decode 0": 1000, "decode 1": 0}, {},
     )  # fmt: skip
     port = await metrics.listen(host, 0, lambda: True)
     try:
