@@ -38,7 +38,7 @@ def windows(path: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize("save", [states, windows], ids=lambda save: save.__name__)
 def test_tokens_are_those_of_transformers(save: Callable[[Path], tuple[str, ...]], tmp_path: Path) -> None:
     """A decode worker computes nothing of a prompt. The second time the first blocks are cached. All come at
-    once: vLLM's own connectors gave wrong tokens then for a model with states (vLLM #52627)."""
+    once: a model with states gave wrong tokens then, with another connector (vLLM #52627, cause open)."""
     model = tmp_path / "model"
     options = save(model)
     save_tokenizer(model, SIZES["vocab_size"])

@@ -4,8 +4,8 @@ A checkpoint counts each of these as a layer. Here a layer has a mixer, and the 
 if there are any.
 
 Time steps are bounded by `time_step_limit`, as in the code that NVIDIA publishes with its checkpoints, and in
-training. transformers 5.23 and vLLM 0.32 bound them by `time_step_min`, which is of the initial weights
-(huggingface/transformers, pull request 48989).
+training. transformers 5.23 bounds them by `time_step_min`, which is of the initial weights
+(huggingface/transformers, pull request 48989), and vLLM 0.32 has no bounds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
