@@ -232,7 +232,10 @@ class VLLMEngine:
         return self._admitted(self._live(request, owner, decode=True, begun=True))
 
     def extend_reservation(self, live: VLLMRequest, output_ids: Sequence[int]) -> bool:
-        """The KV of another prefill will come. Its fetch begins anew. Raises ValueError."""
+        """The KV of another prefill will come. Its fetch begins anew. False: an `alone` prompt did not wait
+        for it, and has no token yet. Raises ValueError."""
+        if live.submission is None and self.has_suspect:
+            return False
         request = replace(live.request, output_ids=list(output_ids))
         sampling(request, only_first=False, scores_prompt=False)
         live.request = request

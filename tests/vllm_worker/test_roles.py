@@ -742,6 +742,24 @@ async def test_a_prompt_that_must_run_alone_has_its_turn_on_a_busy_worker(worker
     assert worker.roles.status(0).stats.blocks_free
 
 
+async def test_kv_that_is_fetched_again_shares_no_step_with_such_a_prompt(worker: Worker) -> None:
+    """A reservation without KV holds up no prompt. While its fetch is under way, the prompt waits."""
+    again, suspect = source(), work(P)
+    again.prefill_id, suspect.request.alone = E, True
+    worker.handle(submit_decode(7, work(D), source()))
+    worker.handle(submit_prefill(7, suspect, handover=True))
+    worker.handle(retarget(7, D, again, []))
+    await worker.settle()
+    assert worker.computed == [D]
+    worker.heard(FetchFailed(D, "gone"))
+    await worker.settle()
+    assert worker.computed == [P]
+    worker.handle(retarget(7, D, again, []))
+    await worker.settle()
+    assert worker.computed == [P]
+    assert worker.failures() == [pb.FAILURE_CODE_KV_FAILED, pb.FAILURE_CODE_NO_ROOM]
+
+
 async def test_two_prompts_that_must_run_alone_take_turns(worker: Worker) -> None:
     for letter in "ab":
         suspect = work(name(letter))
