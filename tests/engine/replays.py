@@ -226,12 +226,20 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         return TorchTiling(found.decodes, chunks)
 
-    def attention(self: Kernels, q: Tensor, kv: Any, tiling: TorchTiling, sinks: Any, scale: float) -> Tensor:
+    def attention(
+        self: Kernels,
+        q: Tensor,
+        kv: Any,
+        tiling: TorchTiling,
+        sinks: Any,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
         out = q.new_zeros(q.shape)
         for decodes in tiling.decodes:
-            out[decodes.rows] = decode_group(q[decodes.rows], kv, decodes, sinks, scale)
+            out[decodes.rows] = decode_group(q[decodes.rows], kv, decodes, sinks, scale, softcap)
         for chunk in tiling.prefills:
-            out[chunk.rows] = prefill_group(q[chunk.rows], kv, chunk, sinks, scale)
+            out[chunk.rows] = prefill_group(q[chunk.rows], kv, chunk, sinks, scale, softcap)
         return out
 
     def tile_latent(
