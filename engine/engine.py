@@ -408,7 +408,7 @@ class Engine:
             self.lives.await_grammar(live)
         return live
 
-    def _embeddings(self, tenant: bytes, image: Image) -> "Future[np.ndarray]":
+    def _embeddings(self, tenant: bytes, image: Image[bytes]) -> "Future[np.ndarray]":
         if self._images is None:
             failed: Future[np.ndarray] = Future()
             failed.set_exception(

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from baton.kv_names import IMAGE_NAME_BYTES
+from baton.kv_names import IMAGE_NAME_BYTES, ImageSpan
+
+Pixels = TypeVar("Pixels", bytes, memoryview)
 
 MOST_RATIO = 200
 """Of the sides of an image."""
@@ -42,6 +44,31 @@ token of images, where the files of the model do not say it."""
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 SOFT_TOKENS = (70, 140, 280, 560, 1120)
 """The most tokens of an image that Gemma 4 may be given."""
+
+
+class Image(NamedTuple, Generic[Pixels]):
+    """An image in a prompt. A grid of tokens stands for it, row by row."""
+
+    name: bytes
+    """`IMAGE_NAME_BYTES` bytes: of its file, and of the settings that made its pixels."""
+    start: int
+    """The position of its first token."""
+    rows: int
+    columns: int
+    pixels: Pixels
+    """Red, green and blue of each pixel, row by row. Empty: its KV comes from another worker."""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+    @property
+    def span(self) -> ImageSpan:
+        return ImageSpan(self.start, self.stop, self.name)
 
 
 class Sizing(StrEnum):

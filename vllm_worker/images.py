@@ -58,7 +58,7 @@ class Images:
         pixels = bytes(self.settings.pixel_bytes(rows, columns))
         await self._processed([Image(bytes(IMAGE_NAME_BYTES), 0, rows, columns, pixels)])
 
-    async def prompt(self, token_ids: list[int], images: Sequence[Image]) -> dict[str, Any]:
+    async def prompt(self, token_ids: list[int], images: Sequence[Image[bytes]]) -> dict[str, Any]:
         """Returns the input of vLLM's engine: these tokens with these images. Raises ValueError for images of
         which vLLM makes other tokens."""
         shown = all(image.pixels for image in images)
@@ -68,12 +68,10 @@ class Images:
             "prompt_token_ids": token_ids,
             "mm_kwargs": MultiModalKwargsItems({"image": items}),
             "mm_hashes": {"image": [identifier(image.span) for image in images]},
-            "mm_placeholders": {
-                "image": [PlaceholderRange(image.start, image.stop - image.start) for image in images]
-            },
+            "mm_placeholders": {"image": [PlaceholderRange(image.start, image.tokens) for image in images]},
         }
 
-    async def _processed(self, images: Sequence[Image]) -> list[Any]:
+    async def _processed(self, images: Sequence[Image[bytes]]) -> list[Any]:
         """What vLLM's encoder reads of each image."""
         pictures = await asyncio.to_thread(lambda: [self._picture(image) for image in images])
         given = {
@@ -83,7 +81,7 @@ class Images:
         }
         made: Any = await self._llm.renderer.process_for_engine_async(given, arrival_time=0.0)
         counts = [place.get_num_embeds() for place in made["mm_placeholders"]["image"]]
-        expected = [image.stop - image.start for image in images]
+        expected = [image.tokens for image in images]
         if counts != expected:
             raise ValueError(
                 f"vLLM's processor makes {counts} tokens of images that have {expected}: leave out "
@@ -91,11 +89,11 @@ class Images:
             )
         return list(made["mm_kwargs"]["image"])
 
-    def _picture(self, image: Image) -> PIL.Image.Image:
+    def _picture(self, image: Image[bytes]) -> PIL.Image.Image:
         side = self.settings.side
         return PIL.Image.frombytes("RGB", (image.columns * side, image.rows * side), image.pixels)
 
-    def _grid(self, image: Image) -> MultiModalKwargsItem:
+    def _grid(self, image: Image[bytes]) -> MultiModalKwargsItem:
         merge = self.settings.merge_size
         grid = torch.tensor([1, image.rows * merge, image.columns * merge])
         field = MultiModalBatchedField(keep_on_cpu=True)  # else vLLM drops it, since no encoder needs it

@@ -7,33 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from baton.engine.api.sampling_params import SamplingParams
-from baton.kv_names import IMAGE_NAME_BYTES, ImageSpan, Tier
-from baton.vision.images import ImageSettings
+from baton.kv_names import IMAGE_NAME_BYTES, Tier
+from baton.vision.images import Image, ImageSettings
 
 PROMPT_PIECE = 64
 """Most tokens in a `PromptLogprobs`: a router writes them to a response in 9 ms, between two other tasks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Image:
-    """An image in a prompt. A grid of tokens stands for it, row by row."""
-
-    name: bytes
-    """`IMAGE_NAME_BYTES` bytes: of its file, and of the settings that made its pixels."""
-    start: int
-    """The position of its first token."""
-    rows: int
-    columns: int
-    pixels: bytes = b""
-    """Red, green and blue of each pixel, row by row. Empty: its KV comes from another worker."""
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.rows * self.columns
-
-    @property
-    def span(self) -> ImageSpan:
-        return ImageSpan(self.start, self.stop, self.name)
 
 
 @dataclass(slots=True)
@@ -66,7 +44,7 @@ class EngineRequest:
     gap_cost: float = 0.0
     """What a second more in one of its gaps costs, in seconds of a first token. The more it is, the shorter
     are the steps that also compute prompts. 0: not known, it does not count."""
-    images: tuple[Image, ...] = ()
+    images: tuple[Image[bytes], ...] = ()
     """Those of the prompt, in order."""
     arrived: float = field(default_factory=time.monotonic)
     """When it came to the worker (time.monotonic()). It may wait for a prefix before it comes to the

@@ -25,7 +25,7 @@ import numpy as np
 from baton.engine.api.request import Image
 from baton.engine.step import NO_SHIFT, ImageInputs, Pieces, Step
 
-Encode = Callable[[Image], "Future[np.ndarray]"]
+Encode = Callable[[Image[bytes]], "Future[np.ndarray]"]
 """Asks for the embeddings of an image: [tokens, bytes] uint8."""
 
 
@@ -39,7 +39,7 @@ class PromptImages:
     """
 
     def __init__(
-        self, images: Sequence[Image], encode: Encode, *, grid: bool = True, sees_whole: bool = False
+        self, images: Sequence[Image[bytes]], encode: Encode, *, grid: bool = True, sees_whole: bool = False
     ) -> None:
         """`grid`: rotation has three positions. `sees_whole`: tokens of an image see all of it."""
         self.failure = ""

@@ -3,37 +3,18 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from baton.kv_names import ImageSpan
 from baton.router.api.bodies import GenerationBody
 from baton.router.api.validation import validate
 from baton.router.errors import ContextLengthExceeded, InvalidRequest
 from baton.rpc import worker_pb2 as pb
+from baton.vision.images import Image
 
 FILE = "generation_config.json"
 NONE = "vllm"
 """The value of --advanced.generation-config without any recommended defaults."""
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-class PlacedImage(NamedTuple):
-    """An image in a prompt. The fields but the last are those of `Image` in proto/worker.proto."""
-
-    name: bytes
-    start: int
-    rows: int
-    columns: int
-    pixels: memoryview
-    """Red, green and blue of each pixel, row by row."""
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.columns
-
-    @property
-    def span(self) -> ImageSpan:
-        return ImageSpan(self.start, self.start + self.tokens, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +44,7 @@ class Job:
     chunks: list[int]
     """Hashes of the prompt's full 64-token chunks."""
     sender: Sender = Sender()
-    images: tuple[PlacedImage, ...] = ()
+    images: tuple[Image[memoryview], ...] = ()
     """Those of the prompt, in order."""
     structure_field: str = ""
     """The field of the request that demands its structured output. Empty: none does."""

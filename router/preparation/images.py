@@ -19,11 +19,10 @@ from itertools import islice, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from baton.router.api.fields import ShownImage
-from baton.router.api.jobs import PlacedImage
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.system import usable_cpus
 from baton.system.words import counted
-from baton.vision.images import MOST_PIXELS, ImageSettings
+from baton.vision.images import MOST_PIXELS, Image, ImageSettings
 
 T = TypeVar("T")
 
@@ -52,7 +51,7 @@ class _Source(NamedTuple):
     """Pixels that it has then."""
 
 
-_kept: OrderedDict[bytes, PlacedImage] = OrderedDict()  # of this process, the least recently used first
+_kept: OrderedDict[bytes, Image[memoryview]] = OrderedDict()  # of this process, the least recently used first
 
 
 def is_remote(url: str) -> bool:
@@ -62,11 +61,11 @@ def is_remote(url: str) -> bool:
 
 def decode_images(
     images: Sequence[ShownImage], settings: ImageSettings, files: Mapping[str, bytes]
-) -> list[PlacedImage]:
+) -> list[Image[memoryview]]:
     """Images without their place. `files`: those that were fetched, by URL. Raises InvalidRequest, which
     names the image by its number in the request."""
     names: list[bytes] = []
-    decoded_images: dict[bytes, PlacedImage] = {}
+    decoded_images: dict[bytes, Image[memoryview]] = {}
     missing: dict[bytes, _Source] = {}
     total = 0
     for i, image in enumerate(images):
@@ -121,15 +120,15 @@ def _parts(sources: Iterable[_Source]) -> Iterator[list[_Source]]:
 
 
 def place(
-    token_ids: Sequence[int], images: Sequence[PlacedImage], token: int
-) -> tuple[list[int], list[PlacedImage]]:
+    token_ids: Sequence[int], images: Sequence[Image[memoryview]], token: int
+) -> tuple[list[int], list[Image[memoryview]]]:
     """Puts the tokens of each image in place of the one that the chat template has written. Raises
     InvalidRequest if there are not as many."""
     written = [i for i, each in enumerate(token_ids) if each == token] if images else []
     if len(written) != len(images):
         text = f"{counted(len(images), 'image')}, but the chat template wrote {len(written)} of their tokens"
         raise InvalidRequest(text)
-    placed: list[PlacedImage] = []
+    placed: list[Image[memoryview]] = []
     ids: list[int] = []
     begin = 0
     for at, image in zip(written, images, strict=True):
@@ -163,7 +162,7 @@ def _source(name: bytes, file: bytes, settings: ImageSettings, i: int) -> _Sourc
     return _Source(i, name, file, settings, pixels, height * width)
 
 
-def _decoded(part: Sequence[_Source]) -> Iterator[PlacedImage]:
+def _decoded(part: Sequence[_Source]) -> Iterator[Image[memoryview]]:
     """A thread decodes a file. To resize an image takes twice as long, so threads share it if they can."""
     images = list(_by_threads(_turned, part))
     sizes = [
@@ -174,7 +173,7 @@ def _decoded(part: Sequence[_Source]) -> Iterator[PlacedImage]:
     pixels = _by_threads(_resized, *zip(*tasks, strict=True))
     for source, size, of_image in zip(part, sizes, bands, strict=True):
         made = memoryview(b"".join(islice(pixels, len(of_image))))
-        yield PlacedImage(source.name, 0, *source.settings.grid(*size), made)
+        yield Image(source.name, 0, *source.settings.grid(*size), made)
 
 
 def _turned(source: _Source) -> Any:

@@ -30,11 +30,12 @@ from baton.router.api.sampling import Body
 from baton.router.api.validation import parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported, about
 from baton.router.preparation.demand import NO_PLACES, Question, question_of
-from baton.router.preparation.images import PlacedImage, decode_images, is_remote, place
+from baton.router.preparation.images import decode_images, is_remote, place
 from baton.router.preparation.input_items import Query, input_items, peek
 from baton.router.text.sealed import unsealed
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.reasoning import Beginning
+from baton.vision.images import Image
 
 Raw = bytes | bytearray
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
@@ -106,7 +107,7 @@ class Prepared(msgspec.Struct, forbid_unknown_fields=True):
     """The client gets the reasoning in a form that only the cluster reads."""
     marks_cache: bool = False
     """The client says where the prompt is to be cached, and expects a count of what was new there."""
-    images: list[list[PlacedImage]] = []
+    images: list[list[Image[memoryview]]] = []
     """Those of each prompt, in order. Empty: there are none."""
     pixel_bytes: list[int] = []
     """Of each image, if the pixels are beside this."""
@@ -275,7 +276,7 @@ class Preparation:
             return messages
         return [message.without_images() if message.role == "tool" else message for message in messages]
 
-    def _images(self, messages: Sequence[Message], field: str) -> list[PlacedImage]:
+    def _images(self, messages: Sequence[Message], field: str) -> list[Image[memoryview]]:
         """The images of a chat, in this field. Raises InvalidRequest for one that is broken, NeedsChild and
         NeedsFiles."""
         images = [image for message in messages for image in message.images]
@@ -295,8 +296,8 @@ class Preparation:
             return decode_images(images, self.tokenizer.images, self.files)
 
     def _placed(
-        self, token_ids: list[int], images: list[PlacedImage], field: str
-    ) -> tuple[list[int], list[PlacedImage]]:
+        self, token_ids: list[int], images: list[Image[memoryview]], field: str
+    ) -> tuple[list[int], list[Image[memoryview]]]:
         settings = self.tokenizer.images
         if settings is None or not images:
             return token_ids, []

@@ -18,11 +18,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.router.api.jobs import PlacedImage
 from baton.router.errors import ApiError, Failed, NoWorker
 from baton.router.workers.worker import Attempt, NotEncoded, Worker
 from baton.rpc import worker_pb2 as pb
 from baton.system.logs import of_request
+from baton.vision.images import Image
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ MOST_KEPT = 4096
 class ImageEncode:
     """An image that is being encoded, or waits for an encoder."""
 
-    image: PlacedImage
+    image: Image[memoryview]
     fingerprint: str
     """Of the encoders that may have it."""
     attempts: dict[Attempt, None] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Encoders:
 
     # ------------------------------------------------------------ prompts
 
-    def expected(self, images: Sequence[PlacedImage]) -> list[float]:
+    def expected(self, images: Sequence[Image[memoryview]]) -> list[float]:
         """Seconds until each of these images is encoded, if they are sent now. Empty: there is no encoder."""
         if not images or not self.ready:
             return []
@@ -90,7 +90,7 @@ class Encoders:
             seconds.append(waits[worker])
         return seconds
 
-    def want(self, attempt: Attempt, image: PlacedImage) -> None:
+    def want(self, attempt: Attempt, image: Image[memoryview]) -> None:
         """The worker of an open attempt needs the embeddings of an image. Tells it which encoder has them,
         now or when they are made."""
         target = attempt.worker
@@ -260,7 +260,7 @@ class Encoders:
 
 
 def _submit(
-    worker: Worker, encode_id: bytes, image: PlacedImage, attempt: Attempt, *, with_pixels: bool = True
+    worker: Worker, encode_id: bytes, image: Image[memoryview], attempt: Attempt, *, with_pixels: bool = True
 ) -> None:
     """Sends an image to a worker that encodes it. `attempt`: one that needs it."""
     if with_pixels:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc.aio
 
@@ -34,9 +34,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.rpc.stubs import WorkerStub
 from baton.system.logs import of_request
 from baton.system.tracing import Span
-
-if TYPE_CHECKING:
-    from baton.router.api.jobs import PlacedImage
+from baton.vision.images import Image
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +169,7 @@ class Attempt:
     """The prompt that the worker still computes. None after the first token, and if it fetches the KV."""
     scores: list[pb.PromptLogprobs] = field(default_factory=list)
     """The log probabilities of the prompt that came."""
-    images: "Sequence[PlacedImage]" = ()
+    images: Sequence[Image[memoryview]] = ()
     """Those of the prompt. The worker may ask for them."""
     lost_images: Counter[bytes] = field(default_factory=Counter)
     """Times that embeddings did not come from the encoder that had them, by image."""
@@ -402,7 +400,7 @@ class Worker(Seen):
             attempt.span.end()
         self.desk.ended(attempt.id, computed=computed)
 
-    def lacks_pixels(self, image: "PlacedImage", cached: int) -> bool:
+    def lacks_pixels(self, image: Image[memoryview], cached: int) -> bool:
         """Whether the worker may have neither the embeddings of an image nor its KV. If it seems to have
         them, it asks for pixels that it needs. `cached`: tokens of the prompt of which it has KV."""
         if image.name in self.shown_images:
@@ -411,7 +409,7 @@ class Worker(Seen):
         asks = self.description.kept_image_tokens > 0
         return not asks or image.span.stop > cached
 
-    def send_pixels(self, image: "PlacedImage") -> None:
+    def send_pixels(self, image: Image[memoryview]) -> None:
         """Sends those of an image of the attempt, or of the `SubmitEncode`, that comes next."""
         if self.send_queue is not None:
             self.send_queue.put_pixels(image.pixels)

@@ -189,7 +189,7 @@ def test_a_decode_engine_needs_no_pixels(
     whole = request_with(1, prefill, pictures)
     decode.encoder = None
     pair = Pair(prefill, decode)
-    request = replace(whole, images=tuple(replace(image, pixels=b"") for image in whole.images))
+    request = replace(whole, images=tuple(image._replace(pixels=b"") for image in whole.images))
     add = prefill.add
     monkeypatch.setattr(prefill, "add", lambda _, **how: add(whole, **how))
     assert pair.run([request])[request.id] == expected_of(reference, whole.prompt_ids, pictures)

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -398,7 +397,7 @@ def test_a_decode_engine_needs_no_pixels(seeing: tuple[Path, Any], monkeypatch: 
     expected = tokens_of(decode, [request])[0]
     decode.encoder = None
     pair = Pair(prefill, decode)
-    request.images = tuple(replace(image, pixels=b"") for image in request.images)
+    request.images = tuple(image._replace(pixels=b"") for image in request.images)
     whole = request_with(1, prefill, [pixels_of(1, 40, 24), pixels_of(2, 16, 16)])
     add = prefill.add
     monkeypatch.setattr(prefill, "add", lambda _, **how: add(whole, **how))
@@ -431,7 +430,7 @@ def test_an_image_that_cannot_be_encoded_fails_its_request_alone(seeing: tuple[P
     path, _ = seeing
     engine = load(path, num_blocks=64)
     lacking = request_with(1, engine, [pixels_of(1, 40, 24)])
-    lacking.images = tuple(replace(image, pixels=b"") for image in lacking.images)
+    lacking.images = tuple(image._replace(pixels=b"") for image in lacking.images)
     text = request_of(2, [5, 6, 7], max_tokens=3, ignore_eos=True)
     results = run(engine, [lacking, text])
     assert "images[0]: the pixels of an image are missing" in (results[lacking.id].failed or "")
@@ -447,12 +446,12 @@ def test_images_that_do_not_fit_their_prompt_are_refused(seeing: tuple[Path, Any
     ids, (image,) = prompt_of(settings.settings, [pixels_of(1, 40, 24)])
     request = request_of(1, ids, max_tokens=10)
     for images, message in (
-        ((replace(image, name=b"short"),), "its name must have 32 bytes"),
-        ((replace(image, start=len(ids) - 3),), "are not in the prompt"),
+        ((image._replace(name=b"short"),), "its name must have 32 bytes"),
+        ((image._replace(start=len(ids) - 3),), "are not in the prompt"),
         ((image, image), "not behind those of the image before"),
-        ((replace(image, start=image.start - 1),), "its tokens must all be 190"),
-        ((replace(image, pixels=image.pixels[1:]),), "2879 bytes of pixels, not 2880"),
-        ((replace(image, rows=0),), "0 × 3 tokens"),
+        ((image._replace(start=image.start - 1),), "its tokens must all be 190"),
+        ((image._replace(pixels=image.pixels[1:]),), "2879 bytes of pixels, not 2880"),
+        ((image._replace(rows=0),), "0 × 3 tokens"),
     ):
         request.images = images
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -9,7 +9,6 @@ import pytest
 from baton.router import status
 from baton.router.active_request import Services
 from baton.router.admission.queue import Admission
-from baton.router.api.jobs import PlacedImage
 from baton.router.config import RouterConfig
 from baton.router.errors import Failed, NoWorker
 from baton.router.metrics import Metrics
@@ -22,14 +21,15 @@ from baton.router.workers.roster import Roster
 from baton.router.workers.worker import Attempt, NotEncoded, SendQueue, Unsent, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
 from baton.system.tracing import Tracer
+from baton.vision.images import Image
 from tests.loop_clock import Clock
 from tests.stand_in import stand_in
 
 WAIT = 60.0
 
 
-def image(number: int, tokens: int = 4) -> PlacedImage:
-    return PlacedImage(bytes([number]) * 32, 0, 1, tokens, memoryview(bytes([number]) * 12))
+def image(number: int, tokens: int = 4) -> Image[memoryview]:
+    return Image(bytes([number]) * 32, 0, 1, tokens, memoryview(bytes([number]) * 12))
 
 
 class Fleet:
@@ -66,7 +66,9 @@ class Fleet:
         worker.send_queue, worker.state = None, WorkerState.CONNECTING
         self.roster.availability_changed(worker)
 
-    def attempt(self, name: str, *images: PlacedImage, wants: bool = True, tenant: bytes = b"") -> Attempt:
+    def attempt(
+        self, name: str, *images: Image[memoryview], wants: bool = True, tenant: bytes = b""
+    ) -> Attempt:
         """A prompt with images, which is submitted to the worker. `wants`: encoders get its images."""
         told = self.told[name] = list[Any]()
         attempt = Attempt(
@@ -196,7 +198,7 @@ class Tokens(int):
 async def test_images_that_were_shown_before_are_not_counted_again() -> None:
     worker = Fleet().worker
     worker.description.kept_image_tokens = 4 * 100
-    images = [stand_in(PlacedImage, name=bytes([i]) * 32, tokens=Tokens(4), pixels=b"") for i in range(150)]
+    images = [stand_in(Image, name=bytes([i]) * 32, tokens=Tokens(4), pixels=b"") for i in range(150)]
     for each in [*images[:100], *images]:
         worker.send_pixels(each)
     assert Tokens.added == 0

@@ -29,7 +29,6 @@ from baton.router.admission.entry import entering
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey
 from baton.router.api.bodies import BatchBody, ChatOptions
 from baton.router.api.fields import MAX_ITEMS
-from baton.router.api.jobs import PlacedImage
 from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
 from baton.router.preparation import child
@@ -49,6 +48,7 @@ from baton.router.text.chat import ChatTemplate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import inference_pb2 as ipb
 from baton.rpc.stubs import InferenceStub
+from baton.vision.images import Image
 from tests.within import WITHIN, eventually
 
 from .conftest import Cluster, make_cluster
@@ -160,7 +160,7 @@ def test_a_child_has_left_the_pixels_that_it_names(tokenizer: ModelTokenizer):
     for sizes in ([9], [4, 4], [9, -1], [-1, 9, 0]):
         found = Preparation(tokenizer, SERVED).prepare("chat", json.dumps(CHAT).encode())
         assert isinstance(found, Prepared)
-        found.images = [[PlacedImage(b"", at, 1, 1, memoryview(b"")) for at in range(len(sizes))]]
+        found.images = [[Image(b"", at, 1, 1, memoryview(b"")) for at in range(len(sizes))]]
         found.pixel_bytes = sizes
         with pytest.raises(ValueError, match="has not left the pixels"):
             read_prepared(found, bytes(7))

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.router.api.jobs import Job, PlacedImage
+from baton.router.api.jobs import Job
 from baton.router.config import RouterConfig
 from baton.router.endpoints import frontend
 from baton.router.generation.generation import Generation
@@ -22,6 +22,7 @@ from baton.router.workers.pool import WorkerPool
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import SendQueue, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
+from baton.vision.images import Image
 from tests.fake_worker import FakeWorker
 from tests.within import within
 
@@ -439,7 +440,7 @@ async def test_only_the_worker_that_computes_the_prompt_gets_pixels(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.router.workers.worker.PIXELS_SENT", 4)
-    image = PlacedImage(bytes(32), 1, 2, 3, memoryview(b"pixels"))
+    image = Image(bytes(32), 1, 2, 3, memoryview(b"pixels"))
 
     def with_image(*args: Any, **given: Any) -> Iterator[list[Job]]:
         for made in make_jobs(*args, **given):

@@ -781,7 +781,7 @@ async def test_a_request_that_vllm_cannot_have_is_refused(worker: Worker) -> Non
 
 
 SEEN = Image(b"i" * 32, 3, 2, 4, b"pixels")
-UNSEEN = Image(SEEN.name, SEEN.start, SEEN.rows, SEEN.columns)
+UNSEEN = Image(SEEN.name, SEEN.start, SEEN.rows, SEEN.columns, b"")
 
 
 def seeing(attempt_id: bytes, *images: Image) -> Asked:

@@ -141,7 +141,7 @@ def test_what_has_ended_is_forgotten(open_attempts: OpenAttempts) -> None:
 
 def test_what_another_worker_may_have_read_goes_back_to_the_router(open_attempts: OpenAttempts) -> None:
     [part] = planned((A, 7, 0, 2))
-    image = Image(b"i" * 32, 0, 1, 2)
+    image = Image(b"i" * 32, 0, 1, 2, b"")
     scored = PromptLogprobs(B, 1, b"", b"", b"", b"")
     for attempt, heard in (
         (prefill(A), tokens(A, 5)),

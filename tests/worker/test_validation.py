@@ -50,7 +50,7 @@ def test_images_are_taken_whole_or_refused() -> None:
     asked = request([1, 7, 7, 2], sampling())
     asked.images.add(name=bytes(32), start=1, rows=1, columns=2)
     pixels = bytes(range(192)) * 2
-    assert taken(asked, limits).images == (Image(bytes(32), 1, 1, 2),)
+    assert taken(asked, limits).images == (Image(bytes(32), 1, 1, 2, b""),)
     asked.images[0].with_pixels = True
     [image] = taken(asked, limits, pixels).images
     assert image == Image(bytes(32), 1, 1, 2, pixels)
