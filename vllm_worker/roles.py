@@ -95,7 +95,8 @@ class VLLMRoles(Handler):
         stats = self.load.stats(self._engine.num_blocks, [*lives.values()])
         if self._engine.has_suspect:
             stats = replace(stats, blocks_free=0, blocks_spare=0)
-        idle = not self._attempts and self._receiver.idle and all(role.idle for role in self._roles)
+        held = self._attempts or lives
+        idle = not held and self._receiver.idle and all(role.idle for role in self._roles)
         return messages.EngineStatus(
             question,
             stats,

@@ -219,4 +219,3 @@ async def test_no_order_of_events_ends_a_worker(seed: int) -> None:
     await worker.settle()
     assert not errors
     assert worker.idle
-    assert not worker.roles._engine.lives
