@@ -117,7 +117,7 @@ def test_a_worker_gets_the_bytes_of_an_encoder_once(pair: Pair) -> None:
     expected = pair.encode(name, 10, 17)  # 170 tokens: the last chunk is not full
     future = pair.fetched.embeddings(name, b"", 10, 17)
     assert pair.wanted() == pb.ImageWanted(name=name, lost=False)
-    pair.fetched.ready(pb.ImageReady(name=name, **pair.source))
+    pair.fetched.tell(pb.ImageReady(name=name, **pair.source))
     assert np.array_equal(pair.until(future), expected)
     assert pair.fetched.embeddings(name, b"", 10, 17).result(0) is future.result()
     assert pair.served.fetched == 1
@@ -129,7 +129,7 @@ def test_an_encoder_that_serves_as_many_as_it_can_is_asked_again(pair: Pair) -> 
     images, before = [next(names) for _ in range(8)], pair.served.fetched
     expected = [pair.encode(name, 1, 70) for name in images]
     for name in images:
-        pair.fetched.ready(pb.ImageReady(name=name, **pair.source))
+        pair.fetched.tell(pb.ImageReady(name=name, **pair.source))
     futures = [pair.fetched.embeddings(name, b"", 1, 70) for name in images]
     for future, embeddings in zip(futures, expected, strict=True):
         assert np.array_equal(pair.until(future), embeddings)
@@ -145,7 +145,7 @@ def test_tenants_take_turns_when_memory_is_short(pair: Pair, last: bytes) -> Non
     images, came = [next(names) for _ in tenants], list[int]()
     for name in images:
         pair.encode(name, 1, 1000)
-        pair.fetched.ready(pb.ImageReady(name=name, **pair.source))
+        pair.fetched.tell(pb.ImageReady(name=name, **pair.source))
     futures = [
         pair.fetched.embeddings(name, b"", 1, 1000, tenant)
         for name, tenant in zip(images, tenants, strict=True)
@@ -161,11 +161,11 @@ def test_tenants_take_turns_when_memory_is_short(pair: Pair, last: bytes) -> Non
 
 def test_what_an_encoder_lacks_is_asked_for_again(pair: Pair) -> None:
     name = next(names)
-    pair.fetched.ready(pb.ImageReady(name=name, **pair.source))
+    pair.fetched.tell(pb.ImageReady(name=name, **pair.source))
     future = pair.fetched.embeddings(name, b"", 1, 5)
     assert pair.wanted() == pb.ImageWanted(name=name, lost=True)
     expected = pair.encode(name, 1, 5)
-    pair.fetched.ready(pb.ImageReady(name=name, **pair.source))
+    pair.fetched.tell(pb.ImageReady(name=name, **pair.source))
     assert np.array_equal(pair.until(future), expected)
 
 

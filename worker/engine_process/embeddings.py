@@ -135,7 +135,7 @@ class _Busy(NamedTuple):
 
 class FetchedEmbeddings(Embeddings):
     """Fetches embeddings from the encoders that routers name, in a thread of its own. So no step waits for a
-    copy. Tenants take turns by the tokens of their images. The loop's thread calls `ready`, `report` and what
+    copy. Tenants take turns by the tokens of their images. The loop's thread calls `tell`, `report` and what
     `Embeddings` has.
 
         asked by the engine ─ a router has named an encoder ─▶ memory ─▶ fetched ─▶ kept
@@ -181,12 +181,13 @@ class FetchedEmbeddings(Embeddings):
     ) -> "Future[np.ndarray]":
         future = super().embeddings(name, pixels, rows, columns, tenant)
         if not future.done():  # also if it was asked for before: routers may have forgotten it
-            self._command(_Asked(name, rows * columns, tenant, future))
+            self.tell(_Asked(name, rows * columns, tenant, future))
         return future
 
-    def ready(self, told: pb.ImageReady) -> None:
-        """An encoder has the embeddings of an image."""
-        self._command(told)
+    def tell(self, command: _Asked | pb.ImageReady) -> None:
+        """An image is asked for, or an encoder has its embeddings."""
+        self._commands.append(command)
+        os.eventfd_write(self._wake, 1)
 
     def report(self) -> None:
         """Tells the service which images it needs encoders for."""
@@ -215,10 +216,6 @@ class FetchedEmbeddings(Embeddings):
         self, name: bytes, pixels: bytes, rows: int, columns: int, tenant: bytes
     ) -> "Future[np.ndarray]":
         return Future()
-
-    def _command(self, command: _Asked | pb.ImageReady) -> None:
-        self._commands.append(command)
-        os.eventfd_write(self._wake, 1)
 
     # The thread
 

@@ -123,7 +123,7 @@ class Roles(Handler):
                 self.engine.only_here(chunks)
             case "image_ready":
                 assert self._images is not None, "the service refuses them where the engine encodes"
-                self._images.ready(content)
+                self._images.tell(content)
             case "encode":
                 assert self.engine.encoder is not None, "the service refuses them elsewhere"
                 image, [pixels] = content.image, message.pixels

@@ -87,7 +87,7 @@ class Backend:
         self.run_dir = config.run_dir
         self._routers = routers
         self._metrics = metrics
-        self._journal = journal
+        self.journal = journal
         self._kv_events = kv_events
         self._drains = set[str]()
         self.pause: pb.Pause = pb.PAUSE_NONE
@@ -114,13 +114,13 @@ class Backend:
     async def forward(self, message: FromRouter, said: pb.RouterMessage) -> None:
         """Sends what a router says. Between two engine processes an attempt alone is remembered, for the next
         one. Raises RefusedAttempt for an id of an attempt that is remembered. `said`: the same message."""
-        self._journal.said(message, said)
+        self.journal.said(message, said)
         await self.send(message)
 
     async def send(self, message: ToEngine) -> None:
         """Sends to the engine, in order. Waits while the engine reads too slowly."""
         if isinstance(message, Detached):
-            self._journal.open.detached(message.stream)
+            self.journal.open.detached(message.stream)
         if self.engine is not None:
             await self.engine.send(message)
 
@@ -131,7 +131,7 @@ class Backend:
         Raises TreeError if it ends before it has them."""
         self.engine = engine = LiveEngine(tree, self._reports)
         tree.follow(partial(self.deliver, engine))
-        waiting = self._journal.open.again()  # what comes from now on is sent at once
+        waiting = self.journal.open.again()  # what comes from now on is sent at once
         if self.pause == pb.PAUSE_STEPS:
             await engine.freeze(frozen=True)
         for attempt in waiting:
@@ -148,7 +148,7 @@ class Backend:
             return
         self.engine.end(error)
         self._serves.clear()
-        for lost in self._journal.open.lost(step, error):
+        for lost in self.journal.open.lost(step, error):
             self._routers.deliver(lost)
         self._tell()
         if self._cache is not None:
@@ -207,7 +207,7 @@ class Backend:
         finally:
             if not engine.has_ended:
                 self._serves.clear()
-                engine.restart()
+                engine.tree.end_engine()
 
     # ------------------------------------------------------------ questions
 
@@ -333,10 +333,6 @@ class Backend:
             self._tell()
         return await self.status()
 
-    def phases(self, request: str) -> list[pb.Phase]:
-        """The phases of a recent request, by the id that its client knows."""
-        return self._journal.phases(request)
-
     def cache_snapshot(self) -> Iterator[bytes]:
         """Yields the contents of the prefix cache as messages; none if the cache is off."""
         return iter(()) if self._cache is None else self._cache.snapshot()
@@ -360,11 +356,11 @@ class Backend:
         """`engine`: has sent it. It may have ended since."""
         match message:
             case messages.ToRouter():
-                engine.has_computed |= self._journal.open.heard(message)
+                engine.has_computed |= self.journal.open.heard(message)
                 self._routers.deliver(message)
             case messages.OfAttempt():
                 self._metrics.report(message)
-                self._journal.report(message)
+                self.journal.report(message)
             case messages.Answer():
                 engine.answered(message)
             case messages.CacheChanged(tiers, stored):

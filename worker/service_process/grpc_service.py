@@ -135,7 +135,7 @@ class AttachService:
         return await self._backend.status()
 
     async def GetPhases(self, request: pb.PhasesRequest, context: grpc.aio.ServicerContext) -> pb.Phases:
-        return pb.Phases(phases=self._backend.phases(request.name))
+        return pb.Phases(phases=self._backend.journal.phases(request.name))
 
     async def SetPool(self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
         if self._encodes:

@@ -114,7 +114,7 @@ class Journal:
         self._record("prefill", origin, done.began_at, done.token_at, computed)
 
     def phases(self, request: str) -> list[pb.Phase]:
-        """Those of a request that are remembered, in the order in which they ended."""
+        """Those of a recent request, by the id that its client knows, in the order in which they ended."""
         return [
             pb.Phase(
                 kind=each.kind,

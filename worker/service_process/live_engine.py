@@ -35,13 +35,14 @@ class LiveEngine:
         answers: that a call waits for, by question.
         has_computed: it has computed a token.
         has_ended: it hears and answers nothing.
+        tree: the processes.
     """
 
     def __init__(self, tree: WorkerTree, before: Reports | None) -> None:
         """`before`: the last reports of processes that this one follows. Their counts go on."""
         self._began_at = time.monotonic()
         self.has_computed = self.has_ended = False
-        self._tree = tree
+        self.tree = tree
         self._before = before
         self._why = ""
         self._questions = count()
@@ -55,7 +56,7 @@ class LiveEngine:
     async def send(self, message: ToEngine) -> None:
         """Sends, in order. Waits while the engine process reads too slowly."""
         if not self.has_ended:
-            await self._tree.engine_link.send(message)
+            await self.tree.engine_link.send(message)
 
     async def ask(self, question: Callable[[int], ToEngine]) -> Any:
         """Returns the answer to a message with this number. Raises TreeError if the process ends before."""
@@ -81,7 +82,7 @@ class LiveEngine:
 
     async def reports(self) -> Reports:
         """What both processes report, with the counts of those before. Raises TreeError."""
-        engine, transfer = await asyncio.gather(self.status(), self._tree.transfer.stats())
+        engine, transfer = await asyncio.gather(self.status(), self.tree.transfer.stats())
         if self.has_ended:  # it has answered before
             raise TreeError(self._why)
         if self._before is None:
@@ -100,10 +101,6 @@ class LiveEngine:
             if not paused.computing:
                 return
             await asyncio.sleep(STILL_CHECK)
-
-    def restart(self) -> None:
-        """The failure of its tree becomes an EngineRestart, unless it has one."""
-        self._tree.end_engine()
 
     def end(self, why: str) -> None:
         """The process has ended, or shall end."""
