@@ -49,6 +49,8 @@ class Request:
         untaken: prompt tokens that no step has taken.
         computed: the position from which the next step computes.
         due: when the prompt should be computed.
+        began: time when the first step took tokens of the prompt.
+        comes: time when the link has carried its KV to the worker that decodes.
         token_at: time of its first token.
         started: called when the first step takes tokens of the prompt.
         ends: called when the last step takes tokens of it, with the time when that is over.
@@ -73,6 +75,8 @@ class Request:
     computed: int = 0
     due: float = 0.0
     gap_cost: float = 0.0
+    began: float = 0.0
+    comes: float = 0.0
     token_at: float = 0.0
     started: Event = _nothing
     ends: Callable[[float], None] = lambda _: None

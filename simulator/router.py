@@ -24,6 +24,7 @@ from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Part, Request, SharedPrompt
 from baton.simulator.step_worker import BLOCK, BUDGET, Worker
+from baton.simulator.steps import KV_TOKEN_BYTES
 
 HANDOVER_SECONDS = (1.2e-3, 2.5e-3)
 """Least and most time from the first token until a request can join a decode step."""
@@ -42,6 +43,7 @@ def _seen(row: int, worker: Worker, seats: int) -> Seen:
         max_num_batched_tokens=BUDGET,
         attention_doubles_at=round(worker.machine.doubles_at),
         num_layers=worker.machine.layers,
+        kv_token_bytes=KV_TOKEN_BYTES,
         exchanges_prefixes=True,
     )
     return Seen(
@@ -199,10 +201,9 @@ class Router:
             request.positions += request.answer
             self.desk.reserved(decodes, request.prompt + 1)
         elif decodes is not None:
-            request.ends = partial(self._expect, request, decodes)
-            if planned.order == "prefill":
-                request.started = partial(self._reserve, request, decodes)
-            else:
+            request.ends = partial(self._expect, request, computes, decodes)
+            request.started = partial(self._started, request, decodes, reserves=planned.order == "prefill")
+            if planned.order != "prefill":
                 self._reserve(request, decodes)
         if planned.source is None:
             worker.prefill(request)
@@ -219,8 +220,20 @@ class Router:
         holder.fetched(names)
         worker.prefill(request)
 
-    def _expect(self, request: Request, decode: int, computed: float) -> None:
-        self.workers[decode].arriving[request.number] = computed + HANDOVER_SECONDS[1]
+    def _started(self, request: Request, decode: int, *, reserves: bool) -> None:
+        request.began = self.clock.now
+        if reserves:
+            self._reserve(request, decode)
+
+    def _expect(self, request: Request, prefill: int, decode: int, computed: float) -> None:
+        """Its KV goes over the link while the prompt is computed, behind what was sent before."""
+        sender, receiver = self.workers[prefill], self.workers[decode]
+        tokens = request.prompt - receiver.usable(request)
+        begins = max(request.began, sender.sends_until, receiver.receives_until)
+        ends = begins + tokens / min(sender.machine.link, receiver.machine.link)
+        sender.sends_until = receiver.receives_until = ends
+        request.comes = max(computed, ends)
+        receiver.arriving[request.number] = request.comes + HANDOVER_SECONDS[1]
 
     def _reserve(self, request: Request, decode: int) -> None:
         self.desk.reserved(decode, request.prompt + 1)
@@ -237,7 +250,10 @@ class Router:
             self.workers[decodes].decode(request)
         else:
             seconds = self.rng.uniform(*HANDOVER_SECONDS)
-            self.clock.after(seconds, partial(self._handed_over, request, computes, decodes))
+            self.clock.after(
+                max(0.0, request.comes - self.clock.now) + seconds,
+                partial(self._handed_over, request, computes, decodes),
+            )
         self.desk.ended(attempt, computed=True)
         turn.generated()
         if decodes is None:

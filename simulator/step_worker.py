@@ -24,7 +24,7 @@ from baton.simulator.clock import Clock
 from baton.simulator.copies import Copies
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
-from baton.simulator.steps import GRAPH_ROWS, H200_8B, Machine
+from baton.simulator.steps import GRAPH_ROWS, H200_8B, KV_TOKEN_BYTES, Machine
 from baton.steps.learned_steps import LearnedSteps, row_sizes, token_sizes
 from baton.steps.measured_steps import measure
 from baton.steps.step_model import StepModel
@@ -63,6 +63,7 @@ class Worker:
         kv: its memory.
         copies: of states. None: the model has none.
         slowness: how many times as long its steps take.
+        sends_until, receives_until: when its link has carried the KV that is under way.
         cache_changed: called when names entered or left the cache.
     """
 
@@ -85,6 +86,7 @@ class Worker:
         self.kv = KvMemory(self.blocks * BLOCK // CHUNK_TOKENS)
         self.copies = None if machine.copies is None else Copies(machine.copies, BLOCK)
         self.slowness = 1.0
+        self.sends_until = self.receives_until = 0.0
         self.cache_changed: Callable[[], None] = lambda: None
         self._leases: dict[int, Lease] = {}  # by the number of the request
         self._roomless: list[Request] = []  # their KV has come, and there was no room for it
@@ -224,7 +226,16 @@ class Worker:
             long_chunk_seconds=long.seconds,
             fastest_step_seconds=limit.fastest_seconds,
             gap_target_seconds=limit.gap_target,
+            kv_links=self._links(),
         )
+
+    def _links(self) -> list[pb.KvLink]:
+        """All workers have the same incarnation, and this one's link is one for all."""
+        if self.machine.link == math.inf:
+            return []
+        waiting = max(0.0, self.receives_until - self._clock.now) * self.machine.link
+        rate = self.machine.link * KV_TOKEN_BYTES
+        return [pb.KvLink(bytes_per_s=rate, bytes_waiting=int(waiting * KV_TOKEN_BYTES))]
 
     # ------------------------------------------------------------ steps
 

@@ -6,6 +6,7 @@ Chunks of 256 and 512 tokens of a prompt of 4,000 take 9.8 and 16.9 ms, with one
 tokens, in chunks of about 300 beside decodes, adds 158 ms to their steps.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ SMALL_PAIR_SECONDS = 1.2e-9
 """The same for a chunk of fewer than `SMALL` tokens. It does not occupy all multiprocessors."""
 SMALL = 1_024
 LAYERS = 32
+KV_TOKEN_BYTES = LAYERS * 2 * 8 * 128 * 2
 DOUBLES_AT = ROW_SECONDS / PAIR_SECONDS
 """As an engine reports it: from the cost of a position beside that of a pair of positions."""
 
@@ -84,6 +86,7 @@ class Machine:
         doubles_at: the position of a prompt whose token costs twice as much as the first one.
         layers: of the model.
         copies: of states that it has room for. None: the model has no states.
+        link: KV of tokens that it sends, and that come, in a second.
         mixed_rows: most tokens of a step that decodes and has a part of a prompt, too.
     """
 
@@ -93,6 +96,7 @@ class Machine:
     layers: int = LAYERS
     copies: CopyRoom | None = None
     mixed_rows: int = 1 << 30
+    link: float = math.inf
 
 
 def _beside_8b(weights: float, attention: float, memory: float) -> Machine:

@@ -100,6 +100,7 @@ class Desk(Fleet):
             self._serve(row, pool, False)
         self.loads.leave(row)
         self.caches.leave(row)
+        self.links.leave(row)
         self._open = {attempt: work for attempt, work in self._open.items() if work[0] != row}
         self.paces.pop(row, None)
         worker = self.workers.pop(row)
@@ -144,6 +145,7 @@ class Desk(Fleet):
         running = status.requests_running + status.reservations
         worker.load.reported(blocks_free=status.blocks_free, running=running)
         self.loads.reported(worker.row, status, self.now, alone=worker.pool == pb.POOL_PREFILL)
+        self.links.reported(worker.row, status.kv_links, self.now)
 
     def cached(self, row: int, events: pb.CacheEvents) -> None:
         """The cache of the worker has changed."""
@@ -185,6 +187,9 @@ class Desk(Fleet):
     def plan(self, request: PrefillRequest, held: Held) -> Plan | Lack:
         self.now = self._clock()
         planned = plan(request, held, self)
+        if isinstance(planned, Plan) and planned.decode is not None and planned.arrives:
+            source = self.workers[planned.ranges[0].worker].description.incarnation
+            self.links.planned(planned.decode, source, self.now + planned.arrives)
         if self.listener is not None:
             self.listener(self.now, "plan", (request, held, planned))
         return planned

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 
 from baton.router.policy.decode import CACHED_PRESSURE, DecodeCaches, DecodeLoad, DecodePool, two_choices
+from baton.router.policy.links import Links
 from baton.router.policy.pace import Pace
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads
@@ -66,6 +67,7 @@ class Fleet:
         attached_rows: these rows, as a set of bits.
         prefills, decodes: those that get new work of the pool.
         caches: the prefix caches and loads of all.
+        links: those that KV comes on.
         promised_slots, promised_positions: room at decode workers that prompts need when they start.
         paces: what paces were computed from last, and they, by row. Reports come once a second, and many
             requests are planned between two.
@@ -84,6 +86,7 @@ class Fleet:
     loads: PrefillLoads
     caches: DecodeCaches
     policy: PrefillPolicy
+    links: Links = field(default_factory=Links)
     paces: dict[int, tuple[StepModel, tuple[float, ...], Pace]] = field(default_factory=dict)
     promised_slots: int = 0
     promised_positions: int = 0

@@ -11,7 +11,7 @@ answer of N tokens begins is ready to wait for G · N from then on. So a second 
 c = F / (G · N) seconds of a first token, and all costs are in these:
 
     one worker = prompt + decode + forgotten
-    handover   = prompt + forgotten + join + decode + forgotten    at two workers
+    handover   = prompt + forgotten + late + join + decode + forgotten    at two workers
     prompt     = first + behind + C · longer
     decode     = N · (c · d' + C · (d' - d)) + slower
     join       = c · step
@@ -22,6 +22,7 @@ c = F / (G · N) seconds of a first token, and all costs are in these:
     longer     added to the gaps of each request that decodes where the prompt is computed, while it decodes
     d, d'      how much a gap is longer than a short step where the request decodes, without and with it
     slower     added to the first tokens of prompts that come there while it decodes
+    late       how much later than the first token its KV comes, over the link and behind what is queued there
     step       what a decode that is handed over waits for there: the end of a step
     forgotten  what the cache loses that no other worker has, if the request needs more memory than is spare.
                As large a share of that as is cached of prompts will be computed there again
@@ -44,7 +45,10 @@ embeddings of each image and the tokens from there on.
 An adapter that is not on the device of a worker is moved there between two steps. So the request waits for
 it, and each decode there has one gap that is longer by this time.
 
-All terms follow from the model of steps that a worker reports, and from what the router sent since. Pure.
+A link carries KV while its prompt is computed. What comes later delays the second token, and users wait for
+that as for the first one. So a full link leaves prompts to workers that also decode them.
+
+All terms follow from what workers report of their steps and links, and from what the router sent since. Pure.
 """
 
 import math
@@ -99,6 +103,7 @@ class Offer:
             decodes nothing.
         adapter: seconds in which its steps stand still until the adapter is on its device.
         embeddings: of each image that encoders encode for it: its position, and seconds until it is encoded.
+        arrives: seconds until KV that the prefill worker computes has come here. 0: not known.
         queues: more than one step of prompts, also of other routers, seems to be ahead of the request.
         first: seconds until the first token.
         within: seconds in which the prompt should be computed, if none is ahead.
@@ -123,6 +128,7 @@ class Offer:
     encoding: float = 0.0
     embeddings: Sequence[tuple[int, float]] = ()
     adapter: float = 0.0
+    arrives: float = 0.0
     first: float = field(init=False)
     within: float = field(init=False)
     prompt_cost: float = field(init=False)
@@ -216,10 +222,12 @@ def offer(
     *,
     load: float = 0.0,
     gap: float = 0.0,
+    prefill: Offer | None = None,
 ) -> Offer:
     """The offer of a worker that has `cached` tokens of the prompt, and `load`s them for so many seconds.
     `source`: another worker with more of the prompt. Its tokens count as cached if they come sooner than they
-    are computed. `gap`: target of a gap in seconds, if this worker has not decoded."""
+    are computed. `gap`: target of a gap in seconds, if this worker has not decoded. `prefill`: of the worker
+    that would hand the prompt over to this one."""
     worker, loads = fleet.workers[row], fleet.loads
     status, sent, described = worker.status, worker.load, worker.description
     budget, held_tokens, model = described.max_num_batched_tokens, cached, worker.step_model
@@ -253,6 +261,12 @@ def offer(
         if described.image_fingerprint:
             encoded_in = zip(request.images, request.encoded_in, strict=False)
             embeddings = [(image.start, late) for image, late in encoded_in if image.stop > cached]
+    arrives = 0.0
+    if prefill is not None and prefill.row != row:
+        sender = fleet.workers[prefill.row].description
+        size = (request.tokens - held_tokens) * sender.kv_token_bytes
+        begins = fleet.now + prefill.first - prefill.within
+        arrives = max(0.0, fleet.links.arrival(row, sender.incarnation, size, begins) - fleet.now)
     return Offer(
         row,
         request,
@@ -270,11 +284,16 @@ def offer(
         encoding,
         embeddings,
         loads.adapter_seconds(row, request.adapter) if request.adapter else 0.0,
+        arrives,
     )
 
 
 def handover(
-    prefill: Offer, decode: int, costs: Mapping[str, float] | None = None, alone: float = math.inf
+    prefill: Offer,
+    decode: int,
+    costs: Mapping[str, float] | None = None,
+    alone: float = math.inf,
+    arrives: float = 0.0,
 ) -> Plan:
     """The prefill worker computes the prompt, and the worker `decode` fetches the KV."""
     return Plan(
@@ -287,6 +306,7 @@ def handover(
         order="prefill" if prefill.queues and prefill.row != decode else "together",
         costs={"first_token": prefill.first} if costs is None else costs,
         alone=alone,
+        arrives=arrives,
     )
 
 
@@ -317,8 +337,9 @@ def place(prefill: Offer | None, decodes: Sequence[Offer], *, apart: bool = Fals
         cost = offer.decode_cost() + offer.memory_cost(answer)
         if offer.pace.gap and offer.prompt_cost + cost < inline:
             inline, best = offer.prompt_cost + cost, offer
-        if offer.join_cost + cost < joined:
-            joined, to = offer.join_cost + cost, offer
+        late = max(0.0, offer.arrives - prefill.first) if prefill is not None else 0.0
+        if late + offer.join_cost + cost < joined:
+            joined, to = late + offer.join_cost + cost, offer
     alone = best.first if best.pace.gap else math.inf
     if prefill is None:  # the only way to compute the prompt
         return _inline("decode", best, "no_prefill", {"decode": inline}, alone)
@@ -327,7 +348,7 @@ def place(prefill: Offer | None, decodes: Sequence[Offer], *, apart: bool = Fals
         costs["prefill"] = prefill.prompt_cost + prefill.decode_cost() + prefill.memory_cost(answer)
     least = min(costs.values())
     if least == costs["handover"]:
-        return handover(prefill, to.row, costs, alone)
+        return handover(prefill, to.row, costs, alone, to.arrives)
     if least == inline:
         return _inline("decode", best, _reason(best), costs, alone)
     return _inline("prefill", prefill, "no_handover", costs, alone)

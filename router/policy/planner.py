@@ -126,7 +126,10 @@ def _first(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | 
     decode, _ = rows[0]
     offer = _offer(request, fleet, prefixes, fleet.workers[decode].status.gap_target_seconds)
     if fleet.settings.overflow:
-        offers = [placement.offer(fleet, request, row, cached, prefixes.source(row)) for row, cached in rows]
+        offers = [
+            placement.offer(fleet, request, row, cached, prefixes.source(row), prefill=offer)
+            for row, cached in rows
+        ]
         draft = placement.place(offer, offers, apart=fleet.apart)
     elif offer is not None:
         draft = placement.handover(offer, decode)

@@ -353,6 +353,45 @@ def test_an_offer_counts_what_another_worker_has_if_it_comes_sooner() -> None:
     assert placed(fleet, request, asker.row, 500, source).tokens == 1500
 
 
+def test_kv_that_comes_later_than_the_first_token_costs_a_handover_as_much() -> None:
+    prefill, decode = offer(row=1, model=FIXED, rate=1000.0), offer(model=FIXED, rate=1000.0)
+    hidden = place(prefill, [replace(decode, arrives=prefill.first)])
+    late = place(prefill, [replace(decode, arrives=prefill.first + 0.5)])
+    assert hidden.costs == place(prefill, [decode]).costs
+    assert late.costs["handover"] - hidden.costs["handover"] == pytest.approx(0.5)
+    assert {**late.costs, "handover": 0} == {**hidden.costs, "handover": 0}, "one worker needs no link"
+    assert (hidden.place, late.place) == ("handover", "decode")
+    near = replace(decode, row=2, arrives=prefill.first)
+    assert place(prefill, [replace(decode, arrives=prefill.first + 0.5), near]).decode == 2
+    assert place(prefill, [near]).arrives == prefill.first, "the link is taken until then"
+
+
+def test_kv_comes_behind_what_is_under_way_while_the_prompt_is_computed() -> None:
+    loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000)
+    a, b = (seen(loads, name, prefill_tokens_per_s=20_000.0) for name in ("a:1", "b:1"))
+    a.description.kv_token_bytes, a.description.incarnation = 1000, 7
+    fleet = fleet_of(loads, [a, b])
+    prefill = placed(fleet, request, a.row, 0)
+    prefill.first = prefill.within + 2.0  # other prompts come before it
+
+    def arrives(cached: int = 0) -> float:
+        return placed(fleet, request, b.row, cached, prefill=prefill).arrives
+
+    assert arrives() == 0, "the link was not measured lately"
+    fleet.links.reported(b.row, [pb.KvLink(incarnation=7, bytes_per_s=1e6)], 0.0)
+    assert arrives() == pytest.approx(2.0 + 2.0)
+    assert arrives(cached=1500) == pytest.approx(2.0 + 0.5), "only what it lacks"
+    assert placed(fleet, request, a.row, 0, prefill=prefill).arrives == 0, "no link"
+    fleet.links.planned(b.row, 7, 3.0)
+    assert arrives() == pytest.approx(3.0 + 2.0), "behind what this router planned"
+    fleet.links.reported(b.row, [pb.KvLink(incarnation=7, bytes_per_s=1e6, bytes_waiting=5_000_000)], 0.0)
+    assert arrives() == pytest.approx(5.0 + 2.0), "behind what another router sent"
+    fleet.links.reported(b.row, [], 0.0)
+    assert arrives() == 0
+    fleet.links.planned(b.row, 7, 9.0)
+    fleet.links.leave(b.row)
+
+
 def test_moving_an_adapter_delays_the_request_and_all_decodes_there() -> None:
     there, away = offer(model=FIXED, decodes=2), offer(model=FIXED, decodes=2, adapter=0.05)
     assert away.first - there.first == away.within - there.within == pytest.approx(0.05)

@@ -16,6 +16,7 @@ from baton.simulator.placement_outcome import PlacementOutcome, Quantiles
 from baton.simulator.router import Router
 from baton.simulator.steps import H200_8B, step_seconds
 from baton.simulator.trace import Load, Session, Turn
+from baton.steps.quantiles import percentile
 
 MEASURED = {
     Load(2000, 150, 12): (179, 16.0),
@@ -129,6 +130,21 @@ def test_light_loads_are_handed_over_and_short_prompts_are_not():
     assert outcome(Load(2000, 150, 12), "policy").places["handover"] > 200
     places = outcome(Load(200, 20, 80), "policy").places
     assert places["handover"] < 0.4 * places.total()
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("load", [Load(2000, 150, 6), Load(8000, 200, 1.5)], ids=str)
+def test_a_full_link_makes_no_token_later_than_one_worker_alone(load: Load) -> None:
+    """The link carries half of the KV. Handed over all the same, second tokens come minutes late."""
+    alone = simulate(replace(load, rate=2 * load.rate), "policy", requests=300, workers=1, prefills=0)
+    machine = replace(H200_8B, link=load.prompt * load.rate / 2)
+    full = simulate(load, "policy", requests=300, machine=machine)
+    for tokens in (lambda x: x.ttft, lambda x: x.first_gaps):  # first and second ones
+        assert statistics.mean(tokens(full)) <= 1.15 * statistics.mean(tokens(alone))
+        assert percentile(tokens(full), 0.99) <= 1.15 * percentile(tokens(alone), 0.99)
+    wide = simulate(load, "policy", requests=300, machine=replace(machine, link=40 * machine.link))
+    assert wide.places["handover"] > 0.5 * len(wide.answers)
+    assert wide.quantiles().first_gap_p99 < 0.025
 
 
 def test_idle_workers_report_no_more_until_a_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:
