@@ -7,6 +7,7 @@ process makes the engine's request of them.
 import math
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from google.protobuf.message import Message
@@ -88,10 +89,17 @@ def _reasoning(sampling: pb.SamplingParams) -> Reasoning | None:
 def _same_names(sent: Message, kind: type, but: Sequence[str] | dict[str, Any] = ()) -> dict[str, Any]:
     """Reads the fields that a dataclass has under the same names. One with the default None is optional."""
     values: dict[str, Any] = {}
-    for name, default in [(field.name, field.default) for field in fields(kind) if field.name not in but]:
+    for name, default in _defaults(kind):
+        if name in but:
+            continue
         value = getattr(sent, name)
         if default is None:
             values[name] = value if sent.HasField(name) else None
         else:
             values[name] = tuple(value) if default == () else value
     return values
+
+
+@cache
+def _defaults(kind: type) -> list[tuple[str, Any]]:
+    return [(field.name, field.default) for field in fields(kind)]

@@ -7,7 +7,8 @@ from baton.kv_names import Tier
 
 @dataclass(slots=True)
 class RequestCounts:
-    """Of all attempts, also of those that have ended."""
+    """Of all attempts, also of those that have ended. Metrics have all of them. A worker reports those that
+    `WorkerStatus` has under the same names."""
 
     computed_prompt_tokens: int = 0
     """Of prompts that this worker prefilled."""

@@ -1,12 +1,13 @@
 """Sampling parameters and stop conditions of a request: names, meanings, defaults and bounds. Those of vLLM.
 
-`SamplingParams` in proto/worker.proto has the same fields. Routers check bodies of clients by these bounds.
-`worker.requests` makes this class of that message, which does all checks."""
+This class says all of them once. `SamplingParams` in proto/worker.proto, the form on the wire, has its fields
+without defaults and bounds. A body of a client (`router.api.sampling`) has null, texts and other APIs' names
+beside these. Router and worker copy equal names (`router.preparation.jobs`, `worker.requests`)."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (the limit of OpenAI's API)."""
@@ -28,8 +29,7 @@ class Bounds(NamedTuple):
     above: bool = False
     """It must be more than `least`."""
 
-    def __contains__(self, value: object) -> bool:
-        assert isinstance(value, int | float)
+    def __contains__(self, value: Any) -> bool:
         return self.least <= value <= self.most and not (self.above and value == self.least)
 
     def __str__(self) -> str:
@@ -37,22 +37,6 @@ class Bounds(NamedTuple):
             return f"at least {self.least:g}"
         least = "above {:g} and at most" if self.above else "between {:g} and"
         return f"{least.format(self.least)} {self.most:.10g}"
-
-
-BOUNDS: Mapping[str, Bounds] = {
-    "temperature": Bounds(0, LARGEST),
-    "top_k": Bounds(0, (1 << 31) - 1),
-    "top_p": Bounds(0, 1, above=True),
-    "min_p": Bounds(0, 1),
-    "repetition_penalty": Bounds(1 / LARGEST, LARGEST),
-    "presence_penalty": Bounds(-2, 2),
-    "frequency_penalty": Bounds(-2, 2),
-    "max_tokens": Bounds(1),
-    "min_tokens": Bounds(0),
-    "logprobs": Bounds(0, MAX_LOGPROBS),
-    "prompt_logprobs": Bounds(0, MAX_LOGPROBS),
-}
-"""Of the fields of `SamplingParams` that are numbers. None is in bounds, where a field may have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +88,24 @@ class SamplingParams:
     which arrive as `EngineRequest.output_ids`, count, too.
     """
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Bounds(0, LARGEST)] = 1.0
     """0: greedy. The highest logit wins, and top_k, top_p and min_p have no effect."""
-    top_k: int = 0
+    top_k: Annotated[int, Bounds(0, (1 << 31) - 1)] = 0
     """Sample from the k most likely tokens only. 0: from all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Bounds(0, 1, above=True)] = 1.0
     """Sample from the smallest set of most likely tokens that reaches this probability, after top_k."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Bounds(0, 1)] = 0.0
     """Sample only tokens that are at least min_p times as likely as the most likely token."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Bounds(1 / LARGEST, LARGEST)] = 1.0
     """For tokens in prompt or output: divides a positive logit, multiplies a negative one (CTRL, 2019)."""
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, Bounds(-2, 2)] = 0.0
     """Subtracted from the logit of each token in the output."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, Bounds(-2, 2)] = 0.0
     """Subtracted from a token's logit once for each time that the token is in the output."""
     seed: int = 0
     """Seed and position alone determine a token's random number; the rest of the batch does not matter."""
-    max_tokens: int = 16
-    min_tokens: int = 0
+    max_tokens: Annotated[int, Bounds(1)] = 16
+    min_tokens: Annotated[int, Bounds(0)] = 0
     """EOS and stop tokens are barred until this many tokens are generated."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -131,11 +115,11 @@ class SamplingParams:
     """The only tokens that may be generated. Empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that must not be in the output."""
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, Bounds(0, MAX_LOGPROBS)] = None
     """How many most likely alternatives to return with each token's log probability. None: return neither."""
     logprob_token_ids: tuple[int, ...] = ()
     """With `logprobs`: the alternatives to return, in place of the most likely ones. Empty: those."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int | None, Bounds(0, MAX_LOGPROBS)] = None
     """How many alternatives to return for the tokens of the prompt. None: return neither."""
     structured_output: StructuredOutput | None = None
     """Structure of the output. The output ends with EOS where the structure is complete, even below
@@ -156,13 +140,13 @@ class SamplingParams:
         return self.structured_output is not None or budget or limited
 
     def __post_init__(self) -> None:
-        def require(name: str, holds: bool, bound: str) -> None:
+        def require(name: str, holds: bool, bound: object) -> None:
             if not holds:
                 raise ValueError(f"{name} must be {bound}, not {getattr(self, name)!r}")
 
         for name, bounds in BOUNDS.items():
             value = getattr(self, name)
-            require(name, value is None or value in bounds, str(bounds))
+            require(name, value is None or value in bounds, bounds)
         require("min_tokens", self.min_tokens <= self.max_tokens, "at most max_tokens")
         require("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "token ids, which are at least 0")
         require("bad_words", all(self.bad_words), "sequences of at least one token")
@@ -181,3 +165,11 @@ class SamplingParams:
         require(
             "logprob_token_ids", len(set(named)) == len(named) <= MAX_NAMED, f"at most {MAX_NAMED}, each once"
         )
+
+
+BOUNDS: Mapping[str, Bounds] = {
+    name: bounds
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+    for bounds in getattr(hint, "__metadata__", ())
+}
+"""Of the fields of `SamplingParams` that are numbers. None is in bounds, where a field may have it."""

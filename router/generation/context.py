@@ -11,6 +11,8 @@ from baton.system.tracing import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
+    """Has what attempts use of `Services` and of the request, so that they know no body, text or HTTP."""
+
     pool: WorkerPool
     parked: Parked
     metrics: Metrics

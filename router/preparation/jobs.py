@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import xxhash
@@ -10,7 +11,7 @@ import xxhash
 from baton.engine.api.sampling_params import SamplingParams
 from baton.kv_names import prompt_hints, with_adapter
 from baton.router.api.bodies import MAX_CHOICES, CompletionOptions, Options
-from baton.router.api.jobs import RECOMMENDED, Job, SamplingDefaults, Sender, output_room
+from baton.router.api.jobs import Job, SamplingDefaults, Sender, output_room
 from baton.router.api.sampling import TOKEN_ID
 from baton.router.api.structured import Structure
 from baton.router.errors import InvalidRequest
@@ -23,12 +24,13 @@ MAX_PROMPT_LOGPROBS = 4 << 20
 """Of all prompts of a request, with the alternatives. The router keeps some 100 bytes for each."""
 SESSION_CHUNKS = 4
 _SEED_MASK = 2**64 - 1
-_AS_SENT = (
-    *RECOMMENDED, "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
-    "allowed_token_ids", "logprob_token_ids",
-)  # fmt: skip
-"""Fields that workers get under the same name."""
-_DEFAULTS = {name: getattr(SamplingParams(), name) for name in _AS_SENT}
+_MADE = {
+    "seed", "max_tokens", "logit_bias", "bad_words", "logprobs", "prompt_logprobs", "structured_output",
+    "reasoning",
+}  # fmt: skip
+"""Sampling parameters that are not what a body has under their names."""
+_AS_SENT = {each.name: each.default for each in fields(SamplingParams) if each.name not in _MADE}
+"""The others, with their defaults."""
 
 
 def make_jobs(
@@ -125,9 +127,9 @@ def _sampling(body: Options, vocab_size: int, defaults: SamplingDefaults) -> dic
         "logprobs": body.logprobs_wanted,
         "prompt_logprobs": body.prompt_logprobs_wanted,
     }
-    for name in _AS_SENT:
+    for name, default in _AS_SENT.items():
         if (value := getattr(body, name)) is None and (value := getattr(defaults, name)) is None:
-            value = _DEFAULTS[name]
+            value = default
         if value:  # 0, or nothing, is what a message has without the field: to set it takes longer
             chosen[name] = value
     chosen["top_k"] = max(0, chosen.get("top_k", 0))

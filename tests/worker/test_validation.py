@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from baton.engine import EngineRequest, Image, Reasoning, SamplingParams
-from baton.engine.api.sampling_params import BOUNDS
 from baton.kv_names import with_adapter
 from baton.rpc import worker_pb2 as pb
 from baton.vision.images import ImageSettings
@@ -41,7 +40,6 @@ def test_a_message_has_the_sampling_parameters_of_the_engine() -> None:
     kinds = {pb.SamplingParams: SamplingParams, pb.Reasoning: Reasoning}
     for message, kind in kinds.items():
         assert {*message.DESCRIPTOR.fields_by_name} == {field.name for field in fields(kind)}
-    assert BOUNDS.keys() <= {field.name for field in fields(SamplingParams)}
 
 
 def test_images_are_taken_whole_or_refused() -> None:
