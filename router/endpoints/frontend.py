@@ -206,10 +206,9 @@ class Frontend:
             deadline = Deadline(began, min(limit, math.inf if options.timeout is None else options.timeout))
             entry.max_wait = min(entry.max_wait, deadline.seconds)
             async with _until(deadline):
-                question, key = prepared.question, entry.account.key.name
-                answer = Answer(None) if question is None else await self._checker.check(question, key)
-            structure, unenforced = answer
-            jobs: list[Job] = []
+                structure, unenforced = Answer(None)
+                if (question := prepared.question) is not None:
+                    structure, unenforced = await self._checker.check(question, entry.account.key.name)
             sender = Sender(
                 session=session_name(headers, options.session, options.user),
                 priority=entry.among_keys(options.priority),
@@ -218,18 +217,7 @@ class Frontend:
                 adapter=b"" if adapter is None else adapter.fingerprint,
                 pair=None if (sent := headers.get("x-handover")) is None else self._pair(sent),
             )
-            for choice_jobs in make_jobs(
-                prepared,
-                sender,
-                structure,
-                self._reasoning(prepared, structure),
-                context=self.capacity,
-                vocab_size=self._services.tokenizer.vocab_size,
-                content_root=self._services.pool.content_root,
-                defaults=self._services.defaults,
-            ):
-                jobs += choice_jobs
-                await asyncio.sleep(0)  # other tasks run between the prompts, which may be long
+            jobs = await self._jobs(prepared, sender, structure)
         self.metrics.preparation.observe(time.monotonic() - entry.began_at)
         return ActiveRequest(
             self._services,
@@ -254,6 +242,23 @@ class Frontend:
             with about(missing.field):
                 files = await self._media.fetch(entry.account.key.name, missing.urls, entry.receive)
         return await prepare(files)
+
+    async def _jobs(self, prepared: Prepared, sender: Sender, structure: Structure | None) -> list[Job]:
+        """`structure`: what workers enforce. Raises InvalidRequest."""
+        services, jobs = self._services, list[Job]()
+        for choice_jobs in make_jobs(
+            prepared,
+            sender,
+            structure,
+            self._reasoning(prepared, structure),
+            context=self.capacity,
+            vocab_size=services.tokenizer.vocab_size,
+            content_root=services.pool.content_root,
+            defaults=services.defaults,
+        ):
+            jobs += choice_jobs
+            await asyncio.sleep(0)  # other tasks run between the prompts, which may be long
+        return jobs
 
     def _pair(self, sent: str) -> tuple[str, str]:
         """Returns the two workers that a header names. Raises InvalidRequest."""

@@ -199,12 +199,9 @@ class HttpBatches:
             now = timestamp()
             batch = BatchObject(
                 id=new_id("batch"),
-                endpoint=body.endpoint,
-                input_file_id=body.input_file_id,
                 created_at=now,
                 expires_at=now + WINDOW_SECONDS,
-                metadata=body.metadata,
-                output_expires_after=body.model_dump()["output_expires_after"],
+                **body.model_dump(),
             )
             await self._batches.create(owner, batch)
         return _json(batch)
