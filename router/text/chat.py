@@ -153,7 +153,8 @@ class ChatTemplate:
         }
         about_tools = tools or any("tool_calls" in m or m["role"] == "tool" for m in messages)
         template = self._with_tools if about_tools else self._template
-        variables = {"documents": None, **self._tokens, **(settings or {}), **variables}
+        # A client sets no special token: `messages` say what has which role.
+        variables = {"documents": None, **(settings or {}), **self._tokens, **variables}
         try:
             text = _rendered(template, variables)
         except ChatTemplateError:

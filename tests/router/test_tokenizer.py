@@ -207,7 +207,8 @@ def test_a_tokenizer_from_elsewhere(directory: Path, tmp_path: Path, tokenizer: 
 
 @pytest.mark.all
 def test_a_template_gets_the_variables_that_transformers_gives(small_directory: Path, tmp_path: Path):
-    """Named tokens of either file, those that a model names itself, and `documents`."""
+    """Named tokens of either file, those that a model names itself, and `documents`. A client sets no token,
+    other than there: `test_tools` shows it."""
     import transformers
 
     model = shutil.copytree(small_directory, tmp_path / "model")
@@ -227,7 +228,7 @@ def test_a_template_gets_the_variables_that_transformers_gives(small_directory: 
         assert ours.render(MESSAGES[0]) == theirs.apply_chat_template(
             MESSAGES[0], tokenize=False, add_generation_prompt=True
         )
-        given = {"documents": [{"title": "t", "text": "x"}], "bos_token": "given"}
+        given = {"documents": [{"title": "t", "text": "x"}]}
         assert ours.render(MESSAGES[0], settings=given) == theirs.apply_chat_template(
             MESSAGES[0], tokenize=False, add_generation_prompt=True, **given
         )
