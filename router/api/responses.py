@@ -127,14 +127,19 @@ class AssistantMessage(ResponseModel):
     """The call, if the request has `functions`."""
 
 
-class ChatChoice(ResponseModel):
+class Choice(ResponseModel):
+    """What choices of chats and completions share."""
+
     index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinishReason
     stop_reason: str | int | None
     matched_stop: str | int | None
     token_ids: list[int] | None = None
+
+
+class ChatChoice(Choice):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
 
 
 class Timing(ResponseModel):
@@ -165,14 +170,10 @@ class ChatResponse(Completion):
     prompt_logprobs: PromptLogprobs | None
 
 
-class CompletionChoice(ResponseModel):
-    index: int
+class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
-    stop_reason: str | int | None
-    matched_stop: str | int | None
-    token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None
 
