@@ -66,7 +66,6 @@ class VLLMRoles(Handler):
         self.adapters = vllm.adapters
         self._tasks = set[asyncio.Task[None]]()  # that no request has
         self._vllm = vllm
-        self._tell = tell
         self._host = host
         described = ready.description
         self._engine = engine = VLLMEngine(
