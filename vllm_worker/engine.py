@@ -18,6 +18,7 @@ prompt. Two workers that both hold prefills for the other may both have no room:
 
 import asyncio
 import math
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
@@ -28,11 +29,14 @@ from typing import Any, ClassVar, Protocol
 
 from baton.engine import EngineConfig, EngineRequest, Logprobs, Output, PromptLogprobs
 from baton.kv_names import CHUNK_TOKENS, extend_names, salted
+from baton.kv_transfer import TransferDeadlines
+from baton.kv_transfer.protocol.shared import Tombstones
 from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Pool
 from baton.vllm_worker.metadata import REJECTED
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
+from baton.worker.engine_process.attempt import UNREAD
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.engine_attempt import EngineAttempt
 from baton.worker.engine_process.engine_protocol import Exchange
@@ -185,6 +189,7 @@ class VLLMEngine:
         self._host = host
         self._needed = NeededBlocks(pool)
         self._named: tuple[EngineRequest | None, list[bytes]] = None, []  # the last request
+        self._handovers = Tombstones[bool](TransferDeadlines().tombstone)  # that vLLM has had
         self._moved = asyncio.Event()  # a request has a token, or has ended
 
     @property
@@ -347,6 +352,9 @@ class VLLMEngine:
                 self._moved.clear()
                 await self._moved.wait()
             assert live.submission is not None, "it is this task"
+            self._handovers.expire(time.monotonic())
+            if live.handover and self._handovers.get(request.id):  # the connector may still have the first
+                raise ValueError(UNREAD["reused"][1])
             live.submission.submitted = True
             self._computes()
             async with aclosing(self.vllm.generate(request, fields, priority)) as outputs:
@@ -366,6 +374,8 @@ class VLLMEngine:
         """vLLM has the request no more."""
         if live.submission is submission:
             live.submission = None
+        if submission.submitted and live.handover:
+            self._handovers.bury(live.request.id, True, time.monotonic())
         live.answered()
         submission.attempt.leases.end(submission)
         self._computes()

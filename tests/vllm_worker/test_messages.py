@@ -162,6 +162,20 @@ async def test_an_id_is_used_again(state: Callable[[Worker, bytes], Awaitable[No
     assert worker.idle
 
 
+@pytest.mark.parametrize("state", [computing, ended])
+async def test_no_prefill_has_the_id_of_another(state: Callable[[Worker, bytes], Awaitable[None]]) -> None:
+    """The connector may not know yet that the first one has ended, and offers one for each id."""
+    worker, attempt_id = Worker(), new_id()
+    await state(worker, attempt_id)
+    worker.handle(cancel(STREAM, attempt_id))
+    await worker.settle()
+    worker.fields.clear()
+    await computing(worker, attempt_id)
+    assert not worker.fields, "vLLM does not get it"
+    assert worker.failures() == [pb.FAILURE_CODE_INVALID]
+    assert worker.idle
+
+
 REASONS = "acked", "cancelled", "deadline", "finished", "gone", "reused"
 ENDS = None, None, "length", "stop"
 
