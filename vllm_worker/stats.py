@@ -73,8 +73,8 @@ def _encoder(encoded: Encoded) -> EncoderStats:
         encoded.tokens,
         encoded.seconds,
         hits=0,
-        waiting=0,
+        images_waiting=0,
         kept_bytes=0,
-        token_seconds=encoded.token_seconds,
-        queue_seconds=0.0,
+        encode_token_seconds=encoded.token_seconds,
+        encode_queue_seconds=0.0,
     )

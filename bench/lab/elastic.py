@@ -95,7 +95,7 @@ def engine_of(case: Workload, path: Path, room: int, **config: Any) -> Engine:
 def held_by_split(budget: Budget, load: Load, block_size: int) -> int:
     """Requests of a load that a pool would hold if its memory were split for that load."""
     stats, blocks = budget.stats, -(-(load.prompt + load.answer) // block_size)
-    total_bytes = stats.kv_bytes + stats.state_bytes + stats.free_bytes
+    total_bytes = stats.kv_memory_bytes + stats.state_memory_bytes + stats.free_bytes
     each = budget.place_bytes(Kind.SLOTS) + blocks * budget.place_bytes(Kind.BLOCKS)
     return min(load.requests, int(total_bytes / each))
 
@@ -147,7 +147,7 @@ def moves(engine: Engine, budget: Budget) -> list[float]:
     seconds: list[float] = []
     for _ in range(MIN_PAIRS):
         stats = budget.stats
-        most = min(GB, (stats.state_bytes + stats.free_bytes) // 2)
+        most = min(GB, (stats.state_memory_bytes + stats.free_bytes) // 2)
         blocks = pool.free + min(int(most / budget.place_bytes(Kind.BLOCKS)), budget.more_blocks)
         for wants in (Amounts(blocks), Amounts(slots=len(states.units.all_places))):
             while wants.slots and not budget.has_room(wants):

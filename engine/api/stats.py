@@ -70,11 +70,11 @@ class SpeculationStats:
 class MemoryStats:
     """Bytes of one rank that blocks of KV share with states, or with window blocks."""
 
-    kv_bytes: int
+    kv_memory_bytes: int
     """Of blocks that have memory, used or not."""
-    state_bytes: int
+    state_memory_bytes: int
     """The same of states of requests and their copies."""
-    window_bytes: int
+    window_memory_bytes: int
     """The same of window blocks."""
     free_bytes: int
     moved_bytes: int
@@ -87,21 +87,20 @@ class MemoryStats:
 class EncoderStats:
     """What an encoder has done since its start, and what it has to do now."""
 
-    images: int
-    """That were encoded."""
+    images_encoded: int
     tokens: int
     """Of these images."""
     seconds: float
     """In which they were encoded. The rest of the time the encoder had none."""
     hits: int
     """Images that were kept, or being encoded, when they were asked for."""
-    waiting: int
+    images_waiting: int
     """Images that are asked for now, and not encoded."""
     kept_bytes: int
     """Of embeddings."""
-    token_seconds: float
+    encode_token_seconds: float
     """For each token of an image. 0: not known."""
-    queue_seconds: float
+    encode_queue_seconds: float
     """In which the waiting images are encoded, if nothing decodes here."""
 
 
@@ -137,7 +136,7 @@ class StepStats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats(StepStats):
     """The state of an engine at one moment, and averages over its recent steps. A worker reports the fields
-    that `WorkerStatus` in proto/worker.proto has under the same names."""
+    that `WorkerStatus` in proto/worker.proto has under the same names, as of `memory` and `encoder`."""
 
     requests_running: int
     requests_decoding: int

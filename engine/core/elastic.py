@@ -160,9 +160,9 @@ class Budget:
         if self._copies is not None:
             pages[Kind.SLOTS] += self._copies.units.present * self.pages.slots
         return MemoryStats(
-            kv_bytes=pages[Kind.BLOCKS] * self._page_bytes,
-            state_bytes=pages[Kind.SLOTS] * self._page_bytes,
-            window_bytes=pages[Kind.WINDOWS] * self._page_bytes,
+            kv_memory_bytes=pages[Kind.BLOCKS] * self._page_bytes,
+            state_memory_bytes=pages[Kind.SLOTS] * self._page_bytes,
+            window_memory_bytes=pages[Kind.WINDOWS] * self._page_bytes,
             free_bytes=self.free_pages * self._page_bytes,
             moved_bytes=self._moved_pages * self._page_bytes,
             moving_seconds=self._seconds,

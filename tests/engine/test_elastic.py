@@ -389,7 +389,7 @@ def batch(first: int, count: int, tokens: int) -> list[EngineRequest]:
 def fitting(budget: Budget, blocks: int) -> int:
     """Requests with so many blocks and a slot that would fit a pool which is split for them."""
     stats = budget.stats
-    whole = stats.kv_bytes + stats.state_bytes + stats.free_bytes
+    whole = stats.kv_memory_bytes + stats.state_memory_bytes + stats.free_bytes
     each = budget.place_bytes(Kind.BLOCKS) * blocks + budget.place_bytes(Kind.SLOTS)
     return int(whole / each)
 

@@ -119,7 +119,8 @@ def test_tokens_equal_transformers(seeing: tuple[Path, Any], budget: int) -> Non
     assert found[3] == tokens_of(load(path, num_blocks=64), [text])[0]
     stats = engine.stats().encoder
     assert stats is not None
-    assert (stats.images, stats.hits, stats.waiting) == (3, 3, 0)  # of six images, three are repeated
+    # Of six images, three are repeated.
+    assert (stats.images_encoded, stats.hits, stats.images_waiting) == (3, 3, 0)
     assert stats.tokens == sum(rows * columns for rows, columns in SIZES) // 8**2
     assert stats.seconds > 0
     engine.close()

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from baton.engine import EngineStats, ExpertStats, OffloadStats
+from baton.engine import EncoderStats, EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
 from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
 from baton.rpc import worker_pb2 as pb
@@ -22,6 +22,9 @@ def engine_status(number: int, experts: list[int], **now: Any) -> EngineStatus:
         preemptions=number, prefix_cache_queries=number, prefix_cache_hits=number, prefill_position=0.0,
         experts=ExpertStats(experts, imbalance=1.5, used=2.0),
         offload=(OffloadStats(Tier.HOST, 8, 1, 5.0, number, number, number, number, number),),
+        speculation=SpeculationStats(number, number, number),
+        memory=MemoryStats(1, 2, 3, 4, number, number),
+        encoder=EncoderStats(number, number, number, number, 5, 6, 0.1, 0.2),
     )  # fmt: skip
     counts = RequestCounts(
         number, number, number, number, number, number, number, [number] * len(Tier),
@@ -57,6 +60,9 @@ def test_routers_are_told_what_each_process_knows() -> None:
     assert counts == (10, 10, 10, 10)
     assert (status.prefix_fetched_tokens, status.store_fetched_tokens) == (10 * len(Tier), 10)
     assert (status.host_tokens_per_s, status.host_loaded_tokens, status.disk_loaded_tokens) == (5.0, 10, 0)
+    memory = status.kv_memory_bytes, status.state_memory_bytes, status.window_memory_bytes
+    assert (memory, status.images_encoded, status.images_waiting) == ((1, 2, 3), 10, 5)
+    assert (status.encode_token_seconds, status.encode_queue_seconds) == (0.1, 0.2)
     assert (status.idle, status.store, status.store_tokens_per_s) == (True, "open", 3.0)
     assert (status.kv_transfers, status.kv_bytes, status.kv_sent) == (3, 5, {"a": 5})
     assert [*status.kv_links] == [pb.KvLink(incarnation=9, bytes_per_s=2.5, bytes_waiting=5)]

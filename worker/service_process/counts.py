@@ -26,7 +26,7 @@ _COUNTS: Mapping[type, Sequence[str]] = {
     OffloadStats: ("saved", "loaded_tokens", "dropped", "failed", "damaged"),
     SpeculationStats: ("steps", "drafts", "accepted"),
     MemoryStats: ("moved_bytes", "moving_seconds"),
-    EncoderStats: ("images", "tokens", "seconds", "hits"),
+    EncoderStats: ("images_encoded", "tokens", "seconds", "hits"),
     RequestCounts: tuple(RequestCounts.__dataclass_fields__),
     StoreStats: ("written", "refused", "missed"),
     TransferStats: (

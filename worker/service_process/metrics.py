@@ -279,9 +279,9 @@ class Metrics(Collector):
 
     def _of_memory(self, stats: MemoryStats) -> Iterator[Metric]:
         shares = {
-            "kv": stats.kv_bytes,
-            "states": stats.state_bytes,
-            "windows": stats.window_bytes,
+            "kv": stats.kv_memory_bytes,
+            "states": stats.state_memory_bytes,
+            "windows": stats.window_memory_bytes,
             "free": stats.free_bytes,
         }
         text = "Memory of a device that KV shares with states or window blocks, by what has it."
@@ -294,8 +294,8 @@ class Metrics(Collector):
     def _of_encoder(self, stats: EncoderStats) -> Iterator[Metric]:
         gauge, counter = self._gauge, self._counter
         text = "Images that prompts wait for, and that are not encoded."
-        yield gauge("baton:images_waiting", text, stats.waiting)
-        yield counter("baton:images_encoded", "Images that were encoded.", stats.images)
+        yield gauge("baton:images_waiting", text, stats.images_waiting)
+        yield counter("baton:images_encoded", "Images that were encoded.", stats.images_encoded)
         yield counter("baton:image_tokens_encoded", "Their tokens.", stats.tokens)
         yield counter("baton:encode_seconds", "Time in which images were encoded.", stats.seconds)
         text = "Images that were not encoded, since their embeddings were kept."

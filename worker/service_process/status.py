@@ -1,5 +1,6 @@
 """What the processes of a worker report, as routers read it."""
 
+from functools import cache
 from typing import Any
 
 from google.protobuf.message import Message
@@ -12,8 +13,13 @@ from baton.worker.messages import EngineStatus
 
 
 def same_names(message: type[Message], value: object) -> dict[str, Any]:
-    """The fields of a message that `value` has under the same names."""
-    return {name: getattr(value, name) for name in message.DESCRIPTOR.fields_by_name if hasattr(value, name)}
+    """The fields of a message that `value` has under the same names: a dataclass with slots, or None."""
+    return {name: getattr(value, name) for name in _shared(message, type(value))}
+
+
+@cache
+def _shared(message: type[Message], kind: type) -> list[str]:
+    return [name for name in message.DESCRIPTOR.fields_by_name if hasattr(kind, name)]
 
 
 def reported_step_model(stats: EngineStats) -> pb.StepModel | None:
@@ -52,14 +58,9 @@ def reported(engine: EngineStatus, transfer: TransferStats) -> pb.WorkerStatus:
         draft_tokens=drafts.drafts if drafts else 0,
         accepted_draft_tokens=drafts.accepted if drafts else 0,
         step_model=reported_step_model(stats),
-        kv_memory_bytes=stats.memory.kv_bytes if stats.memory else 0,
-        state_memory_bytes=stats.memory.state_bytes if stats.memory else 0,
-        window_memory_bytes=stats.memory.window_bytes if stats.memory else 0,
-        images_waiting=stats.encoder.waiting if stats.encoder else 0,
-        images_encoded=stats.encoder.images if stats.encoder else 0,
-        encode_token_seconds=stats.encoder.token_seconds if stats.encoder else 0.0,
-        encode_queue_seconds=stats.encoder.queue_seconds if stats.encoder else 0.0,
         **same_names(pb.WorkerStatus, stats),
+        **same_names(pb.WorkerStatus, stats.memory),
+        **same_names(pb.WorkerStatus, stats.encoder),
         **same_names(pb.WorkerStatus, engine.counts),
     )
     status.MergeFrom(engine.told)
