@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-FORGETS = 1.0
-"""Busy seconds after which what came before counts half."""
-ENOUGH = 16 << 20
-"""Bytes that say something. A few small frames wait for processes more than for the link."""
+WINDOW = 256 << 20, 0.5
+"""Bytes, or seconds in which frames came, after which a new window begins. A rate is that of the last two, so
+what came before is forgotten, however fast it was."""
+ENOUGH = 16 << 20, 0.25
+"""The same, that say something. A few small frames wait for processes more than for the link."""
 RECENT = 60.0
 """Seconds for which a rate counts. A link that plans avoid is measured again after that."""
 MOST = 64
@@ -14,9 +15,17 @@ MOST = 64
 
 @dataclass(slots=True)
 class _Link:
-    bytes: float = 0.0
-    seconds: float = 0.0  # in which frames came
+    bytes: int = 0
+    seconds: float = 0.0
+    bytes_before: int = 0  # in the window before
+    seconds_before: float = 0.0
     ended: float = 0.0  # the last frame
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s. 0: not known."""
+        size, seconds = self.bytes + self.bytes_before, self.seconds + self.seconds_before
+        return size / seconds if seconds > 0 and (size >= ENOUGH[0] or seconds >= ENOUGH[1]) else 0.0
 
 
 class LinkRates:
@@ -33,16 +42,14 @@ class LinkRates:
         if peer not in self._links and len(self._links) >= MOST:
             del self._links[min(self._links, key=lambda other: self._links[other].ended)]
         link = self._links.setdefault(peer, _Link())
+        if link.bytes >= WINDOW[0] or link.seconds >= WINDOW[1]:
+            link.bytes_before, link.seconds_before = link.bytes, link.seconds
+            link.bytes, link.seconds = 0, 0.0
         link.bytes += size
         link.seconds += max(0.0, ended - max(began, link.ended))
         link.ended = max(link.ended, ended)
-        if link.seconds > FORGETS:
-            link.bytes, link.seconds = link.bytes / 2, link.seconds / 2
 
     def recent(self, now: float) -> dict[int, float]:
         """Bytes/s of each link that was measured lately."""
-        return {
-            peer: link.bytes / link.seconds
-            for peer, link in self._links.items()
-            if link.bytes >= ENOUGH and link.seconds > 0 and now < link.ended + RECENT
-        }
+        links = self._links.items()
+        return {peer: link.rate for peer, link in links if link.rate and now < link.ended + RECENT}

@@ -80,7 +80,7 @@ def test_the_receiver_tells_what_the_link_carries_and_what_is_under_way(
     pair = make_pair(settings, settings)
     transferred(pair, 100)
     assert pair.decode.stats().links == {}, "few bytes say nothing"
-    transferred(pair, link_rates.ENOUGH // pair.decode.layout.bytes_per_token)
+    transferred(pair, link_rates.ENOUGH[0] // pair.decode.layout.bytes_per_token)
     [(peer, (rate, waiting))] = pair.decode.stats().links.items()
     assert (peer, waiting) == (pair.prefill.incarnation, 0)
     assert 0 < rate < math.inf

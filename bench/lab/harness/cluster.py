@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from baton.bench.lab.driver import Option, Run, gpus_or_exit
 from baton.bench.lab.harness import processes
+from baton.bench.lab.harness.hosts import Host
 from baton.bench.lab.harness.workers import Driver, metric
 from baton.bench.lab.shapes import DENSE, write_shape
 from baton.cluster.gpus import visible_gpus
@@ -59,8 +60,10 @@ class Worker:
         index: int,
         flags: Sequence[str],
         cpus: Collection[int] = (),
+        host: Host | None = None,
     ) -> None:
-        """`cpus`: that its processes may use; empty: those of this one."""
+        """`cpus`: that its processes may use; empty: those of this one. `host`: where it runs; None: on this
+        machine's network."""
         self.role, self.index = role, index
         self.name = f"{role} {index}"
         self.log = cluster.directory / f"{role}-{index}.log"
@@ -68,8 +71,8 @@ class Worker:
         self.exits: list[int] = []
         self.ready = False
         self._cluster = cluster
-        self.flags = flags
-        self._cpus = cpus
+        self.flags = flags if host is None else (*flags, "--host", host.address)
+        self._cpus, self._host = cpus, host
         self._popen: subprocess.Popen[bytes] | None = None
         self._stopping = False
         # A process dies with the thread that started it, so one thread starts all of them.
@@ -134,6 +137,8 @@ class Worker:
     def _supervise(self) -> None:
         if self._cpus:
             os.sched_setaffinity(0, self._cpus)  # of this thread; what it starts has the same
+        if self._host is not None:
+            self._host.enter()
         while not self._stopping:
             self._live()
 
@@ -175,6 +180,7 @@ class LocalCluster:
         router_flags: Sequence[str] = (),
         devices: Sequence[str] = (),
         cpus: Sequence[Collection[int]] = (),
+        hosts: Sequence[Host] = (),
         secret: str = "",
     ) -> None:
         """Makes no process yet.
@@ -184,6 +190,7 @@ class LocalCluster:
             router: False: the workers alone.
             devices: of the prefill workers, then of the decode workers; empty: what `--device` says.
             cpus: that each may use, in the same order; empty: those of this process.
+            hosts: where each runs, in the same order; empty: on this machine's network, as the router.
             secret: of the cluster; empty: a new one.
         """
         self.directory = directory
@@ -197,7 +204,7 @@ class LocalCluster:
             "decode": [*worker_flags, *pooled, *decode_flags],
         }
         self._has_router, self._router_flags = router, tuple(router_flags)
-        self._devices, self._cpus = devices, cpus
+        self._devices, self._cpus, self._hosts = devices, cpus, hosts
         self._routers: list[Worker] = []  # one, or none
         self._file = directory / "workers"
         self._news = threading.Condition()
@@ -224,8 +231,9 @@ class LocalCluster:
             named = [(role, i) for role, count in self._counts.items() for i in range(count)]
             device_flags = [("--device", device) for device in self._devices] or [()] * len(named)
             cpus = self._cpus or [()] * len(named)
-            for (role, i), device, allowed in zip(named, device_flags, cpus, strict=True):
-                self.workers.append(Worker(self, role, i, (*self._flags[role], *device), allowed))
+            hosts = self._hosts or [None] * len(named)
+            for (role, i), device, allowed, host in zip(named, device_flags, cpus, hosts, strict=True):
+                self.workers.append(Worker(self, role, i, (*self._flags[role], *device), allowed, host))
             if self._has_router:
                 port = str(free_port())  # the same for all of its lives
                 # With a model name the router can start while all workers are down.

@@ -1,0 +1,118 @@
+"""Hosts on one machine: network namespaces with addresses and rates of their own. Needs root, `ip` and `tc`.
+
+    this machine ───┐
+    host 0 ── veth ─┤ bridge, in a namespace of its own
+    host 1 ── veth ─┘
+
+A host has one link to the bridge, with a token bucket (TBF) for each direction.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import random
+import shutil
+import subprocess
+from typing import Self
+
+CLONE_NEWNET = 0x40000000  # linux/sched.h; the os module has it from Python 3.12 on
+
+
+class NoHosts(Exception):
+    """This machine cannot make hosts. The text says what it lacks. A command prints it and ends with 2."""
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoHosts(f"`{' '.join(command)}` fails: {done.stderr.strip()}")
+
+
+class Host:
+    """One of `Hosts`."""
+
+    def __init__(self, network: "Hosts", number: int) -> None:
+        self.address = f"{network.prefix}.{number + 1}"
+        self._space, self._port, self._bridge = f"{network.name}h{number}", f"h{number}", network.name
+        network.link(self._port, self._space, "eth0", self.address)
+
+    def enter(self) -> None:
+        """Moves the calling thread, and the processes that it starts from now on, to this host. Other threads
+        stay where they are."""
+        with open(f"/run/netns/{self._space}") as space:
+            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"setns({self._space})")
+
+    def limit(self, *, sends: float = 0.0, receives: float = 0.0) -> None:
+        """Bytes/s of its link. 0: as many as the machine carries."""
+        for space, device, rate in (
+            (self._space, "eth0", sends), (self._bridge, self._port, receives)
+        ):  # fmt: skip
+            _run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", "pfifo", "limit", "1000")
+            if rate:
+                bucket = max(256 << 10, int(rate / 250))  # what a clock of 250 Hz lets through at once
+                _run(
+                    "tc", "-n", space, "qdisc", "replace", "dev", device, "root", "tbf",
+                    "rate", f"{8 * rate:.0f}bit", "burst", str(bucket), "latency", "50ms",
+                )  # fmt: skip
+
+    def cut(self) -> None:
+        """Nothing passes its link, in either direction, and neither end is told."""
+        _run("ip", "-n", self._bridge, "link", "set", self._port, "nomaster")
+
+    def mend(self) -> None:
+        _run("ip", "-n", self._bridge, "link", "set", self._port, "master", "bridge")
+
+
+class Hosts:
+    """Use as a context manager: entering makes so many hosts, leaving removes them.
+
+    Processes there must have ended by then. Attributes:
+        hosts: as made.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Raises NoHosts."""
+        if os.geteuid():
+            raise NoHosts("hosts on one machine need root: this user may make no network namespaces")
+        if missing := [name for name in ("ip", "tc") if shutil.which(name) is None]:
+            raise NoHosts(f"hosts on one machine need {' and '.join(missing)} (iproute2)")
+        self.name = f"bt{random.getrandbits(32):08x}"
+        # RFC 2544 keeps 198.18.0.0/15 for measurements within a laboratory.
+        self.prefix = f"198.{18 + random.getrandbits(1)}.{random.randrange(256)}"
+        self.hosts: list[Host] = []
+        self._count = count
+        self._spaces = [self.name, *(f"{self.name}h{number}" for number in range(count))]
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as unless_it_is_up:
+            unless_it_is_up.callback(self._remove)
+            for space in self._spaces:
+                _run("ip", "netns", "add", space)
+                _run("ip", "-n", space, "link", "set", "lo", "up")
+            _run("ip", "-n", self.name, "link", "add", "bridge", "up", "type", "bridge")
+            self.link("out", "", self.name, f"{self.prefix}.254")
+            self.hosts = [Host(self, number) for number in range(self._count)]
+            unless_it_is_up.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def link(self, port: str, space: str, device: str, address: str) -> None:
+        """Adds a link from the bridge to a namespace. `space`: empty: that of this machine."""
+        there = functools.partial(_run, "ip", *(["-n", space] if space else []))
+        peer = ["netns", space] if space else ["netns", str(os.getpid())]
+        ours = functools.partial(_run, "ip", "-n", self.name, "link")
+        ours("add", port, "type", "veth", "peer", "name", device, *peer)
+        ours("set", port, "master", "bridge", "up")
+        there("address", "add", f"{address}/24", "dev", device)
+        # A veth carries 64 KiB at once, so a slow link would stand still and then bring a whole frame.
+        there("link", "set", device, "gso_max_size", "16384", "up")
+
+    def _remove(self) -> None:
+        """Links go with their namespaces."""
+        for space in self._spaces:
+            with contextlib.suppress(NoHosts):  # it was not made
+                _run("ip", "netns", "delete", space)
