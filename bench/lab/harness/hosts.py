@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import subprocess
+from collections.abc import Iterator
 from typing import Self
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h; the os module has it from Python 3.12 on
@@ -29,6 +30,11 @@ def _run(*command: str) -> None:
         raise NoHosts(f"`{' '.join(command)}` fails: {done.stderr.strip()}")
 
 
+def _set_network(descriptor: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
 class Host:
     """One of `Hosts`."""
 
@@ -41,8 +47,17 @@ class Host:
         """Moves the calling thread, and the processes that it starts from now on, to this host. Other threads
         stay where they are."""
         with open(f"/run/netns/{self._space}") as space:
-            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"setns({self._space})")
+            _set_network(space.fileno())
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """The calling thread is there meanwhile, and what it starts."""
+        with open("/proc/thread-self/ns/net") as before:
+            self.enter()
+            try:
+                yield
+            finally:
+                _set_network(before.fileno())
 
     def limit(self, *, sends: float = 0.0, receives: float = 0.0) -> None:
         """Bytes/s of its link. 0: as many as the machine carries."""

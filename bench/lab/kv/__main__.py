@@ -10,6 +10,8 @@
                        scatter compete with the sockets for cores; with `--device cuda` the GPU does them
 `….cpu`, `….raw.cpu`   CPU seconds for each GB, of all processes
 
+`kv.link.0.2GBs`       over a link of so many bytes between two network namespaces (`--only link`; needs root)
+
 `kv.nixl.64MiB`        as the first, with --kv-connector nixl, against lanes, if NIXL is installed here
 
 `kv.cuda_ipc.4096MiB`  from pool to pool, read from memory that the sender exports: between two GPUs, or in
@@ -28,7 +30,8 @@ from functools import partial
 
 import torch
 
-from baton.bench.lab.driver import Bench, Option, Run, in_turns
+from baton.bench.lab.driver import EXIT_CANNOT_MEASURE, Bench, Option, Run, in_turns
+from baton.bench.lab.harness.hosts import Hosts, NoHosts
 from baton.bench.lab.kv import exported
 from baton.bench.lab.kv.pair import BLOCK, Pair, Settings
 from baton.bench.lab.kv.raw_sockets import MIB, RawPair
@@ -36,8 +39,9 @@ from baton.bench.report import Row
 from baton.kv_transfer.config import SLOT_BYTES, SLOTS
 from baton.kv_transfer.nixl import memory as nixl
 
-PARTS = ("tcp", "encrypted", "nixl", "exported")
+PARTS = ("tcp", "encrypted", "nixl", "exported", "link")
 SIZES = (64, 256)  # MiB
+LINKS = (0.1, 0.2, 0.4)  # GB/s
 
 
 Way = Pair | RawPair | exported.PlainCopy
@@ -100,14 +104,33 @@ def without_sockets(run: Run, variant: str, settings: Settings) -> None:
             )  # fmt: skip
 
 
+def over_links(run: Run, settings: Settings) -> None:
+    try:
+        network = Hosts(2)
+    except NoHosts as e:
+        print(e, file=sys.stderr)
+        sys.exit(EXIT_CANNOT_MEASURE)
+    with network, network.hosts[1].inside():
+        sender, here = network.hosts
+        with (
+            closing(RawPair(settings.lanes, sender, here.address)) as raw,
+            closing(Pair(replace(settings, sender=sender))) as pair,
+        ):
+            for rate in LINKS:
+                sender.limit(sends=rate * 1e9)
+                compare(run, f"kv.link.{rate}GBs", pair, raw, SIZES[0], 0.95, to_row=f"kv.link.{rate}GBs.raw")
+
+
 def measure(run: Run) -> None:
     args = run.args
     torch.set_num_threads(1)
     run.parameters["block_size"] = BLOCK
     settings = Settings(args.lanes, args.slots, args.slot_bytes, max(SIZES) * MIB)
-    parts = PARTS if args.only is None else (args.only,)
+    parts = PARTS[:-1] if args.only is None else (args.only,)
     if "tcp" in parts:
         lanes(run, settings)
+    if "link" in parts:
+        over_links(run, settings)
     if "encrypted" in parts:
         name = f"kv.tcp.lanes{settings.lanes}.%dMiB.encrypted"
         beside_lanes(run, name, settings, replace(settings, encrypt=True), 0.5)

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 import baton.kv_transfer as kv
+from baton.bench.lab.harness.hosts import Host
 from baton.bench.lab.kv.raw_sockets import MIB, cpu_seconds
 from baton.kv_names.cache_kinds import ATTENTION, CacheArray
 from baton.kv_transfer.spawn import Ready, StatsRequest, decode_from_transfer, encode
@@ -39,6 +40,11 @@ class Settings:
     encrypt: bool = False
     transport: Literal["tcp", "nixl", "nixl_cuda", "shared_memory", "cuda_ipc"] = "tcp"
     """As `TransferStats` names it. With the last three the receiver reads memory of the sender itself."""
+    sender: Host | None = None
+    """Where the prefill worker runs. The caller is on another host."""
+
+    def address_of(self, role: str) -> str:
+        return self.sender.address if self.sender is not None and role == "prefill" else "127.0.0.1"
 
     def device_of(self, role: str) -> str:
         """Each engine has a GPU of its own if there are two."""
@@ -68,6 +74,7 @@ class Side:
             slot_bytes=settings.slot_bytes, lanes=settings.lanes, encrypt=settings.encrypt,
             reader="nixl" if settings.transport in ("nixl", "nixl_cuda") else "",
             reader_device=device if nixl_on_gpus else None,
+            host=settings.address_of(role),
         )  # fmt: skip
         self.process = kv.spawn_transfer(
             config,
@@ -118,6 +125,8 @@ class Side:
 
 def _prefill(control: Connection, settings: Settings) -> None:
     """The prefill engine: opens a finished prefill for each number of tokens that it gets."""
+    if settings.sender is not None:
+        settings.sender.enter()
     torch.set_num_threads(1)
     side = Side("prefill", settings)
     for layer in side.pool:
@@ -151,7 +160,7 @@ class Pair:
         self._side = Side("decode", settings)
         self._receiver = self._side.transport.receiver(self._side.paged_kv)
         port, pid, self._digest = self._control.recv()
-        self._address = f"127.0.0.1:{port}"
+        self._address = f"{settings.address_of('prefill')}:{port}"
         assert self._child.pid is not None
         transfers = (self._side.process.pid, pid)
         movers = [child.pid for each in transfers for child in psutil.Process(each).children()]

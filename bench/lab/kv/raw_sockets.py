@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from baton.bench.lab.harness.hosts import Host
+
 MIB = 1 << 20
 _CPUCLOCK_SCHED = 2  # part of the clock id of a process, see clock_getcpuclockid(3)
 _SIZE = 8  # bytes of an order: how much a stream must send
@@ -19,11 +21,12 @@ _SIZE = 8  # bytes of an order: how much a stream must send
 class RawPair:
     """`streams` connections to a child process that sends. Close it."""
 
-    def __init__(self, streams: int) -> None:
-        with socket.create_server(("127.0.0.1", 0), backlog=streams) as listener:
+    def __init__(self, streams: int, sender: Host | None = None, address: str = "127.0.0.1") -> None:
+        """`sender`: the host of the child, which connects to `address`, where the caller is."""
+        with socket.create_server((address, 0), backlog=streams) as listener:
             context = multiprocessing.get_context("spawn")
             self._child = context.Process(
-                target=_sender, args=(listener.getsockname()[1], streams), daemon=True
+                target=_sender, args=(listener.getsockname(), streams, sender), daemon=True
             )
             self._child.start()
             self._streams = [listener.accept()[0] for _ in range(streams)]
@@ -59,13 +62,15 @@ class RawPair:
         self._child.join()
 
 
-def _sender(port: int, streams: int) -> None:
+def _sender(address: tuple[str, int], streams: int, host: Host | None) -> None:
     """The child: each thread sends what its orders say, until the connection ends."""
+    if host is not None:
+        host.enter()
     source = memoryview(bytearray(os.urandom(MIB)) * 64)
 
     def send(_: int) -> None:
         with socket.socket() as stream:
-            stream.connect(("127.0.0.1", port))
+            stream.connect(address)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while order := stream.recv(_SIZE, socket.MSG_WAITALL):
                 unsent = int.from_bytes(order, "little")
