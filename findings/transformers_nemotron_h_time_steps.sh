@@ -11,7 +11,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet transformers==5.23.0 torch
+"$folder/venv/bin/pip" install --quiet transformers==5.23.0 torch==2.13.0
 cat > "$folder/try.py" <<'PY'
 import sys
 import torch
