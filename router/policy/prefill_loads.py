@@ -49,7 +49,7 @@ class PrefillWork:
     """Other tokens of the prompt."""
     seconds: float = 0.0
     """In which they should be computed, if none is ahead. 0: in those of as many tokens of other prompts."""
-    encoding: float = 0.0
+    beside: float = 0.0
     """Seconds in which the worker encodes images of the prompt, or waits for ranges of others."""
 
 
@@ -112,28 +112,25 @@ class _Worker:
     """On its device, as last reported."""
 
     @property
-    def encoding(self) -> float:
-        """Seconds in which it encodes the images of `sent`."""
-        return sum(work.encoding for work in self.sent)
+    def beside(self) -> float:
+        """Seconds of `sent` in which it encodes images, or waits for ranges of others."""
+        return sum(work.beside for work in self.sent)
 
     def rates(self, status: pb.WorkerStatus, now: float) -> None:
         """Counts what the worker computed since the last report."""
-        before, passed, now_computed = self.computed, now - self.reported_at, status.computed_prompt_tokens
+        before, passed = self.computed, now - self.reported_at
         if before is not None and passed <= 0:
             return
         if before is not None:  # a worker may have run for days before the first report
-            computed = max(0, now_computed - before)
+            computed = max(0, status.computed_prompt_tokens - before)
             self.prompt_rate.add(computed, passed, steps=passed)
             self.output_rate.add(max(0, status.generation_tokens - self.generated), passed, steps=passed)
             self.position.add(status.prefill_position * computed, computed, steps=passed)
             if decodes := status.requests_decoding:
                 self.context.add(status.decode_context / decodes * passed, passed, steps=passed)
                 self.gap_cost.add(status.gap_cost / decodes * passed, passed, steps=passed)
-        self.computed, self.generated, self.reported_at = (
-            status.computed_prompt_tokens,
-            status.generation_tokens,
-            now,
-        )
+        self.computed, self.generated = status.computed_prompt_tokens, status.generation_tokens
+        self.reported_at = now
 
 
 class PrefillLoads:
@@ -277,10 +274,10 @@ class PrefillLoads:
     def _changed(self, row: int) -> None:
         worker, speed = self._worker(row), self._speed.item(row)
         self._works[row] = worker.tokens or worker.router_tokens
-        worker.router_seconds = worker.router_tokens / speed + worker.encoding
+        worker.router_seconds = worker.router_tokens / speed + worker.beside
         worker.first_seconds = 0.0
         if worker.sent and (tokens := worker.sent[0].tokens):
-            alone = tokens / speed + worker.sent[0].encoding
+            alone = tokens / speed + worker.sent[0].beside
             seconds = worker.sent[0].seconds or alone
             worker.router_seconds += seconds - alone
             # Its last token is not computed, so a worker that is late has something left.
@@ -330,7 +327,7 @@ class PrefillLoads:
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
         """This router sent a prefill."""
         worker = self._worker(row)
-        waiting = self.tokens_waiting(row, now) + work.tokens + self._as_tokens(row, work.encoding)
+        waiting = self.tokens_waiting(row, now) + work.tokens + self._as_tokens(row, work.beside)
         worker.tokens, worker.at = waiting, now
         if not worker.sent:
             worker.first_at = now
@@ -351,15 +348,15 @@ class PrefillLoads:
         if computed or place == 0:  # otherwise the worker goes on with the first prompt
             worker.first_at = now
         if not computed:
-            waiting -= work.tokens + self._as_tokens(row, work.encoding)
-        most_left = worker.router_tokens + self._as_tokens(row, worker.encoding) + worker.others
+            waiting -= work.tokens + self._as_tokens(row, work.beside)
+        most_left = worker.router_tokens + self._as_tokens(row, worker.beside) + worker.others
         worker.tokens, worker.at = min(waiting, most_left), now
         self._changed(row)
         self.index.unexpect(row, work.chunks)
 
-    def _as_tokens(self, row: int, encoding: float) -> float:
+    def _as_tokens(self, row: int, seconds: float) -> float:
         """Prompt tokens that the device computes in the time in which it encodes images."""
-        return encoding * self._speed.item(row)
+        return seconds * self._speed.item(row)
 
     def router_tokens(self, row: int) -> int:
         """Tokens of the prompts of this router without a first token."""

@@ -211,8 +211,8 @@ def test_what_the_cache_forgets_costs_as_a_prompt_if_prompts_are_cached() -> Non
     assert beside.memory_cost() == pytest.approx(0.8 * (0.8 * 0.1 * 16 / 6) + 0.8 * 0.1 * gaps)
     full = {"spare": 0.0, "reuse": 1.0}
     assert place(offer(row=1), [offer()]).place == "handover"
-    assert place(offer(row=1, encoding=0.1), [offer(encoding=0.2)]).work(1, []).encoding == 0.1
-    assert place(None, [offer(encoding=0.1)]).work(0, []).encoding == 0.1
+    assert place(offer(row=1, encoding=0.1), [offer(encoding=0.2)]).work(1, []).beside == 0.1
+    assert place(None, [offer(encoding=0.1)]).work(0, []).beside == 0.1
     assert place(offer(row=1, **full, held_tokens=0), [offer(**full, held_tokens=2000)]).place == "decode"
 
 

@@ -82,7 +82,7 @@ def test_images_of_prompts_that_were_sent_take_their_time():
     """Also of those that no report counts yet: many requests with images may come within a second."""
     loads, row = one()
     loads.reported(row, status(0, SPEED), 0)
-    works = [PrefillWork(1000, seconds=1.5, encoding=0.5), PrefillWork(500, encoding=2.0)]
+    works = [PrefillWork(1000, seconds=1.5, beside=0.5), PrefillWork(500, beside=2.0)]
     for work in works:
         loads.sent(row, work, 0)
     loads.reported(row, status(0, SPEED), 0)

@@ -146,7 +146,7 @@ def test_a_worker_is_busy_while_it_waits_for_ranges_of_others() -> None:
     assert plan is not None
     assert set(plan.waits) == {0, 1}
     for row, seconds in plan.waits.items():
-        assert plan.work(row, []).encoding == seconds >= 0.99 * FLOOR
+        assert plan.work(row, []).beside == seconds >= 0.99 * FLOOR
 
 
 def test_what_the_first_worker_has_cached_is_not_computed() -> None:
