@@ -253,14 +253,16 @@ def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
     described = [f"{name} {getattr(status, name)}" for name in invalid]
     for name in invalid:
         status.ClearField(name)
-    valid = [x for x in status.prefix_links if 0 <= x.wait < math.inf and 0 < x.tokens_per_s < math.inf]
-    if len(valid) < len(status.prefix_links):
-        described.append("prefix_links")
-        del status.prefix_links[:]
-        status.prefix_links.extend(valid)
-    measured = [link for link in status.kv_links if 0 < link.bytes_per_s < math.inf]
-    if len(measured) < len(status.kv_links):
-        described.append("kv_links")
-        del status.kv_links[:]
-        status.kv_links.extend(measured)
+    measured = {
+        "prefix_links": [
+            x for x in status.prefix_links if 0 <= x.wait < math.inf and 0 < x.tokens_per_s < math.inf
+        ],
+        "kv_links": [x for x in status.kv_links if 0 < x.bytes_per_s < math.inf],
+    }
+    for name, valid in measured.items():
+        links = getattr(status, name)
+        if len(valid) < len(links):
+            described.append(name)
+            del links[:]
+            links.extend(valid)
     return described
