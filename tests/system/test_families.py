@@ -4,15 +4,15 @@ import asyncio
 import random
 from pathlib import Path
 
-import openai
 import pytest
 import torch
 
-from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
+from baton.bench.lab.harness.cluster import LocalCluster
 from baton.bench.lab.harness.streams import cases, expected
 from tests.engine.conftest import save_spelled_tokenizer, save_tiny
 from tests.engine.test_models import scores
 
+from .pair import served
 from .recovery import FLAGS, Broken, each_has, wait_exit
 
 pytestmark = pytest.mark.long
@@ -37,14 +37,6 @@ FAMILIES = (
 LATENTS = "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "KimiLinear", "DeepseekV32", "GlmMoeDsa"
 
 
-async def tokens_of(client: openai.AsyncOpenAI, model: str, prompt: list[int]) -> list[int]:
-    answer = await client.completions.create(
-        model=model, prompt=prompt, max_tokens=TOKENS, temperature=0.0,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
-    )  # fmt: skip
-    return getattr(answer.choices[0], "token_ids")  # noqa: B009
-
-
 @pytest.mark.parametrize("kind", [*FAMILIES, *LATENTS])
 async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
     """From shards, in float32; prompts of several chunks, and longer than an attention chunk."""
@@ -54,17 +46,8 @@ async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Pa
     save_spelled_tokenizer(model)
     rng = random.Random(7)
     prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 31, 40, 150)]
-    named = ["--model", str(model), "--served-model-name", kind]
-    with LocalCluster(
-        tmp_path,
-        prefill=1,
-        decode=1,
-        worker_flags=[*FLAGS, *named],
-        router_flags=["--advanced.no-overflow", *named],
-    ) as cluster:
-        async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
-            got = await asyncio.gather(*(tokens_of(client, kind, prompt) for prompt in prompts))
-        assert await asyncio.to_thread(leaks_when_idle, cluster.url) == {}
+    async with served(tmp_path, model, TOKENS) as ask:
+        got = await asyncio.gather(*map(ask, prompts))
     for prompt, tokens in zip(prompts, got, strict=True):
         assert len(tokens) == TOKENS
         assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
@@ -84,19 +67,8 @@ async def test_states_of_two_dtypes_in_one_cluster(
     save_spelled_tokenizer(model)
     rng = random.Random(7)
     prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 40, 150)]
-    named = ["--model", str(model), "--served-model-name", "m"]
-    with LocalCluster(
-        tmp_path,
-        prefill=1,
-        decode=1,
-        worker_flags=[*FLAGS, *named],
-        prefill_flags=prefill,
-        decode_flags=decode,
-        router_flags=["--advanced.no-overflow", *named],
-    ) as cluster:
-        async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
-            got = await asyncio.gather(*(tokens_of(client, "m", prompt) for prompt in prompts))
-        assert await asyncio.to_thread(leaks_when_idle, cluster.url) == {}
+    async with served(tmp_path, model, TOKENS, prefill=prefill, decode=decode) as ask:
+        got = await asyncio.gather(*map(ask, prompts))
     for prompt, tokens in zip(prompts, got, strict=True):
         rows = scores(reference, prompt, tokens)
         chosen = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]

@@ -5,15 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import openai
 import pytest
 import torch
 
-from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
 from baton.router.text.tokenizer import load_tokenizer
 from tests import llama_cpp
 
-from .recovery import FLAGS
+from .pair import served
 
 pytestmark = pytest.mark.long
 
@@ -66,14 +64,6 @@ def download(name: str, at: Path) -> Path:
     return model
 
 
-async def answer_of(client: openai.AsyncOpenAI, prompt: list[int]) -> list[int]:
-    answer = await client.completions.create(
-        model="m", prompt=prompt, max_tokens=TOKENS, temperature=0.0,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
-    )  # fmt: skip
-    return getattr(answer.choices[0], "token_ids")  # noqa: B009
-
-
 @pytest.mark.parametrize("name", MODELS)
 async def test_a_real_model_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     import transformers
@@ -83,17 +73,8 @@ async def test_a_real_model_gives_the_tokens_of_transformers(name: str, tmp_path
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     installed = await asyncio.to_thread(llama_cpp.install, tmp_path / "llama-cpp")
     assert prompts == await asyncio.to_thread(llama_cpp.token_ids, installed, model, PROMPTS)
-    named = ["--model", str(model), "--served-model-name", "m"]
-    with LocalCluster(
-        tmp_path,
-        prefill=1,
-        decode=1,
-        worker_flags=[*FLAGS, *named],
-        router_flags=["--advanced.no-overflow", *named],
-    ) as cluster:
-        async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
-            got = [await answer_of(client, prompt) for prompt in prompts]
-        assert await asyncio.to_thread(leaks_when_idle, cluster.url) == {}
+    async with served(tmp_path, model, TOKENS) as ask:
+        got = [await ask(prompt) for prompt in prompts]
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=model.name, dtype=torch.float32
     ).eval()
