@@ -37,6 +37,7 @@ pytestmark = pytest.mark.all
 ENGINE = {
     "load_format": "dummy",
     "num_blocks": 300,
+    "block_size": 16,  # on a GPU, too: what is computed again depends on it
     "max_num_batched_tokens": 64,
     "enable_prefix_caching": True,
 }
