@@ -5,32 +5,24 @@ Life of a request here: `ActiveRequest` is made → `generating` opens: one `Gen
 cancelled.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from baton.router import access_log
-from baton.router.admission.entry import Entry
-from baton.router.admission.parked import Deadline
-from baton.router.admission.queue import Admission
-from baton.router.api.jobs import Job, SamplingDefaults
-from baton.router.config import RouterConfig
+from baton.router.api.jobs import Job
 from baton.router.errors import ApiError, Overloaded, RateLimited, TooSlow
 from baton.router.generation.context import RequestContext
 from baton.router.generation.generation import Generation
-from baton.router.generation.output import Choice, Consumers, Delta, TokenQueue, WeightsVersions
+from baton.router.generation.output import Choice, Delta, TokenQueue
 from baton.router.history import Ended
-from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Prepared
 from baton.router.text.detokenizer import StopStrings
-from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.workers.pool import WorkerPool
-from baton.system.tracing import Attributes, Span, Tracer
+from baton.system.tracing import Attributes
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,22 +30,6 @@ T = TypeVar("T")
 MAX_UNREAD_TOKENS = 2048
 """Tokens of one choice that wait for the endpoint. With more than this for each choice the request is cut
 off."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Services:
-    """What all requests of a router use."""
-
-    tokenizer: ModelTokenizer
-    pool: WorkerPool
-    admission: Admission
-    metrics: Metrics
-    tracer: Tracer
-    config: RouterConfig
-    defaults: SamplingDefaults
-    """Fields that a request gets if it leaves them out."""
-    active: "ActiveRequests" = field(default_factory=lambda: ActiveRequests())
-    consumers: Consumers = field(default_factory=Consumers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,82 +59,46 @@ class TokenCounts:
         return {"weights_version": {"first": first or None, "last": last or None}}
 
 
-class ActiveRequests:
-    """The requests that generate, and a count that includes those that are being prepared."""
-
-    def __init__(self) -> None:
-        self._requests: set[ActiveRequest] = set()
-        self._count = 0
-        self.none = asyncio.Event()  # set while no request generates and none is being prepared
-        self.none.set()
-
-    def __len__(self) -> int:
-        """Requests that generate."""
-        return len(self._requests)
-
-    @contextmanager
-    def counting(self, request: "ActiveRequest | None" = None) -> Iterator[None]:
-        """Counts a request that generates, while it is open. None: the request is being prepared."""
-        generating = set() if request is None else {request}
-        self._requests |= generating
-        self._count += 1
-        self.none.clear()
-        try:
-            yield
-        finally:
-            self._requests -= generating
-            self._count -= 1
-            if not self._count:
-                self.none.set()
-
-    def abort(self, error: ApiError) -> None:
-        """Ends every request that generates with this error."""
-        for request in self._requests:
-            request.abort(error)
-
-
 @dataclass(eq=False, repr=False)
 class ActiveRequest:
     """The generations of one request, until the last of them ends or the client disconnects.
 
     Attributes:
+        services, entry: those of the context.
         options, prompts: the fields beside the prompts, and these.
         sampling: the sampling parameters of the first choice.
         choices: `options.n` for each prompt, in the order of the prompts.
     """
 
-    services: Services
+    context: RequestContext
     prepared: Prepared
     """The validated request."""
     jobs: list[Job]
-    entry: Entry
-    name: str
-    """The request's id as its client knows it."""
     model: str
     """As the response names it: the model, or an adapter."""
-    deadline: Deadline
     traceparent: str
     unenforced: tuple[str, ...] = ()
     """JSON pointers into the request: what of its schemas is left to the model."""
 
     def __post_init__(self) -> None:
-        options = self.options = self.prepared.options
+        services = self.services = self.context.services
+        options, self.entry = self.prepared.options, self.context.entry
+        self.options = options
         self.prompts = [job.prompt_ids for job in self.jobs[:: options.n]]
         self.sampling = self.jobs[0].sampling
         images = (image for job in self.jobs[:: options.n] for image in job.images)
         self._image_tokens = sum(image.tokens for image in images)
         stops = StopStrings(options.stop)
-        self.choices = [Choice(self.services.tokenizer, options, stops) for _ in self.jobs]
-        most, consumers = MAX_UNREAD_TOKENS * len(self.jobs), self.services.consumers
-        self._token_queue = TokenQueue(most, self._unread, consumers)
-        self._versions = WeightsVersions()
+        self.choices = [Choice(services.tokenizer, options, stops) for _ in self.jobs]
+        most = MAX_UNREAD_TOKENS * len(self.jobs)
+        self.context.tokens = TokenQueue(most, self._unread, services.consumers)
         self._generations: list[Generation] = []
         self._error: ApiError | None = None  # until `take` raises it
         self._failure = ""  # its message
         self._unfinished = len(self.choices)
         self._counter = None  # of tokens that are sent
         if options.max_tokens_wanted != 0:
-            self._counter = self.services.metrics.generation_tokens
+            self._counter = services.metrics.generation_tokens
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -166,26 +106,12 @@ class ActiveRequest:
 
         Raises Overloaded and RateLimited.
         """
-        services = self.services
         sizes = [len(job.prompt_ids) for job in self.jobs]
-        with self._traced() as span, services.active.counting(self):
+        with self._traced(), self.services.active.counting(self.abort):
             turns = self.entry.turns(sizes, self.options.priority)
             try:
-                context = RequestContext(
-                    pool=services.pool,
-                    parked=services.admission.parked,
-                    metrics=services.metrics,
-                    tokens=self._token_queue,
-                    versions=self._versions,
-                    name=self.name,
-                    span=span,
-                    began_at=self.entry.began_at,
-                    deadline=self.deadline,
-                    worker_wait=services.config.worker_wait,
-                    max_wait=min(services.config.max_wait, self.entry.max_wait),
-                )
                 self._generations = [
-                    Generation(job, turn, index, context)
+                    Generation(job, turn, index, self.context)
                     for index, (job, turn) in enumerate(zip(self.jobs, turns, strict=True))
                 ]
                 for generation in self._generations:
@@ -213,7 +139,7 @@ class ActiveRequest:
         """
         if self._error is None:
             deltas: list[tuple[int, Delta]] = []
-            for index, item in await self._token_queue.take(timeout):
+            for index, item in await self.context.tokens.take(timeout):
                 self._add(deltas, _numbered, index, item)
             if deltas or self._error is None:
                 return deltas
@@ -236,7 +162,7 @@ class ActiveRequest:
         The task takes all deltas if the first ones have log probabilities of their prompts, which may be
         long."""
         if not any(job.scores_prompt for job in self.jobs):
-            self._token_queue.consume(partial(self._add, made, make), flush)
+            self.context.tokens.consume(partial(self._add, made, make), flush)
 
     def _add(
         self,
@@ -274,10 +200,10 @@ class ActiveRequest:
         self._generations[index].cancel()
 
     @contextmanager
-    def _traced(self) -> Iterator[Span]:
+    def _traced(self) -> Iterator[None]:
         options, sampling = self.options, self.sampling
         attributes: Attributes = {
-            "gen_ai.request.id": self.name,
+            "gen_ai.request.id": self.entry.name,
             "gen_ai.request.n": options.n,
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
@@ -285,9 +211,10 @@ class ActiveRequest:
             "gen_ai.response.model": self.model,
         }
         span = self.services.tracer.begin("request", self.traceparent, attributes, "server")
+        self.context.span = span
         error = ""
         try:
-            yield span
+            yield
         except BaseException as raised:
             error = str(raised) or type(raised).__name__
             raise
@@ -313,7 +240,7 @@ class ActiveRequest:
             accepted_drafts=sum(generation.accepted_drafts for generation in self._generations),
             rejected_drafts=sum(generation.rejected_drafts for generation in self._generations),
             numerics_changed=any(generation.pair.numerics_changed for generation in self._generations),
-            weights_versions=self._versions.replaced(),
+            weights_versions=self.context.versions.replaced(),
         )
 
     @property
@@ -355,14 +282,14 @@ class ActiveRequest:
         for index, generation in enumerate(self._generations):
             if not generation.done:
                 generation.cancel()
-                self._token_queue.put(index, error)
+                self.context.tokens.put(index, error)
 
     def _record(self, seconds: float) -> Ended:
         """What the router remembers of the request: of several choices the route of the first one."""
         used, first = self.usage(), self._generations[0]
         cut = "error" if self._failure else "abort"
         return Ended(
-            id=self.name,
+            id=self.entry.name,
             began_at=self.entry.began_at,
             seconds=seconds,
             prompt_tokens=used.prompt_tokens,
@@ -382,7 +309,7 @@ class ActiveRequest:
 
     def _close(self, seconds: float) -> None:
         metrics = self.services.metrics
-        self._token_queue.close()
+        self.context.tokens.close()
         if self._generations:
             record = self._record(seconds)
             metrics.history.ended(record)

@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from baton.router.admission.parked import Parked
 from baton.router.admission.queue import Admission
 from baton.router.errors import ApiError, all_errors, error_code
 from baton.router.history import History
@@ -180,7 +181,7 @@ class Metrics:
         started = self._gauge("baton:router_start_time_seconds", "Unix time at which the router started.")
         started.set(time.time())  # noqa: TID251 - a timestamp
 
-    def follow(self, pool: WorkerPool, admission: Admission) -> None:
+    def follow(self, pool: WorkerPool, admission: Admission, parked: Parked) -> None:
         """Adds the gauges of waiting requests and of workers, which each scrape reads anew."""
         self._gauge(
             "vllm:kv_cache_usage_perc", "Share of the KV blocks of decode workers in use, 0 to 1."
@@ -207,10 +208,10 @@ class Metrics:
         self._gauge(
             "baton:requests_waiting_for_worker",
             "Requests that wait because a pool has no worker, or for the end of a pause.",
-        ).set_function(lambda: len(admission.parked.without_worker))
+        ).set_function(lambda: len(parked.without_worker))
         self._gauge(
             "baton:requests_waiting_for_retry", "Requests that wait for the retry budget."
-        ).set_function(lambda: len(admission.parked.without_budget))
+        ).set_function(lambda: len(parked.without_budget))
         self._gauge(
             "baton:paused",
             "1: new requests wait, since the cluster is paused. 2: no step is computed, either.",

@@ -25,7 +25,6 @@ import uvloop
 
 from baton.processes.children import report
 from baton.processes.liveness import waits_for_cpu
-from baton.router.active_request import ActiveRequests, Services
 from baton.router.admission.keys import ApiKey, follow_keys, from_json
 from baton.router.admission.queue import Admission
 from baton.router.api.jobs import SamplingDefaults, sampling_defaults, shown
@@ -35,6 +34,7 @@ from baton.router.endpoints.grpc_server import GrpcEndpoint
 from baton.router.endpoints.http_connections import EXTRA, RETIRE_SECONDS, HttpServer, Listener, listen
 from baton.router.endpoints.http_server import HttpEndpoints
 from baton.router.errors import ShuttingDown
+from baton.router.generation.context import ActiveRequests, Services
 from baton.router.metrics import Metrics
 from baton.router.processes.sockets import serve_commands
 from baton.router.status import request_timeline, router_state, router_status
@@ -196,9 +196,9 @@ async def running(
         config=config,
         defaults=defaults,
     )
-    services.metrics.follow(pool, services.admission)
+    services.metrics.follow(pool, services.admission, services.parked)
     pool.on_capacity = services.admission.dispatch
-    pool.on_ready = services.admission.parked.worker_ready
+    pool.on_ready = services.parked.worker_ready
     frontend = Frontend(services)
     http = HttpEndpoints(services, frontend)
     grpc_endpoint = GrpcEndpoint(services, frontend)

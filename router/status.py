@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from baton import version
 from baton.router import history
-from baton.router.active_request import Services
 from baton.router.config import RouterConfig
+from baton.router.generation.context import Services
 from baton.router.policy.plan import REASONS
 from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
@@ -64,7 +64,7 @@ def router_state(services: Services, draining: bool, key: str | None = None) -> 
         "requests": len(services.active),
         "waiting_for_turn": len(admission.queue) - admission.waiting_for_decode,
         "waiting_for_room": admission.waiting_for_decode,
-        "waiting_for_workers": len(admission.parked.without_worker),
+        "waiting_for_workers": len(services.parked.without_worker),
         "waiting_tokens": admission.waiting_tokens,
         "expected_wait_seconds": round(admission.expected_wait, 3),
         "pool_changes": pool.pool_changes,

@@ -4,18 +4,32 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from baton.router.admission.keys import Account
 from baton.router.admission.queue import KEY_SHARE, Admission, Turn
 from baton.router.errors import Overloaded, RateLimited
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a request must be finished: `seconds` after `began` (time.monotonic())."""
+
+    began: float
+    seconds: float
+
+    @property
+    def seconds_left(self) -> float:
+        """Negative when it has passed."""
+        return self.began + self.seconds - time.monotonic()
+
+
 @contextmanager
-def entering(admission: Admission, account: Account) -> Iterator["Entry"]:
+def entering(admission: Admission, account: Account, name: str = "") -> Iterator["Entry"]:
     """Admits one request, before its body is read. Raises RateLimited."""
     account.enter()
     try:
-        entry = Entry(admission, account)
+        entry = Entry(admission, account, name)
         try:
             yield entry
         finally:
@@ -41,13 +55,17 @@ class Entry:
     generation.
 
     Attributes:
+        name: the id of a request that generates, as its client knows it.
+        deadline: known when its body is there. Until then there is none.
         max_wait: seconds that its client waits for its turn. The router's own bound holds as well.
         began_at: the time.monotonic() at which it was admitted, before its body was read.
     """
 
-    def __init__(self, admission: Admission, account: Account) -> None:
+    def __init__(self, admission: Admission, account: Account, name: str = "") -> None:
+        self.name = name
         self.max_wait = math.inf
         self.began_at = time.monotonic()
+        self.deadline = Deadline(self.began_at, math.inf)
         self._admission = admission
         self.account = account
         self._bytes = self._estimate = self._uncached = 0

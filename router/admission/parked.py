@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.router.admission.entry import Entry
 from baton.router.admission.fairness import FairQueue, Ticket
 from baton.router.admission.keys import MAX_RETRY_AFTER
 from baton.router.errors import ApiError, NoWorker, Paused, TimedOut
@@ -146,40 +147,25 @@ class Parked:
             self._timer = asyncio.get_running_loop().call_later(delay, self._retry)
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """When a request must be finished: `seconds` after `began` (time.monotonic())."""
-
-    began: float
-    seconds: float
-
-    @property
-    def seconds_left(self) -> float:
-        """Negative when it has passed."""
-        return self.began + self.seconds - time.monotonic()
-
-
 @dataclass(eq=False)
 class Waits:
-    """What one generation waits for outside the queue: a worker, retry budget, and its own deadline.
+    """What one generation waits for outside the queue: a worker, retry budget, and the deadline of
+    its request.
 
-    Owns two timers: one until `deadline`, and one while no worker is available or all pause.
+    Owns two timers: one until the deadline, and one while no worker is available or all pause.
 
     Attributes:
         arrival: number of the generation in order of arrival.
     """
 
     parked: Parked
-    name: str
+    entry: Entry
     advance: Callable[[], None]
     """A worker became ready, or the generation got a retry from the budget. If it still lacks a worker, it
     parks again."""
     on_deadline: Callable[[ApiError], None]
     """It has waited too long."""
-    deadline: Deadline
-    tenant: bytes = b""
-    """Of the request's API key."""
-    prefilled: bool = False
+    prefilled: bool = field(default=False, init=False)
     """A worker got the prompt once."""
     ticket: Ticket | None = field(default=None, init=False)
     """While it waits for the retry budget."""
@@ -189,8 +175,13 @@ class Waits:
         self._has_retry = False  # taken from the budget and not used yet
         self._began = time.monotonic()
         loop = asyncio.get_running_loop()
-        self._deadline_timer = loop.call_later(max(0.0, self.deadline.seconds_left), self._timed_out)
+        self._deadline_timer = loop.call_later(max(0.0, self.entry.deadline.seconds_left), self._timed_out)
         self._worker_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def tenant(self) -> bytes:
+        """Of the request's API key."""
+        return self.entry.account.key.tenant
 
     @property
     def waited(self) -> float:
@@ -225,7 +216,7 @@ class Waits:
     def wait_for_resume(self, max_wait: float) -> None:
         """Parks the generation until the end of a pause. It fails when it has waited `max_wait` seconds in
         all."""
-        text = f"the cluster is paused, and request {self.name} may wait {max_wait:g} s"
+        text = f"the cluster is paused, and request {self.entry.name} may wait {max_wait:g} s"
         error = Paused(text, retry_after=max(1, round(min(max_wait, MAX_RETRY_AFTER))))
         self._park(max(0.0, max_wait - self.waited), error)
 
@@ -252,5 +243,6 @@ class Waits:
         self.advance = self.on_deadline = lambda *_: None  # they refer to the generation
 
     def _timed_out(self) -> None:
-        text = f"request {self.name} was not finished within {self.deadline.seconds:g} s"
+        entry = self.entry
+        text = f"request {entry.name} was not finished within {entry.deadline.seconds:g} s"
         self.on_deadline(TimedOut(text))

@@ -27,7 +27,6 @@ from enum import Enum, auto
 from baton.router.admission.expected_wait import Ahead, ExpectedWait
 from baton.router.admission.fairness import FairQueue, Ticket
 from baton.router.admission.keys import MAX_RETRY_AFTER, Account, Clock
-from baton.router.admission.parked import Parked, RetryBudget
 from baton.router.errors import Overloaded, RateLimited
 from baton.router.policy.decode import FreeCapacity
 from baton.router.policy.placement import PrefillWindow
@@ -194,7 +193,6 @@ class Admission:
             known of a prompt, it is the usual part.
         queue: generations that wait for their turn.
         running: generations that workers have.
-        parked: generations that wait outside the queue.
     """
 
     max_waiting_tokens: int
@@ -216,7 +214,6 @@ class Admission:
     def __post_init__(self) -> None:
         self.body_bytes = self.waiting_tokens = self.uncached_tokens = self.running = 0
         self.queue: FairQueue[Account, Turn] = FairQueue()
-        self.parked = Parked(RetryBudget())
         self._sent_tokens = 0  # the part of `uncached_tokens` that workers have
         self._wait = ExpectedWait(self.clock())
         self._keys_waiting = 0  # that have `uncached_tokens`

@@ -85,7 +85,7 @@ async def stream(active: ActiveRequest, builder: ResponseBuilder | MessagesBuild
     except ApiError as error:
         if not to.begun:
             raise
-        active.services.metrics.failed(error, active.name)
+        active.services.metrics.failed(error, active.entry.name)
         end = builder.failed(error)
     await to.end(b"".join(new), end)
 

@@ -12,16 +12,16 @@ from functools import partial
 from itertools import accumulate
 from urllib.parse import quote
 
-from baton.router.active_request import ActiveRequest, Services
-from baton.router.admission.entry import Entry, entering
+from baton.router.active_request import ActiveRequest
+from baton.router.admission.entry import Deadline, Entry, entering
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
-from baton.router.admission.parked import Deadline
 from baton.router.api.jobs import Job, Sender
 from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.api.sessions import session_name
 from baton.router.api.structured import Structure
 from baton.router.errors import InvalidRequest, ModelNotFound, ShuttingDown, TimedOut, about
+from baton.router.generation.context import RequestContext, Services
 from baton.router.preparation.child import Preparer, fork_server
 from baton.router.preparation.demand import Answer, GrammarChecker
 from baton.router.preparation.jobs import make_jobs
@@ -150,10 +150,10 @@ class Frontend:
         return adapter
 
     @contextmanager
-    def admit(self, account: Account) -> Iterator[Entry]:
+    def admit(self, account: Account, name: str = "") -> Iterator[Entry]:
         """Admits a request, before its body is read. Raises ShuttingDown and RateLimited."""
         self._refuse_at_the_end()
-        with entering(self._services.admission, account) as entry:
+        with entering(self._services.admission, account, name) as entry:
             yield entry
 
     def refuse_while_draining(self) -> None:
@@ -173,7 +173,6 @@ class Frontend:
         headers: Mapping[str, str],
         *,
         history: bytes = b"",
-        name: str,
         timeout: float | None,
     ) -> ActiveRequest:
         """Parses, validates and tokenizes the body `raw` of an admitted request, which counts its bytes.
@@ -182,7 +181,6 @@ class Frontend:
             headers: of HTTP, or the metadata of gRPC. They may name the client's conversation and its trace,
                 and how long it waits for its turn.
             history: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
-            name: the request's id as its client knows it.
             timeout: seconds that the client waits; the body may hold a lower limit.
 
         Raises ApiError.
@@ -196,16 +194,17 @@ class Frontend:
         expected = max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity))
         entry.expect(expected)
         with self._services.active.counting():
-            async with _until(Deadline(began, limit)):
+            entry.deadline = Deadline(began, limit)
+            async with _until(entry.deadline):
                 prepared = await self._prepared(kind, raw, entry, history)
             assert isinstance(prepared, Prepared)
             if (tokens := sum(map(len, prepared.prompts))) > expected:
                 entry.expect(tokens)  # before there are lists of them
             entry.receive(sum(len(image.pixels) for images in prepared.images for image in images))
             options, adapter = prepared.options, self._adapter(prepared.options.model)
-            deadline = Deadline(began, min(limit, math.inf if options.timeout is None else options.timeout))
-            entry.max_wait = min(entry.max_wait, deadline.seconds)
-            async with _until(deadline):
+            limit = min(limit, math.inf if options.timeout is None else options.timeout)
+            entry.deadline, entry.max_wait = Deadline(began, limit), min(entry.max_wait, limit)
+            async with _until(entry.deadline):
                 structure, unenforced = Answer(None)
                 if (question := prepared.question) is not None:
                     structure, unenforced = await self._checker.check(question, entry.account.key.name)
@@ -220,13 +219,10 @@ class Frontend:
             jobs = await self._jobs(prepared, sender, structure)
         self.metrics.preparation.observe(time.monotonic() - entry.began_at)
         return ActiveRequest(
-            self._services,
+            RequestContext(self._services, entry),
             prepared,
             jobs,
-            entry,
-            name=name,
             model=self._services.config.model_name if adapter is None else adapter.name,
-            deadline=deadline,
             unenforced=(*prepared.unenforced, *unenforced),
             traceparent=valid_traceparent(headers.get("traceparent")),
         )

@@ -9,12 +9,12 @@ import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from baton.router import access_log
-from baton.router.active_request import Services
 from baton.router.admission.entry import Entry
 from baton.router.endpoints.answers import defect, stream
 from baton.router.endpoints.builders.grpc import MessagesBuilder
 from baton.router.endpoints.frontend import Frontend, request_name, unenforced_header
 from baton.router.errors import ApiError, TooSlow
+from baton.router.generation.context import Services
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.channel import create_public_server
 from baton.rpc.health import HealthServicer
@@ -123,10 +123,10 @@ class GrpcEndpoint:
             try:
                 account = self._frontend.authorize(metadata.get("authorization", ""))
                 access.key = account.key.name
-                with self._server.call(context), self._frontend.admit(account) as entry:
+                with self._server.call(context), self._frontend.admit(account, name) as entry:
                     raw = await self._message(requests, context, entry)
                     active = await self._frontend.prepare(
-                        "grpc", raw, entry, metadata, name=name, timeout=context.time_remaining()
+                        "grpc", raw, entry, metadata, timeout=context.time_remaining()
                     )
                     if active.unenforced:
                         unenforced = ("x-baton-unenforced", unenforced_header(active.unenforced))

@@ -64,7 +64,7 @@ class HttpGeneration:
 
     async def generate(self, request: web.Request, kind: Generated) -> web.StreamResponse:
         """Handles a request to an endpoint that keeps no responses."""
-        with self._frontend.admit(ACCOUNT.get()) as entry:
+        with self._frontend.admit(ACCOUNT.get(), REQUEST_ID.get()) as entry:
             raw = await read_body(request, self._config, entry)
             active = await self.prepare(request, kind, raw, entry)
             del raw  # frees the body, which may be large, before the generation, which may be long
@@ -76,9 +76,9 @@ class HttpGeneration:
         self, request: web.Request, kind: Generated, raw: bytearray, entry: Entry, history: bytes = b""
     ) -> ActiveRequest:
         """As `Frontend.prepare`."""
-        name, timeout = REQUEST_ID.get(), seconds_of(request.headers, "x-request-timeout")
+        timeout = seconds_of(request.headers, "x-request-timeout")
         active = await self._frontend.prepare(
-            kind, raw, entry, request.headers, history=history, name=name, timeout=timeout
+            kind, raw, entry, request.headers, history=history, timeout=timeout
         )
         if active.unenforced:
             request[UNENFORCED] = unenforced_header(active.unenforced)
@@ -95,10 +95,10 @@ class HttpGeneration:
         route, on = f"batch {kind}", self._config.access_log
         with (
             access_log.request(name, route, account.key.name, on=on),
-            self._frontend.admit(account) as entry,
+            self._frontend.admit(account, name) as entry,
         ):
             entry.receive(len(raw))
-            active = await self._frontend.prepare(kind, raw, entry, headers, name=name, timeout=None)
+            active = await self._frontend.prepare(kind, raw, entry, headers, timeout=None)
             builder = _BUILDERS[kind](active)
             with active.generating():
                 await collect(active, builder)

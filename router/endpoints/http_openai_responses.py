@@ -76,7 +76,8 @@ class OpenAIResponses:
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         with contextlib.ExitStack() as admitted:
-            entry = admitted.enter_context(self._frontend.admit(http.ACCOUNT.get()))
+            admission = self._frontend.admit(http.ACCOUNT.get(), http.REQUEST_ID.get())
+            entry = admitted.enter_context(admission)
             raw = await read_body(request, self._config, entry)
             turn = await self._turn(raw, entry)
             active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
@@ -214,11 +215,11 @@ class OpenAIResponses:
 
         def failed(error: ApiError) -> None:
             access.status = error.status
-            active.services.metrics.failed(error, active.name)
+            self._frontend.metrics.failed(error, name)
             builder.failed(error)
 
-        route, on = "background responses", self._config.access_log
-        with access_log.request(active.name, route, key, on=on) as access:
+        name, route, on = active.entry.name, "background responses", self._config.access_log
+        with access_log.request(name, route, key, on=on) as access:
             try:
                 with active.generating():
                     if events is not None:
@@ -232,7 +233,7 @@ class OpenAIResponses:
             except ApiError as error:
                 failed(error)
             except Exception:  # noqa: BLE001 - `defect` logs it
-                failed(defect(active.name))
+                failed(defect(name))
             finally:
                 if events is not None:
                     events.end()

@@ -10,7 +10,6 @@ from aiohttp import web
 
 from baton import version
 from baton.router import access_log, errors
-from baton.router.active_request import Services
 from baton.router.admission.entry import holding
 from baton.router.admission.keys import ANY_CLIENT, KeyRing
 from baton.router.api.anthropic.reply import error_body
@@ -26,6 +25,7 @@ from baton.router.endpoints.http_connections import is_extra, refusal, serving_k
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
 from baton.router.endpoints.http_writer import send
 from baton.router.endpoints.request_body import read_body
+from baton.router.generation.context import Services
 from baton.router.history import REQUESTS
 from baton.router.preparation.prepare import Converted
 from baton.router.status import PAUSES, health, request_timeline, router_status, scrape_targets

@@ -140,7 +140,7 @@ class AttemptPair:
 
     def request(self) -> PrefillRequest:
         """What a plan must know. Workers that failed the request or compute other bits are avoided."""
-        pool, avoid = self.context.pool, self.failures.avoid
+        pool, avoid = self.context.services.pool, self.failures.avoid
         if self.numerics:
             avoid = avoid | pool.of_other_numerics(self.numerics)
         version, attempt = None, self.prefill or self.decode
@@ -217,8 +217,8 @@ class AttemptPair:
         """Makes the attempts of all workers that compute the prompt, and sends nothing yet."""
         attempts = {
             row: PrefillAttempt(
-                worker=self.context.pool.by_row[row],
-                name=self.context.name,
+                worker=self.context.services.pool.by_row[row],
+                name=self.context.entry.name,
                 tenant=self.job.sender.tenant,
                 on_event=self.on_event,
                 plan=plan,
@@ -238,7 +238,8 @@ class AttemptPair:
         for part in plan.ranges if prefill.parts else ():
             attempt = attempts[part.worker]
             ranges.append(pb.PlanRange(start=part.start, stop=part.stop, **_named(attempt)))
-        self.context.pool.prompts += 1
+        pool = self.context.services.pool
+        pool.prompts += 1
         for row, attempt in attempts.items():
             last = attempt is prefill
             request = self._request(plan, self.output_ids, plan.within, last=not last or plan.decode is None)
@@ -251,7 +252,7 @@ class AttemptPair:
                 request=request,
                 handover=plan.decode is not None,
                 report_start=attempt.promised > 0,
-                content=None if plan.source is None else plan.source.message(self.context.pool.by_row),
+                content=None if plan.source is None else plan.source.message(pool.by_row),
                 plan=ranges,
             )
             self._submit(attempt, pb.RouterMessage(prefill=submit))
@@ -260,11 +261,11 @@ class AttemptPair:
         """The worker fetches the KV of the current prefill, and repeats its token. Without a prefill it
         computes the prompt itself."""
         assert plan.decode is not None
-        worker, prefill = self.context.pool.by_row[plan.decode], self.prefill
+        worker, prefill = self.context.services.pool.by_row[plan.decode], self.prefill
         output_ids = self.output_ids if prefill is None else self.output_ids[: prefill.base]
         decode = self.decode = DecodeAttempt(
             worker=worker,
-            name=self.context.name,
+            name=self.context.entry.name,
             tenant=self.job.sender.tenant,
             on_event=self.on_event,
             plan=plan,
@@ -278,9 +279,9 @@ class AttemptPair:
             prefill.fetches += 1
             submit.source.CopyFrom(self._next_source(decode, prefill))
         else:
-            self.context.pool.prompts += 1
+            self.context.services.pool.prompts += 1
             if plan.source is not None:
-                submit.content.CopyFrom(plan.source.message(self.context.pool.by_row))
+                submit.content.CopyFrom(plan.source.message(self.context.services.pool.by_row))
         self._submit(decode, pb.RouterMessage(decode=submit), computes_prompt=prefill is None)
 
     def _next_source(self, decode: DecodeAttempt, prefill: PrefillAttempt) -> pb.PrefillSource:
@@ -309,7 +310,7 @@ class AttemptPair:
             prompt_ids=job.prompt_ids,
             output_ids=output_ids,
             sampling=job.sampling,
-            timeout_ms=max(1, int(1000 * self.waits.deadline.seconds_left)),
+            timeout_ms=max(1, int(1000 * self.context.entry.deadline.seconds_left)),
             priority=job.sender.priority,
             alone=self.failures.alone,
             retried=self.retried,
@@ -319,7 +320,7 @@ class AttemptPair:
             cache_salt=job.sender.cache_salt,
             adapter=job.sender.adapter,
             tenant=job.sender.tenant,
-            name=self.context.name,
+            name=self.context.entry.name,
         )
         sampling = request.sampling
         if output_ids:  # they came after all log probabilities of the prompt
@@ -349,12 +350,12 @@ class AttemptPair:
         if computes_prompt and not encodes:
             for image in self.job.images:
                 if image.span.stop > attempt.plan.cached:
-                    self.context.pool.encoders.want(attempt, image)
+                    self.context.services.pool.encoders.want(attempt, image)
 
     def _promise(self, prefill: PrefillAttempt, positions: int) -> None:
         """Keeps so many positions for its decode. 0: its decode is submitted, or it needs none."""
         if positions != prefill.promised:
-            self.context.pool.desk.promise(
+            self.context.services.pool.desk.promise(
                 bool(positions) - bool(prefill.promised), positions - prefill.promised
             )
             prefill.promised = positions

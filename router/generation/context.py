@@ -1,29 +1,84 @@
-"""What all generations of one request share."""
+"""What all requests of a router use, and what all generations of one request share."""
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from baton.router.admission.parked import Deadline, Parked
-from baton.router.generation.output import TokenQueue, WeightsVersions
+from baton.router.admission.entry import Entry
+from baton.router.admission.parked import Parked, RetryBudget
+from baton.router.admission.queue import Admission
+from baton.router.api.jobs import SamplingDefaults
+from baton.router.config import RouterConfig
+from baton.router.errors import ApiError
+from baton.router.generation.output import Consumers, TokenQueue, WeightsVersions
 from baton.router.metrics import Metrics
+from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers.pool import WorkerPool
-from baton.system.tracing import Span
+from baton.system.tracing import Span, Tracer
+
+Abort = Callable[[ApiError], None]
+"""Ends a request with an error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestContext:
-    """Has what attempts use of `Services` and of the request, so that they know no body, text or HTTP."""
+class ActiveRequests:
+    """The requests that generate, and a count that includes those that are being prepared."""
 
+    def __init__(self) -> None:
+        self._generating: set[Abort] = set()
+        self._count = 0
+        self.none = asyncio.Event()  # set while no request generates and none is being prepared
+        self.none.set()
+
+    def __len__(self) -> int:
+        """Requests that generate."""
+        return len(self._generating)
+
+    @contextmanager
+    def counting(self, *abort: Abort) -> Iterator[None]:
+        """Counts a request while it is open. Without `abort` the request is being prepared."""
+        self._generating.update(abort)
+        self._count += 1
+        self.none.clear()
+        try:
+            yield
+        finally:
+            self._generating.difference_update(abort)
+            self._count -= 1
+            if not self._count:
+                self.none.set()
+
+    def abort(self, error: ApiError) -> None:
+        """Ends every request that generates with this error."""
+        for abort in self._generating:
+            abort(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """What all requests of a router use."""
+
+    tokenizer: ModelTokenizer
     pool: WorkerPool
-    parked: Parked
+    admission: Admission
     metrics: Metrics
-    tokens: TokenQueue
-    versions: WeightsVersions
-    name: str
-    """The request id that the client knows."""
-    span: Span
-    began_at: float
-    """The time.monotonic() at which the request was admitted."""
-    deadline: Deadline
-    worker_wait: float
-    max_wait: float
-    """Seconds that it may wait for the end of a pause, before a worker has it."""
+    tracer: Tracer
+    config: RouterConfig
+    defaults: SamplingDefaults
+    """Fields that a request gets if it leaves them out."""
+    parked: Parked = field(default_factory=lambda: Parked(RetryBudget()))
+    """Generations that wait outside the queue of `admission`."""
+    active: ActiveRequests = field(default_factory=ActiveRequests)
+    consumers: Consumers = field(default_factory=Consumers)
+
+
+@dataclass(eq=False, slots=True)
+class RequestContext:
+    """What all generations of one request share."""
+
+    services: Services
+    entry: Entry
+    versions: WeightsVersions = field(default_factory=WeightsVersions, init=False)
+    tokens: TokenQueue = field(init=False)
+    span: Span = field(init=False)
+    """That of the request, while it generates."""

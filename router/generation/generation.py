@@ -66,20 +66,13 @@ class Generation:
 
     def __post_init__(self) -> None:
         context = self.context
-        self._emitted_at = context.began_at
-        context.metrics.waiting.inc()
-        self._waits = Waits(
-            parked=context.parked,
-            name=context.name,
-            advance=self.advance,
-            on_deadline=self._waited_too_long,
-            deadline=context.deadline,
-            tenant=self.job.sender.tenant,
-        )
+        self._emitted_at = context.entry.began_at
+        context.services.metrics.waiting.inc()
+        self._waits = Waits(context.services.parked, context.entry, self.advance, self._waited_too_long)
         self.pair = AttemptPair(self._on_event, self.job, context, self._waits)
 
     def __repr__(self) -> str:
-        return f"request {self.context.name}"
+        return f"request {self.context.entry.name}"
 
     def _note(self, what: str, *workers: Worker) -> None:
         addresses = {str(worker): worker.address for worker in workers}
@@ -95,8 +88,8 @@ class Generation:
             return
         if self.pair.decode is None:
             if self.turn.is_new:
-                tokens = len(self.job.prompt_ids)
-                self.turn.computes(uncached := self.context.pool.desk.uncached(self.job.chunks, tokens))
+                tokens, desk = len(self.job.prompt_ids), self.context.services.pool.desk
+                self.turn.computes(uncached := desk.uncached(self.job.chunks, tokens))
                 if self._cached_before is None:
                     self._cached_before = tokens - uncached
             self.turn.wait(self._start)
@@ -109,20 +102,21 @@ class Generation:
         try:
             return self._go_on()
         except Exception as error:
-            log.exception("%r: a defect in the router", self, extra=of_request(self.context.name))
+            log.exception("%r: a defect in the router", self, extra=of_request(self.context.entry.name))
             self.fail(ApiError(f"{self}: a defect in the router: {type(error).__name__}: {error}"))
             return TurnResult.PARKED
 
     def _go_on(self) -> TurnResult:
         """Plans from what workers hold of the request, and submits the plan or waits for what it lacks."""
         pair = self.pair
-        if (pause := self.context.pool.pause) and (self.turn.is_new or pause == pb.PAUSE_STEPS):
-            self._waits.wait_for_resume(self.context.max_wait if self.turn.is_new else math.inf)
+        if (pause := self.context.services.pool.pause) and (self.turn.is_new or pause == pb.PAUSE_STEPS):
+            max_wait = min(self.context.services.config.max_wait, self.context.entry.max_wait)
+            self._waits.wait_for_resume(max_wait if self.turn.is_new else math.inf)
             return TurnResult.PARKED
         # Without budget there is no plan: in a storm of retries the loop would make thousands in vain.
         if pair.loses or (pair.prefill is None and not self._waits.may_prefill()):
             return TurnResult.PARKED
-        planned = self.context.pool.desk.plan(pair.request(), pair.held())
+        planned = self.context.services.pool.desk.plan(pair.request(), pair.held())
         match planned:
             case Lack.TURN:
                 pair.end_decode()
@@ -131,22 +125,23 @@ class Generation:
                 self._waits.worker_found()
                 return TurnResult.NO_CAPACITY
             case Lack():
-                self._waits.wait_for_worker(planned.value, self.context.worker_wait)
+                self._waits.wait_for_worker(planned.value, self.context.services.config.worker_wait)
             case Plan():
                 if not planned.ranges or self._waits.may_prefill():
                     return self._submit(planned)
         return TurnResult.PARKED
 
     def _submit(self, planned: Plan) -> TurnResult:
+        services = self.context.services
         if planned.reason is not None:
-            self.context.metrics.on_one_worker(planned.reason, planned.costs)
-        self.context.metrics.split_prompts.inc(planned.place == "split")
+            services.metrics.on_one_worker(planned.reason, planned.costs)
+        services.metrics.split_prompts.inc(planned.place == "split")
         self.pair.submit(planned)
         rows = dict.fromkeys(part.worker for part in planned.ranges)
         if planned.decode is not None:
             rows[planned.decode] = None
         self._note(
-            f"planned: {planned.reason or planned.place}", *map(self.context.pool.by_row.__getitem__, rows)
+            f"planned: {planned.reason or planned.place}", *map(services.pool.by_row.__getitem__, rows)
         )
         if planned.ranges and not self.pair.reserves:
             self._prompt_sent(planned)
@@ -156,7 +151,7 @@ class Generation:
         self._prompts_sent += 1
         if not self._waits.prefilled:
             self.queue_seconds = self._waits.waited
-            self.context.metrics.queue.observe(self.queue_seconds)
+            self.context.services.metrics.queue.observe(self.queue_seconds)
         self._waits.prefill_sent()
         if not self.pair.output_ids:  # a prompt that is computed again after that costs its key nothing
             self.turn.computes(self.pair.length - planned.cached)
@@ -177,7 +172,7 @@ class Generation:
             self._emitted(attempt, event, token_id)
         elif verdict is Verdict.BROKEN:
             text = "%r: %s continues another text; the decode starts again"
-            log.warning(text, self, attempt.worker, extra=of_request(self.context.name))
+            log.warning(text, self, attempt.worker, extra=of_request(self.context.entry.name))
             self._failed(attempt, "mismatch", counts=True, message="")
         prefill = pair.prefill
         if prefill is not None and attempt is prefill and prefill.state is PrefillState.SERVED:
@@ -258,7 +253,7 @@ class Generation:
     def _measure(self, emitted: int) -> None:
         """Counts the latency of a token. Until the first one the request waits, and then it runs."""
         context, now = self.context, time.monotonic()
-        metrics = context.metrics
+        metrics = context.services.metrics
         passed, self._emitted_at = now - self._emitted_at, now
         if emitted == 1:
             metrics.waiting.dec()
@@ -319,7 +314,8 @@ class Generation:
 
     def _failed(self, attempt: Attempt, cause: str, *, counts: bool, message: str) -> None:
         """An attempt failed. The generation goes on from what workers still hold of it."""
-        context, pair, worker = self.context, self.pair, attempt.worker
+        name, metrics = self.context.entry.name, self.context.services.metrics
+        pair, worker = self.pair, attempt.worker
         # A part of a prompt that was late, or that needed one: one worker computes all of it again.
         part_failed = cause == "dropped" and attempt.plan.place == "split" and not pair.output_ids
         decode = pair.decode
@@ -327,7 +323,7 @@ class Generation:
         if self.done or not pair.drop(attempt, cause):
             return
         self._prompts_sent -= refused
-        context.metrics.retries[cause].inc()
+        metrics.retries[cause].inc()
         self._note(f"attempt ended: {cause}", worker)
         pair.retried = True
         pair.may_split &= cause == "no_room"
@@ -337,13 +333,13 @@ class Generation:
         elif cause == "lost":
             pair.failures.lost(worker.address)
         if counts or cause == "lost":
-            total, fields = pair.failures.total, of_request(context.name)
+            total, fields = pair.failures.total, of_request(name)
             log.info("%r: attempt %d failed (%s): %s", self, total, cause, message, extra=fields)
-            context.metrics.history.attempt_failed(context.name, cause, str(worker), message)
+            metrics.history.attempt_failed(name, cause, str(worker), message)
         elif part_failed:
             text = "%r: the part of its prompt at %s failed, so one worker computes all of it: %s"
-            log.warning(text, self, worker, message, extra=of_request(context.name))
-            context.metrics.history.attempt_failed(context.name, "part_failed", str(worker), message)
+            log.warning(text, self, worker, message, extra=of_request(name))
+            metrics.history.attempt_failed(name, "part_failed", str(worker), message)
         if pair.failures.exhausted:
             times = f"{pair.failures.total} times without a new token"
             self.fail(Failed(f"{self} failed {times}; the last failure: {message}"))
@@ -355,12 +351,12 @@ class Generation:
     def fail(self, error: ApiError) -> None:
         if not self.done:
             if error.status >= 500:
-                log.warning("%r: %s", self, error.message, extra=of_request(self.context.name))
+                log.warning("%r: %s", self, error.message, extra=of_request(self.context.entry.name))
             self.context.tokens.put(self.index, error)
             self.cancel()
 
     def _waited_too_long(self, error: ApiError) -> None:
-        self.context.metrics.deadlines[_DEADLINES.get(type(error), "worker_wait")].inc()
+        self.context.services.metrics.deadlines[_DEADLINES.get(type(error), "worker_wait")].inc()
         self.fail(error)
 
     def cancel(self) -> None:
@@ -368,7 +364,8 @@ class Generation:
         if self.done:
             return
         self.done = True
-        (self.context.metrics.running if self.pair.output_ids else self.context.metrics.waiting).dec()
+        metrics = self.context.services.metrics
+        (metrics.running if self.pair.output_ids else metrics.waiting).dec()
         self._waits.end()
         self.pair.end()
         self.turn.end()

@@ -12,6 +12,7 @@ from prometheus_client import Metric
 from baton.engine import EncoderStats, EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
 from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
+from baton.router.admission.parked import Parked, RetryBudget
 from baton.router.admission.queue import Admission
 from baton.router.metrics import Metrics as RouterMetrics
 from baton.router.policy.decode import DecodePool
@@ -44,7 +45,7 @@ def test_router() -> None:
     pools = {pb.POOL_DECODE: "decode"}
     parts = {"encoders": Encoders(1.0), "desk": stand_in(Desk, decodes=DecodePool())}
     pool = stand_in(WorkerPool, listed={}, pools=pools, pause=pb.PAUSE_NONE, **parts)
-    metrics.follow(pool, Admission(1, lambda: PrefillWindow(0.0)))
+    metrics.follow(pool, Admission(1, lambda: PrefillWindow(0.0)), Parked(RetryBudget()))
     metrics.certificate_ends(0.0)
     assert names(metrics.registry.collect()) == documented("R")
 

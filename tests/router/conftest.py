@@ -16,6 +16,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from baton.router.active_request import ActiveRequest
 from baton.router.api.jobs import SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.preparation.child import fork_server
@@ -217,6 +218,11 @@ class Cluster:
         while any((attempt := c.attempts.get(prefill_id)) and attempt.work for c in connections):  # noqa: ASYNC110
             await asyncio.sleep(0.0002)
 
+    @property
+    def active(self) -> list[ActiveRequest]:
+        """The requests that generate."""
+        return [abort.__self__ for abort in self.router.services.active._generating]  # type: ignore[attr-defined]
+
     async def idle(self) -> None:
         """Waits until the router holds no attempt, no waiting generation and no waiting token."""
         services = self.router.services
@@ -224,7 +230,7 @@ class Cluster:
             lambda: (
                 not services.active
                 and not len(services.admission.queue)
-                and not services.admission.parked.without_worker
+                and not services.parked.without_worker
                 and services.admission.waiting_tokens == services.admission.uncached_tokens == 0
                 and all(not c.attempts for c in services.pool.connections)
                 and all(load.router_requests == 0 for load in services.pool.desk.decodes)
@@ -233,12 +239,9 @@ class Cluster:
 
     async def expire(self, timer: Literal["deadline", "worker"] = "deadline", *, tokens: int = 1) -> None:
         """Ends this timer of each generation. "deadline": as soon as a client has had so many tokens."""
-        active = self.router.services.active
         if timer == "deadline":
-            await self.until(
-                lambda: any(each.usage().completion_tokens >= tokens for each in active._requests)
-            )
-        waits = [generation._waits for each in active._requests for generation in each._generations]
+            await self.until(lambda: any(each.usage().completion_tokens >= tokens for each in self.active))
+        waits = [generation._waits for each in self.active for generation in each._generations]
         handles = [getattr(each, f"_{timer}_timer") for each in waits]
         for handle in filter(None, handles):
             handle._run()

@@ -43,8 +43,7 @@ async def test_a_killed_worker_is_seen_with_the_request_that_it_failed(
         answer = asyncio.create_task(cluster.post("/v1/completions", KEY | {"x-request-id": "mine"}, **body))
         await cluster.until(lambda: any(cluster.connection(each).attempts for each in cluster.decodes))
         [killed] = (each for each in cluster.decodes if cluster.connection(each).attempts)
-        active = cluster.router.services.active._requests
-        await cluster.until(lambda: any(each.usage().completion_tokens >= 2 for each in active))
+        await cluster.until(lambda: any(each.usage().completion_tokens >= 2 for each in cluster.active))
         for worker in cluster.decodes:
             if worker is not killed and worker.steps is not None:
                 for _ in range(100):

@@ -7,10 +7,11 @@ from typing import Any, cast
 import pytest
 
 from baton.router import status
-from baton.router.active_request import Services
+from baton.router.admission.parked import Parked, RetryBudget
 from baton.router.admission.queue import Admission
 from baton.router.config import RouterConfig
 from baton.router.errors import Failed, NoWorker
+from baton.router.generation.context import Services
 from baton.router.metrics import Metrics
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.desk import Desk
@@ -212,7 +213,7 @@ async def test_metrics_have_a_pool_of_encoders_once_there_was_one() -> None:
     """Before, a pool without workers would be an alert."""
     pool = WorkerPool(RouterConfig(model="m", secret=b"s", port=0), RouterModel("m", 9, ""))
     metrics = Metrics("m")
-    metrics.follow(pool, Admission(9, pool.desk.window))
+    metrics.follow(pool, Admission(9, pool.desk.window), Parked(RetryBudget()))
     assert 'pool="encode"' not in metrics.exposition().decode()
     fleet = Fleet(pool)
     text = metrics.exposition().decode()

@@ -123,7 +123,7 @@ async def test_the_last_prefill_worker_leaves_and_comes_back(cluster: Cluster) -
 
 async def test_requests_wait_for_a_pool_without_workers(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     async with make_cluster(tokenizer, tmp_path, overflow=False) as cluster:
-        [worker], parked = cluster.prefills, cluster.router.services.admission.parked
+        [worker], parked = cluster.prefills, cluster.router.services.parked
         await flipped(cluster, worker, DECODE)
         request = asyncio.create_task(answered_whole(cluster))
         await cluster.until(lambda: len(parked.without_worker) == 1)
@@ -194,7 +194,7 @@ async def test_a_status_that_takes_a_worker_away_starts_nothing_there(
         else:
             decode.status.pool = PREFILL
         decode.report()
-        await cluster.until(lambda: len(admission.parked.without_worker) == 1)
+        await cluster.until(lambda: len(cluster.router.services.parked.without_worker) == 1)
         assert not decode.submitted
         decode.status.health, decode.status.pool = pb.WorkerStatus.HEALTH_SERVING, DECODE
         decode.report()

@@ -185,7 +185,7 @@ async def test_no_request_waits_for_a_turn_while_a_role_has_no_worker(
             for _ in range(4)
         ]
         services = cluster.router.services
-        await cluster.until(lambda: len(services.admission.parked.without_worker) == 4)
+        await cluster.until(lambda: len(services.parked.without_worker) == 4)
         assert len(services.admission.queue) == 0
         assert {(await result)[0] for result in asked} == {503}
 

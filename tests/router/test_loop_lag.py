@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from baton.router import server
-from baton.router.active_request import ActiveRequests
+from baton.router.generation.context import ActiveRequests
 from baton.router.server import observe_lag
 from tests.within import WITHIN
 

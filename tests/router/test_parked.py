@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.router.admission import parked as parked_module
-from baton.router.admission.parked import FLOOR, WINDOW_S, Deadline, Parked, RetryBudget, Waits
+from baton.router.admission.entry import Deadline, Entry
+from baton.router.admission.keys import Account, ApiKey
+from baton.router.admission.parked import FLOOR, WINDOW_S, Parked, RetryBudget, Waits
 from baton.router.errors import ApiError
+from tests.stand_in import stand_in
 from tests.within import eventually, within
 
 
@@ -51,7 +54,7 @@ class Waiting:
     parked: Parked
     times: int = 0
     deadline: Deadline | None = None
-    tenant: bytes = b""
+    key: str = ""
     then: Callable[[], object] = bool
     errors: list[ApiError] = field(default_factory=list)
     served: list["Waiting"] = field(default_factory=list)
@@ -61,11 +64,14 @@ class Waiting:
         self.done = asyncio.Event()
         self.waits = Waits(
             self.parked,
-            name="0",
+            stand_in(
+                Entry,
+                name="0",
+                deadline=self.deadline or Deadline(time.monotonic(), 60.0),
+                account=Account(ApiKey(self.key, b"")),
+            ),
             advance=self._advance,
             on_deadline=self.errors.append,
-            deadline=self.deadline or Deadline(time.monotonic(), 60.0),
-            tenant=self.tenant,
         )
 
     def _advance(self) -> None:
@@ -171,8 +177,8 @@ async def test_parked_generations_retry_in_order_of_arrival() -> None:
 async def test_keys_take_turns_for_the_retry_budget() -> None:
     budget, served = Scripted(), list[Waiting]()
     parked = Parked(budget)
-    flood = [Waiting(parked, served=served, tenant=b"flood") for _ in range(4)]
-    other = Waiting(parked, served=served, tenant=b"other")
+    flood = [Waiting(parked, served=served, key="flood") for _ in range(4)]
+    other = Waiting(parked, served=served, key="other")
     for generation in (*flood, other):
         assert not parked.take_retry(generation.waits)
     budget.left = 3

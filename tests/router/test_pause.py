@@ -81,7 +81,7 @@ async def test_keep_freezes_streams_and_new_requests_wait(paused: Cluster) -> No
     let(decode)
     submitted = len(decode.submitted)
     new = asyncio.create_task(paused.complete())
-    await paused.until(lambda: bool(paused.router.services.admission.parked.without_worker))
+    await paused.until(lambda: bool(paused.router.services.parked.without_worker))
     assert len(decode.submitted) == submitted, "no worker has the new request"
 
     assert await asked(paused, "GET", "/is_paused") == (200, {"is_paused": True, "pause": "steps"})
@@ -117,7 +117,7 @@ async def test_wait_lets_requests_finish_and_holds_new_ones(paused: Cluster) -> 
     pausing = asyncio.create_task(asked(paused, "POST", "/pause?mode=wait"))
     await knows(paused, pb.PAUSE_NEW)
     new = asyncio.create_task(paused.complete())
-    await paused.until(lambda: bool(paused.router.services.admission.parked.without_worker))
+    await paused.until(lambda: bool(paused.router.services.parked.without_worker))
     let(decode)
     await reading
     assert texts(lines)[-1]["choices"][0]["finish_reason"] == "stop"
@@ -158,7 +158,7 @@ async def test_requests_that_queued_before_the_pause_wait_no_longer_than_they_ma
     second = asyncio.create_task(paused.complete())
     await paused.until(lambda: len(admission.queue) == 1)
     assert (await asked(paused, "POST", "/pause?mode=keep"))[0] == 200
-    await paused.until(lambda: bool(admission.parked.without_worker))
+    await paused.until(lambda: bool(paused.router.services.parked.without_worker))
     assert not admission.queue
     let(*paused.workers)
     await asked(paused, "POST", "/resume")
@@ -207,7 +207,7 @@ async def test_an_interrupted_request_goes_to_no_worker_while_no_step_is_compute
         [has] = [worker for worker in cluster.decodes if worker.submitted]
         [other] = [worker for worker in cluster.decodes if worker is not has]
         await has.kill()
-        await cluster.until(lambda: bool(cluster.router.services.admission.parked.without_worker))
+        await cluster.until(lambda: bool(cluster.router.services.parked.without_worker))
         assert not other.submitted
         let(*cluster.decodes)
         assert (await asked(cluster, "POST", "/resume"))[0] == 200
@@ -251,7 +251,7 @@ async def test_memory_goes_and_comes_back_for_all_workers_or_the_call_says_why(p
     assert (status, refused["error"]["type"]) == (400, "invalid_request_error")
     assert refused["error"]["message"].count("memory is released") == len(paused.workers)
     new = asyncio.create_task(paused.complete())
-    await paused.until(lambda: bool(paused.router.services.admission.parked.without_worker))
+    await paused.until(lambda: bool(paused.router.services.parked.without_worker))
     told = {"success": True, "released": ["kv_cache"], "lost_weights": True}
     assert await call(resume, "weights") == (200, told)
     for worker in paused.workers:

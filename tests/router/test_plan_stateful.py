@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from baton.router.admission.entry import entering
+from baton.router.admission.entry import Deadline, entering
 from baton.router.admission.keys import ANY_CLIENT, Account
-from baton.router.admission.parked import Deadline
+from baton.router.admission.parked import Parked, RetryBudget
 from baton.router.admission.queue import Admission
 from baton.router.api.jobs import Job
 from baton.router.config import RouterConfig
-from baton.router.generation.context import RequestContext
+from baton.router.generation.context import RequestContext, Services
 from baton.router.generation.failures import MAX_FAILURES, MAX_LOSSES
 from baton.router.generation.generation import Generation
-from baton.router.generation.output import Consumers, Delta, TokenQueue, WeightsVersions
+from baton.router.generation.output import Consumers, Delta, TokenQueue
 from baton.router.metrics import Metrics
 from baton.router.policy import desk
 from baton.router.policy.planner import plan
@@ -34,6 +34,7 @@ from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import SendQueue, Worker
 from baton.rpc import worker_pb2 as pb
 from baton.system.tracing import Tracer
+from tests.stand_in import stand_in
 
 PREFILL, DECODE = pb.POOL_PREFILL, pb.POOL_DECODE
 METRICS = Metrics("plans")
@@ -89,11 +90,12 @@ class Life:
         self.versions: dict[bytes, str] = {}
         """Of the weights of the worker that an attempt was sent to."""
         rng = self.rng
-        made = RouterConfig(model="m", secret=b"s", port=0, **config)
+        made = RouterConfig(model="m", secret=b"s", port=0, worker_wait=1e6, max_wait=1e6, **config)
         self.pool = pool = WorkerPool(made, RouterModel("m", 10, ""))
         pool.desk.rng = random.Random(seed)
         self.admission = Admission(10**9, pool.desk.window, pool.desk.free_capacity)
-        pool.on_capacity, pool.on_ready = self.admission.dispatch, self.admission.parked.worker_ready
+        self.parked = Parked(RetryBudget())
+        pool.on_capacity, pool.on_ready = self.admission.dispatch, self.parked.worker_ready
         self.streams: list[Stream] = []
         self.works: dict[Worker, dict[bytes, Work]] = {}
         self.tokens = TokenQueue(10**6, lambda: None, Consumers())
@@ -114,11 +116,10 @@ class Life:
         self.entering = entering(self.admission, account)
         self.account, entry = account, self.entering.__enter__()
         [turn] = entry.turns([PROMPT])
-        context = RequestContext(
-            pool=pool, parked=self.admission.parked, metrics=METRICS, tokens=self.tokens,
-            versions=WeightsVersions(), name="r", span=span, began_at=0.0,
-            deadline=Deadline(time.monotonic(), 1e6), worker_wait=1e6, max_wait=1e6,
-        )  # fmt: skip
+        entry.deadline = Deadline(time.monotonic(), 1e6)
+        services = stand_in(Services, pool=pool, parked=self.parked, metrics=METRICS, config=made)
+        context = RequestContext(services, entry)
+        context.tokens, context.span = self.tokens, span
         self.generation = Generation(Job([5] * PROMPT, sampling, rng.getrandbits(64), []), turn, 0, context)
         self.generation.advance()
         self.check()
@@ -392,7 +393,7 @@ class Life:
             if self.ends:
                 break
             self.check()
-            self.admission.parked._retry()
+            self.parked._retry()
             await self.round(disturbs=False)
         assert self.ends, f"it hangs: {self.generation.pair.held()}"
         assert self.submitted - healed <= 12, "without faults there is nothing to try again"
@@ -434,7 +435,7 @@ async def test_nothing_is_planned_without_retry_budget(monkeypatch: pytest.Monke
     plans = []
     monkeypatch.setattr(desk, "plan", lambda *args: plans.append(1) or plan(*args))
     life = Life(0)
-    parked = life.admission.parked
+    parked = life.parked
     while parked._budget.take(time.monotonic()):
         pass
     assert len(parked.without_budget) == 0

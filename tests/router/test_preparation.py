@@ -24,13 +24,13 @@ from pydantic import BaseModel, ValidationError
 
 from baton.processes.sandbox import helper
 from baton.router import child_pool, server
-from baton.router.active_request import ActiveRequests
 from baton.router.admission.entry import entering
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey
 from baton.router.api.bodies import BatchBody, ChatOptions
 from baton.router.api.fields import MAX_ITEMS
 from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
+from baton.router.generation.context import ActiveRequests
 from baton.router.preparation import child
 from baton.router.preparation.child import (
     MAX_OPTIONS_BYTES,

@@ -373,7 +373,7 @@ async def test_without_a_worker_requests_wait_for_one(tokenizer: ModelTokenizer,
         await cluster.until(lambda: not cluster.pool.complete)
         await cluster.get("/ready", 503)
         request = asyncio.create_task(answered_whole(cluster))
-        await cluster.until(lambda: len(cluster.router.services.admission.parked.without_worker) == 1)
+        await cluster.until(lambda: len(cluster.router.services.parked.without_worker) == 1)
         await decode.start(port)
         await request
 
@@ -444,7 +444,7 @@ async def test_a_stream_whose_first_token_comes_needs_no_other_prefill_worker(
         cluster.lanes.of(prefills(prefill)[0].prefill_id).settle(True)
         await cluster.until(lambda: bool(decode.steps and decode.steps._waiters))
         await prefill.kill()
-        parked = cluster.router.services.admission.parked
+        parked = cluster.router.services.parked
         await cluster.until(lambda: bool(parked.without_worker))
         decode.steps.release()
         await cluster.until(lambda: not parked.without_worker)

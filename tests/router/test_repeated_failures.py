@@ -101,7 +101,7 @@ async def test_a_lost_stream_that_opens_the_breaker_starts_nothing_there(
 async def test_retries_wait_for_the_budget(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parked, "FLOOR", 1)
     monkeypatch.setattr(parked, "WINDOW_S", 0.5)
-    retries = cluster.router.services.admission.parked.without_budget
+    retries = cluster.router.services.parked.without_budget
     cluster.prefills[0].fail = (2, pb.FAILURE_CODE_DROPPED)
     request = asyncio.create_task(answered_whole(cluster))
     await cluster.until(lambda: len(retries) == 1)
@@ -114,7 +114,7 @@ async def test_a_client_that_leaves_removes_its_parked_request(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parked, "FLOOR", 1)
-    decode, retries = cluster.decodes[0], cluster.router.services.admission.parked.without_budget
+    decode, retries = cluster.decodes[0], cluster.router.services.parked.without_budget
     decode.fail_after = 2
     request = asyncio.create_task(cluster.complete())
     await cluster.until(lambda: len(retries) == 1)

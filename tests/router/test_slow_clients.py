@@ -370,8 +370,7 @@ async def test_a_whole_response_keeps_no_deltas(cluster: Cluster, deltas: Collec
     decode = cluster.decodes[0]
     decode.steps = asyncio.Semaphore(50)
     asked = asyncio.create_task(cluster.complete(**(LONG | {"stream": False})))
-    active = cluster.router.services.active
-    await cluster.until(lambda: any(request.usage().completion_tokens >= 50 for request in active._requests))
+    await cluster.until(lambda: any(each.usage().completion_tokens >= 50 for each in cluster.active))
     assert 0 < len(deltas) < 25, "not all 50"
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)

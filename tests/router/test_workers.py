@@ -111,7 +111,7 @@ async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(
     decode.status.blocks_free = 100
     decode.report()
     assert (await cluster.complete(prompt=[5] * 30))["choices"][0]["finish_reason"] == "stop"
-    assert len(cluster.router.services.admission.parked.without_worker) == 1
+    assert len(cluster.router.services.parked.without_worker) == 1
     load.blocks_total = 512
     decode.status.blocks_free = 512
     decode.report()

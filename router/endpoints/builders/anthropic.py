@@ -24,7 +24,7 @@ class AnthropicBuilder(BlocksBuilder):
 
     def __init__(self, request: ActiveRequest) -> None:
         super().__init__(request)
-        head = {"id": f"msg_{request.name}", "type": "message", "role": "assistant"}
+        head = {"id": f"msg_{request.entry.name}", "type": "message", "role": "assistant"}
         self._frame = {**head, "model": self._model}
 
     def whole(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class AnthropicBuilder(BlocksBuilder):
         return self._written([delta, {"type": "message_stop"}])
 
     def failed(self, error: ApiError) -> bytes:
-        return self._written([error_body(error, self._request.name)])
+        return self._written([error_body(error, self._request.entry.name)])
 
     def _begin(self) -> Iterator[Event]:
         nothing = {"content": [], "stop_reason": None, "stop_sequence": None}

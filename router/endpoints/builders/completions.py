@@ -49,7 +49,7 @@ class ChoicesBuilder:
         self._entries = LogprobEntries(request, kept=not request.options.stream)
         self._token_ids = request.options.return_token_ids
         model, now = request.model, int(time.time())  # noqa: TID251 - a timestamp
-        self._frame = {"id": f"{self.prefix}{request.name}", "created": now, "model": model}
+        self._frame = {"id": f"{self.prefix}{request.entry.name}", "created": now, "model": model}
         self._logprobs = request.options.logprobs_wanted is not None
         self._generates = request.options.max_tokens_wanted != 0
         self._prompt_top = request.options.prompt_logprobs
