@@ -165,7 +165,7 @@ class Frontend:
         if self.ending:
             raise ShuttingDown(_ENDING, retry_after=1)
 
-    async def prepare(
+    async def activate(
         self,
         kind: Generated,
         raw: bytes | bytearray,
@@ -173,22 +173,24 @@ class Frontend:
         headers: Mapping[str, str],
         *,
         history: bytes = b"",
-        timeout: float | None,
+        timeout: float | None = None,
     ) -> ActiveRequest:
         """Parses, validates and tokenizes the body `raw` of an admitted request, which counts its bytes.
 
         Args:
             headers: of HTTP, or the metadata of gRPC. They may name the client's conversation and its trace,
-                and how long it waits for its turn.
+                how long it waits for its turn, and for
+                the answer.
             history: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
-            timeout: seconds that the client waits; the body may hold a lower limit.
+            timeout: seconds until the deadline of a gRPC call. Headers and body may have a lower limit.
 
         Raises ApiError.
         """
         began = time.monotonic()
         self._refuse_at_the_end()
         entry.receive(len(history))
-        limit = min(self._services.config.request_timeout, math.inf if timeout is None else timeout)
+        limits = timeout, seconds_of(headers, "x-request-timeout"), self._services.config.request_timeout
+        limit = min(each for each in limits if each is not None)
         max_wait = seconds_of(headers, "x-max-wait")
         entry.max_wait = limit if max_wait is None else min(limit, max_wait)
         expected = max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity))
@@ -231,13 +233,13 @@ class Frontend:
         self, kind: Kind, raw: bytes | bytearray, entry: Entry, history: bytes
     ) -> Prepared | bytes:
         """Fetches the images that the body names by URL, if there are any."""
-        prepare = partial(self._preparer.prepare, kind, raw, self._served, entry.account.key, history)
+        run = partial(self._preparer.run, kind, raw, self._served, entry.account.key, history)
         try:
-            return await prepare()
+            return await run()
         except NeedsFiles as missing:
             with about(missing.field):
                 files = await self._media.fetch(entry.account.key.name, missing.urls, entry.receive)
-        return await prepare(files)
+        return await run(files)
 
     async def _jobs(self, prepared: Prepared, sender: Sender, structure: Structure | None) -> list[Job]:
         """`structure`: what workers enforce. Raises InvalidRequest."""

@@ -125,7 +125,7 @@ class GrpcEndpoint:
                 access.key = account.key.name
                 with self._server.call(context), self._frontend.admit(account, name) as entry:
                     raw = await self._message(requests, context, entry)
-                    active = await self._frontend.prepare(
+                    active = await self._frontend.activate(
                         "grpc", raw, entry, metadata, timeout=context.time_remaining()
                     )
                     if active.unenforced:

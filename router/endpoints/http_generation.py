@@ -11,7 +11,6 @@ from aiohttp import web
 
 from baton.router import access_log, errors
 from baton.router.active_request import ActiveRequest
-from baton.router.admission.entry import Entry
 from baton.router.admission.keys import Account
 from baton.router.api.bodies import ChatOptions
 from baton.router.config import RouterConfig
@@ -19,7 +18,7 @@ from baton.router.endpoints.answers import ResponseBuilder, collect, stream
 from baton.router.endpoints.builders.anthropic import AnthropicBuilder
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.completions import ChatBuilder, CompletionBuilder
-from baton.router.endpoints.frontend import Frontend, seconds_of, unenforced_header
+from baton.router.endpoints.frontend import Frontend
 from baton.router.endpoints.http_writer import EventStream
 from baton.router.endpoints.request_body import read_body
 from baton.router.preparation.prepare import Generated
@@ -27,7 +26,7 @@ from baton.router.preparation.prepare import Generated
 REQUEST_ID: ContextVar[str] = ContextVar("request_id")
 ACCOUNT: ContextVar[Account] = ContextVar("account")
 UNENFORCED = "x-baton-unenforced"
-"""Response header, and the key of its value in a request."""
+"""Response header, and the key in a request of the JSON pointers that it has."""
 _BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[AnthropicBuilder]] = {
     "chat": ChatBuilder,
     "completion": CompletionBuilder,
@@ -66,23 +65,12 @@ class HttpGeneration:
         """Handles a request to an endpoint that keeps no responses."""
         with self._frontend.admit(ACCOUNT.get(), REQUEST_ID.get()) as entry:
             raw = await read_body(request, self._config, entry)
-            active = await self.prepare(request, kind, raw, entry)
+            active = await self._frontend.activate(kind, raw, entry, request.headers)
+            request[UNENFORCED] = active.unenforced
             del raw  # frees the body, which may be large, before the generation, which may be long
             if kind == "invocation":
                 kind = "chat" if isinstance(active.options, ChatOptions) else "completion"
             return await self.respond(request, active, _BUILDERS[kind](active))
-
-    async def prepare(
-        self, request: web.Request, kind: Generated, raw: bytearray, entry: Entry, history: bytes = b""
-    ) -> ActiveRequest:
-        """As `Frontend.prepare`."""
-        timeout = seconds_of(request.headers, "x-request-timeout")
-        active = await self._frontend.prepare(
-            kind, raw, entry, request.headers, history=history, timeout=timeout
-        )
-        if active.unenforced:
-            request[UNENFORCED] = unenforced_header(active.unenforced)
-        return active
 
     async def whole(
         self, kind: Generated, raw: bytes, account: Account, headers: Mapping[str, str], name: str
@@ -98,7 +86,7 @@ class HttpGeneration:
             self._frontend.admit(account, name) as entry,
         ):
             entry.receive(len(raw))
-            active = await self._frontend.prepare(kind, raw, entry, headers, timeout=None)
+            active = await self._frontend.activate(kind, raw, entry, headers)
             builder = _BUILDERS[kind](active)
             with active.generating():
                 await collect(active, builder)

@@ -80,7 +80,10 @@ class OpenAIResponses:
             entry = admitted.enter_context(admission)
             raw = await read_body(request, self._config, entry)
             turn = await self._turn(raw, entry)
-            active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
+            active = await self._frontend.activate(
+                "responses", raw, entry, request.headers, history=turn.history
+            )
+            request[http.UNENFORCED] = active.unenforced
             del raw  # frees the body, which may be large, before the generation, which may be long
             events = Events() if turn.background and active.options.stream else None
             builder = self._builder(request, active, turn, events)

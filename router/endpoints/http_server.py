@@ -19,7 +19,7 @@ from baton.router.endpoints import http_generation as http
 from baton.router.endpoints import pages
 from baton.router.endpoints.admin_calls import add_admin_calls
 from baton.router.endpoints.answers import defect
-from baton.router.endpoints.frontend import Frontend, request_name
+from baton.router.endpoints.frontend import Frontend, request_name, unenforced_header
 from baton.router.endpoints.http_batches import HttpBatches
 from baton.router.endpoints.http_connections import is_extra, refusal, serving_key
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
@@ -334,5 +334,5 @@ def _of_status(request: web.Request) -> bool:
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Handles the signal `on_response_prepare`."""
     response.headers["x-request-id"] = http.REQUEST_ID.get()
-    if (unenforced := request.get(http.UNENFORCED)) is not None:
-        response.headers[http.UNENFORCED] = unenforced
+    if unenforced := request.get(http.UNENFORCED):
+        response.headers[http.UNENFORCED] = unenforced_header(unenforced)

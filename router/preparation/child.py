@@ -67,7 +67,7 @@ class Preparer:
         self._thread = ThreadPoolExecutor(1, "prepare")
         self._turns = Slots(1)  # of the thread
 
-    async def prepare(
+    async def run(
         self,
         kind: Kind,
         raw: bytes | bytearray,
@@ -76,7 +76,7 @@ class Preparer:
         history: bytes = b"",
         files: Mapping[str, bytes] = NO_FILES,
     ) -> Prepared | bytes:
-        """Does the same as `Preparation.prepare`. `key` is the client's. Raises ApiError and NeedsFiles."""
+        """Runs `Preparation.prepare`. `key` is the client's. Raises ApiError and NeedsFiles."""
         if len(raw) + len(history) <= SMALL_BYTES and not files:
             here = Preparation(self._tokenizer, served, history, key.cache_salt, in_child=False)
             small = partial(here.prepare, kind, raw)

@@ -374,7 +374,7 @@ async def test_small_bodies_of_keys_take_turns(cluster: Cluster, monkeypatch: py
     preparer = cluster.router.frontend._preparer
 
     async def send(key: str) -> None:
-        await preparer.prepare("tokenize", b"{}", SERVED, ApiKey(key, b"", cache_salt=key.encode()))
+        await preparer.run("tokenize", b"{}", SERVED, ApiKey(key, b"", cache_salt=key.encode()))
 
     async with asyncio.TaskGroup() as group:
         for key in "a" * 200 + "b" + "a" * 20 + "c":
@@ -412,10 +412,10 @@ async def test_many_bodies_at_once_do_not_hold_the_event_loop_up(
     monkeypatch.setattr(Preparation, "prepare", waiting)
     preparer, turning = cluster.router.frontend._preparer, asyncio.create_task(turn())
     small = json.dumps({"prompt": "x", "bad_words": ["a b"] * 60}).encode()
-    await asyncio.gather(*(preparer.prepare("completion", small, SERVED, ApiKey("", b"")) for _ in range(40)))
+    await asyncio.gather(*(preparer.run("completion", small, SERVED, ApiKey("", b"")) for _ in range(40)))
     assert prepared == 40
     long = json.dumps({"prompt": "x", "bad_words": ["a b"] * 60, "user": "x" * SMALL_BYTES}).encode()
-    done = await preparer.prepare("completion", long, SERVED, ApiKey("", b""))
+    done = await preparer.run("completion", long, SERVED, ApiKey("", b""))
     turning.cancel()
     assert isinstance(done, Prepared)
     assert len(done.bad_words) == 120
@@ -545,12 +545,10 @@ async def test_a_child_takes_what_its_container_allows(
     preparer = Preparer(tokenizer, forks)
     try:
         for _ in range(2):
-            assert await preparer.prepare(
-                "tokenize", json.dumps({"prompt": LONG}).encode(), SERVED, ANY_CLIENT
-            )
+            assert await preparer.run("tokenize", json.dumps({"prompt": LONG}).encode(), SERVED, ANY_CLIENT)
             text = json.dumps({"prompt": "a b " * 150_000}).encode()
             with pytest.raises(InvalidRequest, match="takes more than 20 s or 48 MiB"):
-                await preparer.prepare("tokenize", text, SERVED, ANY_CLIENT)
+                await preparer.run("tokenize", text, SERVED, ANY_CLIENT)
     finally:
         await preparer.close()
         await forks.close()
@@ -591,7 +589,7 @@ async def test_limits_are_checked_before_the_preparation(
     async with make_cluster(tokenizer, tmp_path, api_keys=(key,)) as cluster:
         http, admission = cluster.http, cluster.router.services.admission
         headers = {"Authorization": "Bearer secret"}
-        monkeypatch.setattr(Preparer, "prepare", lambda *_: pytest.fail("work began"))
+        monkeypatch.setattr(Preparer, "run", lambda *_: pytest.fail("work began"))
         account = cluster.router.frontend.authorize("Bearer secret")
 
         async def refused(path: str, body: Any) -> str:

@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 import aiohttp
 import openai
 import pytest
-from aiohttp import web
 from openai.types.responses import (
     Response,
     ResponseFunctionToolCall,
@@ -22,7 +21,7 @@ from baton.router.active_request import ActiveRequest
 from baton.router.admission.keys import ApiKey, api_keys
 from baton.router.api.responses import ResponseObject
 from baton.router.endpoints import stored_responses
-from baton.router.endpoints.http_generation import HttpGeneration
+from baton.router.endpoints.frontend import Frontend
 from baton.router.endpoints.stored_responses import Events, StoredResponse, StoredResponses, home_tag
 from baton.router.errors import NotFound
 from baton.router.preparation import child
@@ -357,15 +356,16 @@ async def test_a_child_lists_many_items_within_the_limits_of_the_key(
 async def test_a_client_that_leaves_before_its_background_response_begins(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    prepare = HttpGeneration.prepare
+    activate = Frontend.activate
 
-    async def leaving(self: HttpGeneration, request: web.Request, *args: Any) -> ActiveRequest:
-        active = await prepare(self, request, *args)
-        request.task.cancel()
+    async def leaving(*args: Any, **more: Any) -> ActiveRequest:
+        active, task = await activate(*args, **more), asyncio.current_task()
+        assert task is not None
+        task.cancel()
         await asyncio.sleep(0)  # the cancellation arrives
         return active
 
-    monkeypatch.setattr(HttpGeneration, "prepare", leaving)
+    monkeypatch.setattr(Frontend, "activate", leaving)
     with pytest.raises(aiohttp.ServerDisconnectedError):
         await cluster.post(PATH, input="Hi", background=True)
     await cluster.idle()
