@@ -164,7 +164,7 @@ def start_rank(
     if on_gpu and encoder is not None and model_config.vision is not None:
         with memory_for(device, "the largest image", "choose a smaller --model"):
             encoding = rehearse(encoder, model_config.vision.settings, device)
-    sizing = _Sizing(config, runner, limits, model_config, known, progress)
+    sizing = Sizing(config, runner, limits, model_config, known, progress)
     pool = sizing.pool(encoding, of_weights, keep)
     root_of = partial(
         content_root,
@@ -243,7 +243,7 @@ def _take_over(of_weights: SharedWeights | None, ranks: Ranks) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizing:
+class Sizing:
     """How much memory a rank with weights has for KV, and how it computes its first steps."""
 
     config: EngineConfig
@@ -279,11 +279,24 @@ class _Sizing:
             kept.warm_up()
         warm_up(runner, rehearsal_in(pool, config, self.limits.block_size), progress)
         if config.cuda_graphs:
-            runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
+            self.capture()
         if self.known is not None and self.known.steps is not None:
             return self.known.steps
         budget = MEASURED * (time.monotonic() - began)
         return measure_times(runner, config, pool, self.model_config.vocab_size, budget)
+
+    def capture(self) -> None:
+        """Modules of transformers may do what no graph can repeat. Then steps run without."""
+        config, modules, progress = self.config, self.model_config.modules, self.progress
+        try:
+            self.runner.capture(
+                config.max_num_batched_tokens, lambda done: progress("capturing graphs", done)
+            )
+        except RuntimeError as error:
+            if modules is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            name, what = self.model_config.architecture, str(error).splitlines()[0]
+            log.warning("CUDA graphs cannot capture the modules of %s, so steps run without: %s", name, what)
 
     def _measure(self, encoding: int) -> MemoryUse:
         """The memory of the largest step beside the weights. All layers of a kind share one small cache

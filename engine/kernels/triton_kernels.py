@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -239,18 +239,18 @@ class TritonKernels(Kernels):
         scale: float,
         softcap: float | None = None,
     ) -> Tensor:
-        assert softcap is None, "the loader refuses bounds of scores on a GPU"
+        assert softcap is None or not self.exact, "no model with bounds of scores has the exact mode"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if tiling.pieces is not None:
             decodes = slice(tiling.num_decodes)
             tables = tiling.block_tables
-            attend = exact_decode_attention if self.exact else decode_attention
+            attend = exact_decode_attention if self.exact else partial(decode_attention, softcap=softcap)
             attend(q[decodes], kv, tables, tiling.pieces, out[decodes], tiling.span, sinks, scale)
         if tiling.tiles is not None:
             tables = tiling.block_tables
             if isinstance(kv, Fp8KV) and tiling.gathered is not None:
                 kv, tables = gather(kv, tiling.gathered.blocks, q.dtype), tiling.gathered.tables
-            prefill_attention(q, kv, tables, tiling.tiles, out, tiling.span, sinks, scale)
+            prefill_attention(q, kv, tables, tiling.tiles, out, tiling.span, sinks, scale, softcap)
         return out
 
     def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

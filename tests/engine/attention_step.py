@@ -51,10 +51,11 @@ class Step:
         decodes: Sequence[tuple[int, int]] = (),
         ahead: int = 1,
         images: Images = NO_IMAGES,
+        softcap: float | None = None,
     ) -> None:
         """`decodes`: spans that decode. Those of one token do, too. `ahead`: as in `arrange`. `images`: as in
         `AttentionMetadata`."""
-        self.scale = head_dim**-0.5 if scale is None else scale
+        self.scale, self.softcap = head_dim**-0.5 if scale is None else scale, softcap
         self.heads, self.dtype, self.span = heads, dtype, span
         self.sinks = normal(heads[0], seed=seed + 97).to(dtype) if with_sinks else None
         decodes = [span for span in spans if span[1] - span[0] == 1 or span in decodes]
@@ -118,7 +119,7 @@ class Step:
         q = kernels.rope_and_write(put(self.qkv), rotary, norm, kv, metadata.slots)
         tiling = kernels.tile(metadata, *self.heads, torch.float64 if exact else self.dtype, self.span)
         sinks = None if self.sinks is None else put(self.sinks)
-        return kernels.attention(q, kv, tiling, sinks, self.scale), q
+        return kernels.attention(q, kv, tiling, sinks, self.scale, self.softcap), q
 
     def check(self, kernels: Kernels, device: str, norm: HeadNorm | None = None) -> None:
         out, kv, q = self.run(kernels, device, norm)

@@ -92,6 +92,7 @@ def main() -> None:
         norm: bool,
         span: Span | None = None,
         fp8_kv: bool = False,
+        softcap: float | None = None,
     ) -> None:
         print(f"-- {dtype}, {heads} heads on {kv_heads}, {head_dim} each, block {block_size}")
         kernels = TritonKernels(torch.device("cpu"), head_dim)
@@ -124,14 +125,15 @@ def main() -> None:
             kernels.rotate(q.contiguous(), rotary, head_norm)
         sinks = None if span is None else x[0, :heads]
         long = replace(metadata, num_decodes=0, prefills=[(5000, 5000 + rows)])
-        kernels.attention(q, kv, kernels.tile(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
+        scale = head_dim**-0.5
+        kernels.attention(q, kv, kernels.tile(long, heads, kv_heads, dtype, span), sinks, scale, softcap)
         for places in (None, torch.zeros(65, dtype=torch.int32)):
             tiling = kernels.tile(replace(metadata, places=places), heads, kv_heads, dtype, span)
-            kernels.attention(q, kv, tiling, sinks, head_dim**-0.5)
+            kernels.attention(q, kv, tiling, sinks, scale, softcap)
         if dtype is not torch.float32:
             exact = TritonKernels(torch.device("cpu"), head_dim, exact=True)
-            exact.attention(q, kv, exact.tile(metadata, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
-            exact.attention(q, kv, exact.tile(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
+            exact.attention(q, kv, exact.tile(metadata, heads, kv_heads, dtype, span), sinks, scale)
+            exact.attention(q, kv, exact.tile(long, heads, kv_heads, dtype, span), sinks, scale)
             for tokens, size in itertools.product((1, 64, 128, 256, 1024), (hidden, 16 * hidden)):
                 weight, many = (
                     torch.zeros(size, hidden, dtype=dtype),
@@ -177,12 +179,14 @@ def main() -> None:
     step(torch.bfloat16, 8, 1, 512, 128, norm=True)  # Gemma 4 E2B, layers without a window
     step(torch.bfloat16, 64, 8, 64, 128, norm=False, span=Span(128))  # gpt-oss
     step(torch.bfloat16, 40, 8, 128, 128, norm=False, span=Span(8192, chunked=True))  # Llama 4
+    step(torch.bfloat16, 8, 4, 256, 128, norm=False, softcap=50.0)  # Gemma 2, layers without a window
+    step(torch.bfloat16, 8, 4, 256, 128, norm=False, softcap=50.0, span=Span(4096))
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         step(dtype, 32, 8, 128, 128, norm=False, fp8_kv=True)
     step(torch.bfloat16, 32, 8, 128, 16, norm=True, fp8_kv=True)
     step(torch.bfloat16, 8, 4, 256, 128, norm=True, fp8_kv=True)
-    step(torch.bfloat16, 64, 8, 64, 128, norm=False, span=Span(128), fp8_kv=True)
+    step(torch.bfloat16, 64, 8, 64, 128, norm=False, span=Span(128), softcap=50.0, fp8_kv=True)
 
     print("-- INT4 weights")
     codes = torch.zeros(4096, 4096, dtype=torch.uint8)

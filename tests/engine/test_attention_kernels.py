@@ -240,28 +240,34 @@ def test_keys_are_cut_for_several_waves_where_these_are_over_sooner(
 
 
 @pytest.mark.parametrize(
-    ("span", "with_sinks", "scale", "block_size", "dtype"),
+    ("span", "with_sinks", "scale", "block_size", "dtype", "softcap"),
     [
-        (None, True, 0.25, 16, F16),
-        (Span(5), False, None, 16, F16),
-        (Span(128), True, None, 128, F32),
-        (Span(24, chunked=True), True, None, 16, F16),
-        pytest.param(Span(128), True, 0.25, 128, BF16, marks=pytest.mark.gpu),
-        pytest.param(Span(160, chunked=True), False, None, 128, BF16, marks=pytest.mark.gpu),
+        (None, True, 0.25, 16, F16, None),
+        (Span(5), False, None, 16, F16, None),
+        (Span(128), True, None, 128, F32, None),
+        (Span(24, chunked=True), True, None, 16, F16, None),
+        (None, False, 0.5, 16, F32, 0.75),
+        (Span(24), True, 0.5, 16, F16, 1.5),
+        pytest.param(Span(128), True, 0.25, 128, BF16, None, marks=pytest.mark.gpu),
+        pytest.param(Span(160, chunked=True), False, None, 128, BF16, None, marks=pytest.mark.gpu),
+        pytest.param(None, False, None, 128, BF16, 0.75, marks=pytest.mark.gpu),
     ],
 )
-def test_a_layer_with_a_span_sinks_or_a_scale(
+def test_a_layer_with_a_span_sinks_a_scale_or_bounded_scores(
     triton_kernels: Kernels,
     span: Span | None,
     with_sinks: bool,
     scale: float | None,
     block_size: int,
     dtype: torch.dtype,
+    softcap: float | None,
 ) -> None:
     """Decodes of one piece and of several. Spans that end in a tile of keys, within a chunk of queries and
     before it."""
     spans = [(0, 1), (31, 32), (400, 401), (0, 40), (30, 33), (290, 315)]
-    step = Step(spans, (2, 1), 64, block_size, dtype, span=span, with_sinks=with_sinks, scale=scale)
+    step = Step(
+        spans, (2, 1), 64, block_size, dtype, span=span, with_sinks=with_sinks, scale=scale, softcap=softcap
+    )
     step.check(triton_kernels, DEVICE)
 
 

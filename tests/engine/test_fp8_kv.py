@@ -45,7 +45,7 @@ def check(step: Step, kernels: Kernels, device: str) -> None:
     assert (error <= 0.045 * plain.abs().amax(dim=-1))[written.all(dim=-1)].all(), "half a step of FP8"
     tiling = Kernels().tile(m, *step.heads, torch.float64, step.span)
     of_queries = None if step.sinks is None else step.sinks.double()
-    close(out, Kernels().attention(q64, exact(kv), tiling, of_queries, step.scale))
+    close(out, Kernels().attention(q64, exact(kv), tiling, of_queries, step.scale, step.softcap))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -55,12 +55,12 @@ def test_torch_kernels(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "block_size", "dtype", "span", "with_sinks"),
+    ("head_dim", "block_size", "dtype", "span", "with_sinks", "softcap"),
     [
-        (64, 24, F32, None, True),
-        (128, 128, BF16, None, False),
-        (64, 128, F16, Span(70), True),
-        (16, 16, BF16, Span(24, chunked=True), True),
+        (64, 24, F32, None, True, None),
+        (128, 128, BF16, None, False, 1.0),
+        (64, 128, F16, Span(70), True, None),
+        (16, 16, BF16, Span(24, chunked=True), True, None),
     ],
 )
 def test_triton_kernels(
@@ -70,10 +70,11 @@ def test_triton_kernels(
     dtype: torch.dtype,
     span: Span | None,
     with_sinks: bool,
+    softcap: float | None,
 ) -> None:
     """Products of FP8 are in float16, so the interpreter computes bfloat16, too."""
     spans = [(0, 1), (70, 71), (3, 20), (150, 190)]
-    step = Step(spans, (3, 1), head_dim, block_size, dtype, span=span, with_sinks=with_sinks)
+    step = Step(spans, (3, 1), head_dim, block_size, dtype, span=span, with_sinks=with_sinks, softcap=softcap)
     check(step, triton_kernels, DEVICE)
 
 

@@ -2,13 +2,17 @@
 
 import logging
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from baton.engine import EngineConfig, SpeculativeConfig
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.start import Sizing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import PlainFormat, Weights
 from baton.engine.loader import open_checkpoint
@@ -91,6 +95,23 @@ def test_common_parts_are_those_of_baton(
 def test_the_exact_mode_is_refused(tiny_path: Path) -> None:
     with pytest.raises(ValueError, match="--batch-invariant: modules of transformers, which compute Llama"):
         load(tiny_path, model_impl="transformers", batch_invariant=True)
+
+
+@pytest.mark.parametrize("impl", ["baton", "transformers"])
+def test_steps_run_without_graphs_that_cannot_be_captured(
+    impl: str, tiny_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Own classes can: there the error ends the start."""
+    runner = Mock(spec=ModelRunner)
+    runner.capture.side_effect = RuntimeError("operation not permitted when stream is capturing\nmore")
+    shape = read_config(tiny_path, model_impl=impl)
+    sizing = Sizing(EngineConfig(str(tiny_path)), runner, Mock(), shape, None, lambda *_: None)
+    with nullcontext() if impl == "transformers" else pytest.raises(RuntimeError, match="not permitted"):
+        sizing.capture()
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+            "CUDA graphs cannot capture the modules of LlamaForCausalLM, so steps run without: "
+            "operation not permitted when stream is capturing"
+        ]
 
 
 def test_drafts_do_not_change_tokens(tiny_path: Path) -> None:

@@ -30,6 +30,7 @@ from baton.engine.kernels.attention.online_softmax import (
     LEAST,
     LOG2_E,
     any_tile,
+    bounded,
     cache_of,
     logarithm,
     normalized,
@@ -68,12 +69,14 @@ def decode_attention(
     span: Span | None,
     sinks: Tensor | None,
     scale: float,
+    softcap: float | None,
 ) -> None:
     """Writes out. q and out [requests, num_heads, head_dim] have dense heads; block_tables [requests, blocks]
     int32; `span` is that of `pieces`; sinks [num_heads]. `scale` multiplies the products of queries and
-    keys. Requests share pieces only without a span."""
+    keys, and `softcap` bounds them. Requests share pieces only without a span."""
     requests, num_heads, head_dim = q.shape
     shape, cache, slots = cache_of(kv, BLOCK_N)
+    shape = shape._replace(softcap=softcap or 0.0)
     group = num_heads // shape.kv_heads
     count = len(pieces.work)
     queries, places, contexts = pieces.sharing or Sharing(1, pieces.first, pieces.first)
@@ -180,7 +183,7 @@ def _split(
             tile, inside = any_tile(cache, table, begin - unaligned, stop, SHAPE, BLOCK_N)
             seen = inside & (tl.arange(0, BLOCK_N) >= unaligned)
             m, total, acc, upper_acc = attend(
-                queries, tile, seen[:, None], m, total, acc, upper_acc, scale, SHAPE.fp8
+                queries, tile, seen[:, None], m, total, acc, upper_acc, scale, SHAPE
             )
             begin = tl.minimum(begin - unaligned + BLOCK_N, stop)
     # Each query sees all positions before this one.
@@ -188,13 +191,13 @@ def _split(
     last = begin + (unmasked - begin) // BLOCK_N * BLOCK_N
     for start in tl.range(begin, last, BLOCK_N):
         tile = whole_tile(cache, table, start, stop, SHAPE, BLOCK_N)
-        m, total, acc, upper_acc = attend(queries, tile, None, m, total, acc, upper_acc, scale, SHAPE.fp8)
+        m, total, acc, upper_acc = attend(queries, tile, None, m, total, acc, upper_acc, scale, SHAPE)
     for start in tl.range(last, stop, BLOCK_N, num_stages=1):
         tile, inside = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
         seen = inside[:, None]
         if QUERIES > 1:
             seen &= (start + tl.arange(0, BLOCK_N))[:, None] < (tl.load(contexts + request) + query)[None, :]
-        m, total, acc, upper_acc = attend(queries, tile, seen, m, total, acc, upper_acc, scale, SHAPE.fp8)
+        m, total, acc, upper_acc = attend(queries, tile, seen, m, total, acc, upper_acc, scale, SHAPE)
     result = tl.interleave(tl.trans(acc), tl.trans(upper_acc)) if SHAPE.fp8 else tl.trans(acc)
     total = tl.where(total == 0.0, 1.0, total)  # 0: no key, as for a padding request
     result /= total[:, None]
@@ -261,10 +264,11 @@ def _combine_last(
 
 
 @triton.jit
-def attend(queries, tile, seen, m, total, acc, upper_acc, scale, FP8: tl.constexpr):
+def attend(queries, tile, seen, m, total, acc, upper_acc, scale, SHAPE: tl.constexpr):
     """Adds a tile, for queries [head_dim, rows]. Keys and dimensions are the large sides of the products, so
     that few rows waste little of them. Only the keys in `seen` [keys, rows or 1] count; None: all. Returns
     the new m, total, acc and upper_acc."""
+    FP8: tl.constexpr = SHAPE.fp8
     k, v, k_scale, v_scale = tile
     shift, inverse = logarithm(v_scale, FP8)
     upper = v
@@ -274,9 +278,9 @@ def attend(queries, tile, seen, m, total, acc, upper_acc, scale, FP8: tl.constex
         k_scale *= scale
     scores = tl.dot(k, queries, input_precision="tf32x3")
     if FP8:
-        scores = scores * k_scale[:, None] + shift[:, None]
+        scores = bounded(scores * k_scale[:, None], SHAPE) + shift[:, None]
     else:
-        scores *= scale
+        scores = bounded(scores * scale, SHAPE)
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     new_m = tl.maximum(tl.maximum(m, tl.max(scores, axis=0)), LEAST)

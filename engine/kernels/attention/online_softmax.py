@@ -58,13 +58,15 @@ ONES = tl.constexpr(16)  # rows or columns of ones that sum weights: the least t
 
 
 class CacheShape(NamedTuple):
-    """What a kernel knows of the cache when it is compiled."""
+    """What a kernel knows of the cache, and of scores, when it is compiled."""
 
     block_size: int
     kv_heads: int
     head_dim: int
     value_dim: int
     fp8: bool
+    softcap: float = 0.0
+    """Of scores; 0: none."""
 
 
 class Expanded(NamedTuple):
@@ -213,6 +215,15 @@ def logarithm(scale, FP8: tl.constexpr):
     elif FP8:
         shift, inverse = tl.log2(scale), 1.0 / scale
     return shift, inverse
+
+
+@triton.jit
+def bounded(scores, SHAPE: tl.constexpr):
+    """Scores times log₂ e, with softcap · tanh(score / softcap) in place of each score."""
+    SOFTCAP: tl.constexpr = SHAPE.softcap
+    if SOFTCAP > 0:
+        scores = (SOFTCAP * LOG2_E) * (1 - 2 / (1 + tl.exp2(scores * (2 / SOFTCAP))))
+    return scores
 
 
 @triton.jit

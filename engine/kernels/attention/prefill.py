@@ -37,6 +37,7 @@ from baton.engine.kernels.attention.online_softmax import (
     Expanded,
     any_tile,
     attend_exactly,
+    bounded,
     cache_of,
     first_seen,
     fold,
@@ -89,13 +90,14 @@ def prefill_attention(
     span: Span | None,
     sinks: Tensor | None,
     scale: float,
+    softcap: float | None = None,
 ) -> None:
     """Writes the rows of the chunks in `tiles` to out [rows, num_heads, value_dim]. It and q [rows,
     num_heads, head_dim] have dense heads; block_tables [requests, blocks] int32; sinks [num_heads]. `scale`
-    multiplies the products of queries and keys."""
+    multiplies the products of queries and keys, and `softcap` bounds them."""
     _, num_heads, head_dim = q.shape
     (block_m, block_n, warps), stages = tiles.shape, STAGES
-    if tiles.wgmma and sinks is None and not isinstance(kv, Fp8KV):
+    if tiles.wgmma and sinks is None and softcap is None and not isinstance(kv, Fp8KV):
         scale *= LOG2_E.value
         prefill_wgmma.attend(q, kv, block_tables, tiles.work, tiles.positions, out, scale)
         return
@@ -111,6 +113,7 @@ def prefill_attention(
     if head_dim > MOST_IN_LONG and not tiles.exact:
         (block_n, masked_n), stages = WIDE, WIDE_STAGES
     shape, cache, slots = cache_of(kv, block_n)
+    shape = shape._replace(softcap=softcap or 0.0)
     split = tiles.finished is not None and span is None
     partial = lse = finished = out  # not used
     if tiles.finished is not None and span is None:
@@ -309,7 +312,7 @@ def _add(queries, tile, seen, sums, scale, end, segments, SHAPE: tl.constexpr, E
         sums = _end_segments(m, total, acc, seg_m, seg_total, seg_acc, end, segment, shortest)
     else:
         m, total, acc = sums
-        sums = attend(queries, tile, seen, m, total, acc, scale, SHAPE.fp8)
+        sums = attend(queries, tile, seen, m, total, acc, scale, SHAPE)
     return sums
 
 
@@ -357,9 +360,10 @@ def _put_together(result, own_lse, partial, lse, finished, tile, pieces, kv_head
 
 
 @triton.jit
-def attend(queries, tile, seen, m, total, acc, scale, FP8: tl.constexpr):
+def attend(queries, tile, seen, m, total, acc, scale, SHAPE: tl.constexpr):
     """Adds a tile. A query sees only the keys in `seen` [queries, keys]; None: all. Returns the new m, total
     and acc."""
+    FP8: tl.constexpr = SHAPE.fp8
     k, v, k_scale, v_scale = tile
     shift, inverse = logarithm(v_scale, FP8)
     if FP8:
@@ -370,7 +374,10 @@ def attend(queries, tile, seen, m, total, acc, scale, FP8: tl.constexpr):
         scale = 1.0
     scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3")
     if FP8:
-        scores = scores * k_scale[None, :] + shift[None, :]
+        scores = bounded(scores * k_scale[None, :], SHAPE) + shift[None, :]
+    elif SHAPE.softcap > 0:
+        scores = bounded(scores * scale, SHAPE)
+        scale = 1.0
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, axis=1) * scale)

@@ -47,11 +47,6 @@ class ModulesModel:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         modules = modules_of(config)
         self.layers = modules.layers
-        if weights.device.type == "cuda" and any(layer.softcap for layer in self.layers):
-            raise ValueError(
-                f"{weights.source}: a GPU's kernels cannot bound the scores of {config.architecture}; use "
-                "--device cpu"
-            )
         if weights.kernels.exact:
             raise ValueError(
                 f"--batch-invariant: modules of transformers, which compute {config.architecture}, sum in "
