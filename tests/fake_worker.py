@@ -42,7 +42,7 @@ class FakeWorker(StandIn):
         described: how often Describe was called.
         cache: None, or the chunks that routers are told when they attach.
         attention_doubles_at: as in the description; 0: it computes no parts of prompts.
-        num_layers: as there.
+        num_layers, kv_token_bytes: as there.
         exchanges_prefixes: as there.
         refuses_pause: why it refuses to pause; empty: it does not.
         refuses_restart: why its engine process is not restarted; empty: it is.
@@ -53,6 +53,7 @@ class FakeWorker(StandIn):
 
     attention_doubles_at = 0
     num_layers = 1
+    kv_token_bytes = 0
     exchanges_prefixes = True
 
     def __init__(
@@ -174,7 +175,7 @@ class FakeWorker(StandIn):
         for name in (
             "index", "model", "served_model_name", "vocab_size", "vocabulary_fingerprint",
             "model_fingerprint", "metrics_address", "max_model_len", "numerics",
-            "attention_doubles_at", "num_layers", "exchanges_prefixes",
+            "attention_doubles_at", "num_layers", "kv_token_bytes", "exchanges_prefixes",
         ):  # fmt: skip
             setattr(described, name, getattr(self, name))
         return described

@@ -6,6 +6,7 @@ Its slices need credit and room in the window of the session with that peer.
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class OutgoingPrefill:
     table: Any = None  # None until open()
     num_tokens: int = 0
     ready: "list[ReadyLayer]" = field(default_factory=list)
+    due: float = math.inf  # since when a client or peer waits for it; infinite: what is ready may wait
     launched: bool = False  # nothing more becomes ready
     first_token: FirstToken | None = None
     transfer: "OutgoingTransfer | None" = None
@@ -60,6 +62,7 @@ class OutgoingTransfer:
     pending: deque[tuple[Slice, Any]] = field(default_factory=deque)  # with the event that makes it ready
     frames: int = 0  # pending and handed over
     bytes: int = 0
+    left: int = 0  # of these, in `pending`
     goes_on: bool = True  # the peer computes after these positions, and needs states
     lanes: int = 1  # that share its last layer
 
@@ -130,6 +133,7 @@ class Slicing:
             size = slice_bytes(layout, piece)
             transfer.pending.append((Slice(piece, transfer.id, seq, size, size), ready.event))
             transfer.bytes += size
+            transfer.left += size
         transfer.frames += len(pieces)
 
     def _cut(self, layer: int, parts: Sequence[tuple[Range, Range, int]], most: int) -> list[Piece]:
@@ -140,27 +144,33 @@ class Slicing:
 
 
 class Turns:
-    """Round robin over the open transfers. Those whose prefill is launched up to its end come first: clients
-    wait for their second tokens. The others have time until their prefills end."""
+    """Whose slice is next: that of the stream that needs it most.
+
+    Transfers that a client or peer waits for come first, and of these the one that has waited longest for its
+    bytes (highest response ratio next, P. Brinch Hansen 1971). If they shared the link, all would end late.
+    So a short one does not wait for long ones, nor a long one for all that are shorter. Others have time
+    until their prefills end, which is in their order."""
 
     def __init__(self, num_layers: int) -> None:
         self._last_layer = num_layers - 1
-        self._ring: deque[OutgoingTransfer] = deque()  # next in turn first
+        self._open: list[OutgoingTransfer] = []
 
     def add(self, transfer: OutgoingTransfer) -> None:
-        self._ring.append(transfer)
+        self._open.append(transfer)
 
     def remove(self, transfer: OutgoingTransfer) -> None:
-        self._ring.remove(transfer)
+        self._open.remove(transfer)
 
-    def next(self, passed: Callable[[Any], bool], *, ahead: bool) -> OutgoingTransfer | None:
+    def next(self, passed: Callable[[Any], bool], now: float, *, ahead: bool) -> OutgoingTransfer | None:
         """The first transfer with credit, window and a slice that is ready. With `ahead`, a slice of the last
-        layer need not be ready. A transfer that is skipped keeps its turn."""
-        for transfer in sorted(self._with_room(), key=lambda t: not t.prefill.launched):
+        layer need not be ready."""
+
+        def need(transfer: OutgoingTransfer) -> float:
+            return (now - transfer.prefill.due) / max(1, transfer.left)
+
+        for transfer in sorted(self._with_room(), key=need, reverse=True):
             s, event = transfer.pending[0]
             if event is None or (ahead and s.piece.layer == self._last_layer) or passed(event):
-                self._ring.remove(transfer)
-                self._ring.append(transfer)
                 return transfer
         return None
 
@@ -172,7 +182,7 @@ class Turns:
     @property
     def urgent(self) -> bool:
         """Whether KV of a prefill that is launched up to its end has not left yet."""
-        return any(t.prefill.launched and (t.pending or t.prefill.gathers) for t in self._ring)
+        return any(t.prefill.launched and (t.pending or t.prefill.gathers) for t in self._open)
 
     def _with_room(self) -> Iterator[OutgoingTransfer]:
-        return (t for t in self._ring if t.pending and t.account.has_room)
+        return (t for t in self._open if t.pending and t.account.has_room)

@@ -1,6 +1,7 @@
 """Gathers KV of prefills into arena slots, for the peers that fetch it. The thread of a `Sender` does it."""
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -137,8 +138,9 @@ class Pump:
         launch after the event would come behind a long matrix product, and nothing would hide that time."""
         batch: list[_Taken] = []
         after: list[Any] = []
+        now = time.monotonic()
         while self._slots.free and len(batch) < self.pool.gather_most:
-            transfer = self._turns.next(self.pool.passed, ahead=ahead)
+            transfer = self._turns.next(self.pool.passed, now, ahead=ahead)
             if transfer is None:
                 break
             after.append(transfer.pending[0][1])
@@ -148,6 +150,7 @@ class Pump:
     def _take(self, transfer: OutgoingTransfer) -> _Taken:
         """Takes the next slice of a transfer, with a credit and a slot for it."""
         s, _ = transfer.pending.popleft()
+        transfer.left -= s.stored
         s.slot, s.table = self._slots.take(transfer.account), transfer.prefill.table
         transfer.prefill.gathers += 1
         if transfer.account.reached or transfer.large:
@@ -199,6 +202,8 @@ class Pump:
         assert prefill.table is None, "a prefill was opened twice"
         prefill.table, prefill.num_tokens, prefill.owner = order.table, order.num_tokens, order.owner
         prefill.is_part = states_at is not None
+        if prefill.is_part:  # its peers compute one layer behind
+            prefill.due = time.monotonic()
         prefill.states_at = (order.num_tokens,) if states_at is None else tuple(states_at)
         prefill.next_positions = tuple(order.next_positions)
         if prefill.transfer is not None:
@@ -214,6 +219,8 @@ class Pump:
         final = layer is not None and stop in prefill.states_at
         layers = self._layout.token_layers if layer is None else (layer,)
         prefill.launched = is_last and layers[-1] == self.last_layer
+        if prefill.launched:
+            prefill.due = min(prefill.due, time.monotonic())
         for i in layers:
             entry = ReadyLayer(i, start, stop, event, final)
             prefill.ready.append(entry)
@@ -225,7 +232,7 @@ class Pump:
         layers = range(self._layout.num_layers)
         ready = [ReadyLayer(layer, start, stop, event, states=True) for layer in layers]
         self._prefills[pin_id] = OutgoingPrefill(
-            pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN, owner=owner
+            pin_id, table, stop, ready, time.monotonic(), launched=True, first_token=NO_TOKEN, owner=owner
         )
         self.channel.send(local.Pinned(pin_id, (stop - start) // CHUNK_TOKENS))
 

@@ -129,6 +129,15 @@ class DecodeSide:
                 self.arrivals.apply(self.fetches.aborted(number, transfer_id, message, session.kv_moved, now))
         self.arrivals.settle()
 
+    def came(self, session: Session, s: Slice, intact: bool | None, began: float, ended: float) -> None:
+        """As `kv_ends` of a session."""
+        if intact and session.peer is not None:
+            transfer = self.arrivals.transfer_of(s.slot)
+            if transfer is not None and transfer.commit_at:  # since then the peer has had it to send
+                began = min(began, transfer.commit_at)
+            self.link_rates.came(session.peer.incarnation, s.wire, began, ended)
+        self.arrivals.came(s, intact)
+
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
@@ -153,6 +162,4 @@ class ReceivingSession(Session["DecodeSide"]):
     def kv_ends(
         self, lane: Lane | FarLane, s: Slice, intact: bool | None, began: float, ended: float
     ) -> None:
-        if intact and self.peer is not None:
-            self.handler.link_rates.came(self.peer.incarnation, s.wire, began, ended)
-        self.handler.arrivals.came(s, intact)
+        self.handler.came(self, s, intact, began, ended)

@@ -7,8 +7,10 @@ WINDOW = 256 << 20, 0.5
 what came before is forgotten, however fast it was."""
 ENOUGH = 16 << 20, 0.25
 """The same, that say something. A few small frames wait for processes more than for the link."""
-RECENT = 60.0
-"""Seconds for which a rate counts. A link that plans avoid is measured again after that."""
+RECENT = 1200.0
+"""Seconds for which a rate counts. Routers try a link that they avoid more often than that."""
+FORGOTTEN = 30.0
+"""Seconds without a frame, after which only the next ones count. The link may have been mended."""
 MOST = 64
 """Links that are kept."""
 
@@ -31,18 +33,22 @@ class _Link:
 class LinkRates:
     """By the incarnation of each peer.
 
-    A link is busy while at least one of its lanes is within a frame. So pauses in which the peer has nothing
-    to send do not count, and neither does what the peer's kernel holds back."""
+    A link is busy while at least one of its lanes is within a frame, or frames of a committed transfer miss.
+    So pauses in which the peer computes do not count, but those after a lost packet do. Behind that packet
+    whole frames wait in the kernel, and seem to come at once."""
 
     def __init__(self) -> None:
         self._links: dict[int, _Link] = {}
 
     def came(self, peer: int, size: int, began: float, ended: float) -> None:
-        """A frame with so many bytes came, from when its header was seen until its end (time.monotonic())."""
+        """A frame with so many bytes came. `began`: since when it came, or could have (time.monotonic())."""
         if peer not in self._links and len(self._links) >= MOST:
             del self._links[min(self._links, key=lambda other: self._links[other].ended)]
         link = self._links.setdefault(peer, _Link())
-        if link.bytes >= WINDOW[0] or link.seconds >= WINDOW[1]:
+        if began > link.ended + FORGOTTEN:
+            link.bytes = link.bytes_before = 0
+            link.seconds = link.seconds_before = 0.0
+        elif link.bytes >= WINDOW[0] or link.seconds >= WINDOW[1]:
             link.bytes_before, link.seconds_before = link.bytes, link.seconds
             link.bytes, link.seconds = 0, 0.0
         link.bytes += size

@@ -187,12 +187,22 @@ class Desk(Fleet):
     def plan(self, request: PrefillRequest, held: Held) -> Plan | Lack:
         self.now = self._clock()
         planned = plan(request, held, self)
-        if isinstance(planned, Plan) and planned.decode is not None and planned.arrives:
-            source = self.workers[planned.ranges[0].worker].description.incarnation
-            self.links.planned(planned.decode, source, self.now + planned.arrives)
+        if isinstance(planned, Plan) and planned.ranges:
+            self._take_links(planned)
         if self.listener is not None:
             self.listener(self.now, "plan", (request, held, planned))
         return planned
+
+    def _take_links(self, planned: Plan) -> None:
+        """The links of a plan carry its KV, and then that of later plans."""
+        sender, source = self.workers[planned.ranges[-1].worker], planned.source
+        if planned.decode is not None and planned.decode != sender.row:
+            arrival = self.now + planned.arrives if planned.arrives else 0.0
+            self.links.planned(planned.decode, sender.description.incarnation, arrival, self.now)
+        if source is not None:
+            asker, holder = self.workers[planned.ranges[0].worker], self.workers[source.holder].description
+            arrival = source.arrival(self, asker)
+            self.links.planned(asker.row, holder.incarnation, arrival, self.now)
 
     def uncached(self, chunks: Sequence[int], tokens: int) -> int:
         """Returns the tokens of a prompt that the worker with most of it in its caches would compute."""

@@ -1,9 +1,15 @@
 """What the links between workers carry, and until when KV is under way on them."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.rpc import worker_pb2 as pb
+
+TRY_AGAIN = 600.0
+"""Seconds after which a link without KV counts as not known, until a plan uses it. It may have been mended,
+and only KV measures it. So one request shows it, and not all that come until the next report. Its second
+token may be late by a second, which a minute would not be worth."""
 
 
 @dataclass(slots=True)
@@ -11,6 +17,8 @@ class _Link:
     bytes_per_s: float
     free_at: float
     """When all KV will have come that is under way, or planned by this router."""
+    used: float
+    """Until when it was last known to have KV, or planned to."""
 
 
 class Links:
@@ -23,27 +31,33 @@ class Links:
         self._links: dict[int, dict[int, _Link]] = {}
 
     def reported(self, row: int, links: Iterable[pb.KvLink], now: float) -> None:
-        known = self._links.get(row, {})
-        self._links[row] = {
-            link.incarnation: _Link(
-                link.bytes_per_s,
-                max(
-                    now + link.bytes_waiting / link.bytes_per_s,
-                    known[link.incarnation].free_at if link.incarnation in known else 0.0,
-                ),
-            )
-            for link in links
-        }
+        before, self._links[row] = self._links.get(row, {}), {}
+        for link in links:
+            rate, old = link.bytes_per_s, before.get(link.incarnation)
+            free_at = now + link.bytes_waiting / rate
+            if old is None:
+                known = _Link(rate, free_at, now)
+            else:
+                known = _Link(rate, max(free_at, old.free_at), now if link.bytes_waiting else old.used)
+            self._links[row][link.incarnation] = known
 
     def leave(self, row: int) -> None:
         self._links.pop(row, None)
 
-    def arrival(self, row: int, source: int, size: int, begins: float) -> float:
+    def arrival(self, row: int, source: int, size: float, now: float, begins: float = 0.0) -> float:
         """When KV of so many bytes will have come that is computed from `begins` on. 0: not known."""
-        link = self._links.get(row, {}).get(source)
-        return 0.0 if link is None else max(link.free_at, begins) + size / link.bytes_per_s
+        rate, free_at = self.rate(row, source, now)
+        return 0.0 if rate == math.inf else max(free_at, now, begins) + size / rate
 
-    def planned(self, row: int, source: int, arrival: float) -> None:
-        """The link carries KV until then."""
+    def rate(self, row: int, source: int, now: float) -> tuple[float, float]:
+        """Bytes/s, and when all KV will have come that is under way. Infinite and 0: not known."""
+        link = self._links.get(row, {}).get(source)
+        if link is None or now > link.used + TRY_AGAIN:
+            return math.inf, 0.0
+        return link.bytes_per_s, link.free_at
+
+    def planned(self, row: int, source: int, arrival: float, now: float) -> None:
+        """The link carries KV until then. `arrival` 0: for a time that is not known."""
         if (link := self._links.get(row, {}).get(source)) is not None:
             link.free_at = max(link.free_at, arrival)
+            link.used = max(link.free_at, now)

@@ -266,7 +266,7 @@ def offer(
         sender = fleet.workers[prefill.row].description
         size = (request.tokens - held_tokens) * sender.kv_token_bytes
         begins = fleet.now + prefill.first - prefill.within
-        arrives = max(0.0, fleet.links.arrival(row, sender.incarnation, size, begins) - fleet.now)
+        arrives = max(0.0, fleet.links.arrival(row, sender.incarnation, size, fleet.now, begins) - fleet.now)
     return Offer(
         row,
         request,

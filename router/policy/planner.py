@@ -22,7 +22,7 @@ from enum import Enum
 from itertools import chain
 from operator import itemgetter
 
-from baton.kv_names import Tier
+from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.router.policy import placement, split
 from baton.router.policy.fleet import Fleet, Seen
 from baton.router.policy.placement import Offer
@@ -266,23 +266,43 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fle
     )
     others = ((row, _split_worker(worker, first, waiting, fleet)) for waiting, row, worker in free)
     draft = split.split(cost, chain([(first.row, of_first)], others), ends, alone)
-    if draft is None:
+    arrives = _split_arrives(request, draft, decode, fleet) if draft is not None else 0.0
+    if draft is None or _comes_late(draft, arrives, alone):
         return None
     order = "prefill" if offer.queues and draft.ranges[-1].worker != decode else "together"
-    return draft._replace(decode=decode, within=offer.within, order=order)
+    return draft._replace(decode=decode, within=offer.within, order=order, arrives=arrives)
+
+
+def _split_arrives(request: PrefillRequest, draft: Plan, decode: int, fleet: Fleet) -> float:
+    """Seconds until the last worker of a split has handed the KV over. 0: not known, or it decodes itself."""
+    if (sender := fleet.workers[draft.ranges[-1].worker]).row == decode:
+        return 0.0
+    cached = fleet.loads.index.overlap(request.chunks, request.tokens, CHUNK_TOKENS, 1 << decode).of(decode)
+    size = (request.tokens - cached) * sender.description.kv_token_bytes
+    arrival = fleet.links.arrival(decode, sender.description.incarnation, size, fleet.now)
+    return max(0.0, arrival - fleet.now)
+
+
+def _comes_late(draft: Plan, arrives: float, alone: float) -> bool:
+    """Whether a split whose KV arrives then is no gain any more."""
+    seconds, costs = draft.costs["split"], draft.costs
+    return arrives > seconds and arrives + costs["harm"] >= min(costs["unsplit"], alone)
 
 
 def _split_worker(worker: Seen, first: Seen, waiting: float, fleet: Fleet) -> split.SplitWorker:
     """`waiting`: prompt tokens that it has to compute."""
     status, loads, described = worker.status, fleet.loads, worker.description
     speed = max(1.0, status.prefill_tokens_per_s or loads.speed(first.row))
-    link = worker.prefix_links.get((first.description.incarnation, Tier.DEVICE))
+    fetches = worker.prefix_links.get((first.description.incarnation, Tier.DEVICE))
+    rate, free_at = fleet.links.rate(worker.row, first.description.incarnation, fleet.now)
+    link = math.inf if fetches is None else fetches.tokens_per_s
     return split.SplitWorker(
         wait=waiting / speed,
         speed=split.first_speed(speed, status, described.attention_doubles_at),
         step=described.max_num_batched_tokens,
         floor=status.fastest_step_seconds,
-        link=math.inf if link is None else link.tokens_per_s,
+        link=min(link, rate / max(1, described.kv_token_bytes)),
+        link_wait=max(0.0, free_at - fleet.now),
         utilisation=loads.utilisation(worker.row),
         computes_on=frozenset(described.computes_on[:_MOST_NAMES]),
     )

@@ -25,10 +25,18 @@ class PrefixSource(NamedTuple):
     """That it has more."""
 
     def seconds(self, fleet: Fleet, asker: Seen) -> float:
-        """Time in which the asker fetches them, by its recent measurements. 0: it has none."""
-        incarnation = fleet.workers[self.holder].description.incarnation
-        link = asker.prefix_links.get((incarnation, self.tier))
-        return link.wait + self.tokens / link.tokens_per_s if link is not None else 0.0
+        """Time in which the asker fetches them, by its recent measurements, and behind the KV that is under
+        way to it. 0: not known."""
+        holder = fleet.workers[self.holder].description
+        link = asker.prefix_links.get((holder.incarnation, self.tier))
+        measured = link.wait + self.tokens / link.tokens_per_s if link is not None else 0.0
+        return max(measured, self.arrival(fleet, asker) - fleet.now)
+
+    def arrival(self, fleet: Fleet, asker: Seen) -> float:
+        """As `Links.arrival`, of these tokens at the asker."""
+        holder = fleet.workers[self.holder].description
+        size = self.tokens * holder.kv_token_bytes
+        return fleet.links.arrival(asker.row, holder.incarnation, size, fleet.now)
 
     def message(self, workers: Mapping[int, Seen]) -> pb.ContentSource:
         """`workers`: by row."""

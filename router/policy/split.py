@@ -54,6 +54,8 @@ class SplitWorker:
     """Seconds of a step with hardly any token."""
     link: float = math.inf
     """Tokens/s at which KV of other workers comes. Infinite: not known, and so not limited."""
+    link_wait: float = 0.0
+    """Seconds until that begins to come, behind KV that is under way."""
     utilisation: float = 0.0
     """Share of its recent time in which it computed prompts."""
     computes_on: frozenset[str] = frozenset()
@@ -221,6 +223,7 @@ def fill(
     idle, deferred = [0.0] * len(workers), math.inf
     began, ended, lag, position, start = -math.inf, 0.0, 0.0, cost.cached, 0
     ranges, index = list[tuple[int, int, int]](), 0
+    own = [cost.cached, *(0 for _ in workers[1:])]  # tokens whose KV each has
     while True:
         # No other worker has anything cached, so the first one gets the first range.
         if ranges or not cost.cached:
@@ -234,8 +237,10 @@ def fill(
         worker = workers[index]
         begins = max(free[index], began + lag)
         seconds = max(0.0, max(until, ended + lag) - begins - worker.floor)
-        stop = cost.reach(position, seconds * worker.speed)
-        most = position + int(min(worker.step, seconds * worker.link / (len(workers) - 1)))
+        lacks = position - own[index]
+        comes = worker.link_wait + lacks / worker.link if lacks else 0.0
+        stop = cost.reach(position, seconds * worker.speed if comes <= begins + seconds else 0.0)
+        most = position + worker.step
         if stop < most and index == last and deferred == math.inf:
             deferred, free[index] = free[index], math.inf
             continue
@@ -247,7 +252,8 @@ def fill(
             free[index] = math.inf
             continue
         work = cost.work(position, stop) / worker.speed
-        ends = max(begins + worker.floor + work, ended + lag)
+        ends = max(begins + worker.floor + work, ended + lag, comes)
+        own[index] += stop - position
         idle[index] += ends - work - (free[index] or begins)
         began, ended, lag = begins, ends, (worker.floor + work) / cost.layers + HOP_SECONDS
         if ranges and ranges[-1][0] == index:

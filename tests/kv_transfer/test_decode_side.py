@@ -12,7 +12,7 @@ import baton.kv_transfer as kv
 from baton.kv_transfer import channel as ch
 from baton.kv_transfer.layout import Dtypes, Piece
 from baton.kv_transfer.nixl.memory import NixlMemory
-from baton.kv_transfer.process import arrivals, decode_side, peer_exports
+from baton.kv_transfer.process import arrivals, decode_side, link_rates, peer_exports
 from baton.kv_transfer.process.decode_side import DecodeSide
 from baton.kv_transfer.process.frames import SlotPipe
 from baton.kv_transfer.process.stats import TransferCounters
@@ -329,6 +329,19 @@ def committed(world: Side, *transfers: bytes) -> Peer:
         commit = Commit(kv.FirstToken(7), 1, 256)
         world.side.control(cast("Session", session), Header(FrameType.COMMIT, transfer), commit)
     return session
+
+
+def test_small_frames_behind_a_lost_packet_are_not_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has them all when the packet comes again: each is there when its header is read."""
+    monkeypatch.setattr(link_rates, "ENOUGH", (1, 0.0))
+    world = Side(monkeypatch, Network())
+    world.now = 100.0
+    session = cast("Session", committed(world, b"t" * 16, b"u" * 16))
+    for transfer, now in ((b"t" * 16, 100.5), (b"u" * 16, 101.0)):
+        s = kv_slice(world.slots, transfer)
+        world.side.arrivals.begins(session, s)
+        world.side.came(session, s, True, now, now)
+    assert world.side.links(101.0) == {9: (pytest.approx(2 * 256 / 1.0), 0)}
 
 
 def test_a_transfer_whose_bytes_come_is_slow_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.kv_transfer.process.link_rates import ENOUGH, MOST, RECENT, LinkRates
+from baton.kv_transfer.process.link_rates import ENOUGH, FORGOTTEN, MOST, RECENT, LinkRates
 
 MIB = 1 << 20
 
@@ -26,6 +26,13 @@ def test_few_bytes_say_nothing_and_old_ones_are_forgotten() -> None:
     assert links.recent(0.1 + RECENT) == {}
 
 
+def test_a_link_without_frames_for_long_is_measured_anew() -> None:
+    links = LinkRates()
+    links.came(1, 30 * MIB, 0.0, 10.0)
+    links.came(1, 30 * MIB, 10.0 + FORGOTTEN + 1.0, 10.0 + FORGOTTEN + 1.5)
+    assert links.recent(10.0 + FORGOTTEN + 2.0) == {1: pytest.approx(60 * MIB)}
+
+
 @pytest.mark.parametrize("slower", [10, 1000])
 def test_a_link_that_became_slow_is_known_after_a_second_and_a_slow_one_as_well(slower: int) -> None:
     links, now = LinkRates(), 0.0
@@ -40,4 +47,4 @@ def test_links_of_many_peers_take_bounded_memory() -> None:
     links = LinkRates()
     for peer in range(3 * MOST):
         links.came(peer, ENOUGH[0], float(peer), peer + 0.5)
-    assert [*links.recent(3.0 * MOST)] == [*range(3 * MOST - int(RECENT), 3 * MOST)]
+    assert [*links.recent(3.0 * MOST)] == [*range(2 * MOST, 3 * MOST)]

@@ -1,5 +1,6 @@
 """Which transfer's slice a sender takes next."""
 
+import math
 from collections import deque
 
 from baton.kv_names.cache_kinds import ATTENTION, CacheArray
@@ -15,26 +16,44 @@ from baton.kv_transfer.protocol.credits import SenderAccount
 from baton.kv_transfer.slices import Slice
 
 
-def transfer(name: bytes, *layers: int, launched: bool) -> OutgoingTransfer:
-    pieces = deque((Slice(Piece(layer, 0, 1, 0, 64, 0)), None) for layer in layers)
-    account = SenderAccount(granted=1)
+def transfer(name: str, *layers: int, due: float = math.inf) -> OutgoingTransfer:
+    pieces = deque((Slice(Piece(layer, 0, 1, 0, 64, 0), stored=64), None) for layer in layers)
     return OutgoingTransfer(
-        name, OutgoingPrefill(name, launched=launched), account, 1024, False, (), (), pieces
-    )
+        name.encode(), OutgoingPrefill(name.encode(), due=due), SenderAccount(granted=1), 1024, False, (), (),
+        pieces, left=64 * len(layers),
+    )  # fmt: skip
 
 
-def test_transfers_take_turns_and_those_of_prefills_that_are_over_come_first() -> None:
-    turns, names = Turns(32), list[bytes]()
-    computing = transfer(b"c", 0, 1, launched=False)
-    first, second = (transfer(name, 30, 31, launched=True) for name in (b"1", b"2"))
-    for each in (computing, first, second):
+def order(transfers: list[OutgoingTransfer], *, begins: float, blocks: str = "") -> str:
+    """The names of the transfers, a slice a second."""
+    turns, names = Turns(32), ""
+    for each in transfers:
         turns.add(each)
-    while (found := turns.next(lambda event: True, ahead=False)) is not None:
-        found.pending.popleft()
-        names.append(found.id)
-        if len(names) == 2:
-            second.account = SenderAccount(granted=0)  # its peer has no credit left
-    assert names == [b"1", b"2", b"1", b"c", b"c"]
+    while found := turns.next(lambda event: True, begins + len(names), ahead=False):
+        found.left -= found.pending.popleft()[0].stored
+        names += found.id.decode()
+        if names == blocks:
+            found.account = SenderAccount(granted=0)  # its peer has no credit left
+    return names
+
+
+def test_transfers_that_peers_wait_for_come_first_one_after_the_other() -> None:
+    computing, later = transfer("c", 0, 1), transfer("d", 0, 1)
+    first, second = (transfer(name, 29, 30, 31, due=due) for name, due in (("1", 1.0), ("2", 1.5)))
+    assert order([computing, later, second, first], begins=2.0) == "111222ccdd"
+
+
+def test_a_transfer_without_credit_keeps_its_slices() -> None:
+    transfers = [transfer("1", 30, 31, due=0.0), transfer("2", 31, due=0.0), transfer("c", 0)]
+    assert order(transfers, begins=1.0, blocks="21") == "21c"
+
+
+def test_a_short_transfer_passes_a_long_one_and_a_stream_of_short_ones_does_not_hold_it_up() -> None:
+    long = transfer("l", *range(20), due=0.0)
+    assert order([long, transfer("s", 30, 31, due=5.0)], begins=5.0).startswith("lss")
+    long = transfer("l", *range(20), due=0.0)
+    short = [transfer("s", 30, 31, due=2.0 * number) for number in range(60)]  # as many as the link carries
+    assert order([long, *short], begins=1.0).rindex("l") < 100
 
 
 def test_lanes_share_the_last_layer_and_other_layers_fill_slots() -> None:

@@ -15,6 +15,7 @@ from baton.router.policy import placement
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.decode import DecodeCaches, DecodeLoad
 from baton.router.policy.fleet import Seen
+from baton.router.policy.links import TRY_AGAIN, Links
 from baton.router.policy.pace import MOST_BUSY, Pace
 from baton.router.policy.placement import JOIN_STEPS, Offer, place, place_without_room
 from baton.router.policy.placement import offer as placed
@@ -351,6 +352,13 @@ def test_an_offer_counts_what_another_worker_has_if_it_comes_sooner() -> None:
     assert (sooner.tokens, sooner.cached, sooner.load) == (500, 1500, pytest.approx(0.02))
     asker.prefix_links[key].wait = 1.0
     assert placed(fleet, request, asker.row, 500, source).tokens == 1500
+    asker.prefix_links.clear()
+    holder.description.kv_token_bytes = 1000
+    link = pb.KvLink(incarnation=holder.description.incarnation, bytes_per_s=1e8)
+    fleet.links.reported(asker.row, [link], 0.0)
+    assert placed(fleet, request, asker.row, 500, source).load == pytest.approx(0.01), "no prefix came so far"
+    fleet.links.planned(asker.row, link.incarnation, 0.05, 0.0)
+    assert placed(fleet, request, asker.row, 500, source).tokens == 1500, "other KV comes first"
 
 
 def test_kv_that_comes_later_than_the_first_token_costs_a_handover_as_much() -> None:
@@ -382,14 +390,28 @@ def test_kv_comes_behind_what_is_under_way_while_the_prompt_is_computed() -> Non
     assert arrives() == pytest.approx(2.0 + 2.0)
     assert arrives(cached=1500) == pytest.approx(2.0 + 0.5), "only what it lacks"
     assert placed(fleet, request, a.row, 0, prefill=prefill).arrives == 0, "no link"
-    fleet.links.planned(b.row, 7, 3.0)
+    fleet.links.planned(b.row, 7, 3.0, 0.0)
     assert arrives() == pytest.approx(3.0 + 2.0), "behind what this router planned"
     fleet.links.reported(b.row, [pb.KvLink(incarnation=7, bytes_per_s=1e6, bytes_waiting=5_000_000)], 0.0)
     assert arrives() == pytest.approx(5.0 + 2.0), "behind what another router sent"
     fleet.links.reported(b.row, [], 0.0)
     assert arrives() == 0
-    fleet.links.planned(b.row, 7, 9.0)
+    fleet.links.planned(b.row, 7, 9.0, 0.0)
     fleet.links.leave(b.row)
+
+
+def test_a_link_that_plans_avoid_is_tried_by_one_of_them_now_and_then() -> None:
+    links, link = Links(), pb.KvLink(incarnation=7, bytes_per_s=10.0)
+    links.reported(1, [link], 0.0)
+    assert links.arrival(1, 7, 50, 0.0) == 5.0
+    now = TRY_AGAIN + 1
+    links.reported(1, [link], now)
+    assert links.arrival(1, 7, 50, now) == 0, "it may have been mended"
+    links.planned(1, 7, 0.0, now)
+    assert links.arrival(1, 7, 50, now) == now + 5, "the next request does not try it"
+    link.bytes_waiting = 50
+    links.reported(1, [link], 2 * now)
+    assert links.arrival(1, 7, 50, 2 * now) == 2 * now + 5 + 5, "it is in use"
 
 
 def test_moving_an_adapter_delays_the_request_and_all_decodes_there() -> None:

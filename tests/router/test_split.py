@@ -32,8 +32,9 @@ def split(cost: PromptCost, workers: list[SplitWorker], alone: float = math.inf)
 
 def ends(cost: PromptCost, workers: list[SplitWorker], plan: Plan) -> float:
     """When the last range ends: each worker computes its ranges in order, each at least one layer behind the
-    range before, and none ends before the range before has ended."""
+    range before, and none ends before the range before has ended, and the link has brought what it lacks."""
     free = [worker.wait for worker in workers]
+    own = [cost.cached if number == 0 else 0 for number in range(len(workers))]
     began = ended = -math.inf
     for part in plan.ranges:
         worker = workers[part.worker]
@@ -41,7 +42,10 @@ def ends(cost: PromptCost, workers: list[SplitWorker], plan: Plan) -> float:
             work = cost.work(start, min(part.stop, start + worker.step))
             spent = worker.floor + work / worker.speed
             began = max(free[part.worker], began + spent / cost.layers + HOP_SECONDS)
-            ended = free[part.worker] = max(began + spent, ended)
+            lacks = start - own[part.worker]
+            comes = worker.link_wait + lacks / worker.link if lacks else 0.0
+            ended = free[part.worker] = max(began + spent, ended, comes)
+        own[part.worker] += part.stop - max(part.start, cost.cached)
     return ended
 
 
@@ -204,6 +208,7 @@ def test_few_tries_find_plans_as_fast_as_many_do() -> None:
             step=st.integers(64, 10_000),
             floor=st.floats(0, 0.02),
             link=st.floats(100, 1e6) | st.just(math.inf),
+            link_wait=st.floats(0, 2),
         ),
         min_size=1,
         max_size=8,

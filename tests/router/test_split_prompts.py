@@ -31,6 +31,7 @@ async def cluster(
     """Two prefill workers and one that decodes. Each computes 1,000 tokens of a prompt in a second."""
     monkeypatch.setattr(FakeWorker, "attention_doubles_at", 30_000)
     monkeypatch.setattr(FakeWorker, "num_layers", 32)
+    monkeypatch.setattr(FakeWorker, "kv_token_bytes", 1000)
     async with make_cluster(tokenizer, tmp_path, prefill=2, **flags) as made:
         for worker in made.workers:
             worker.status.prefill_tokens_per_s, worker.status.fastest_step_seconds = 1000.0, 0.01
@@ -109,6 +110,23 @@ async def test_a_worker_that_decodes_takes_no_part(cluster: Cluster) -> None:
     assert await splits(cluster) == 1
     assert not prefills(decode)
     assert [len(prefills(worker)) for worker in cluster.prefills] == [1, 1]
+
+
+@pytest.mark.parametrize("flags", [{"overflow": False}])
+@pytest.mark.parametrize(("to", "workers"), [("decode", 1), ("prefill", 1), (None, 2)])
+async def test_a_prompt_is_not_split_over_a_link_that_brings_its_kv_too_late(
+    cluster: Cluster, to: str | None, workers: int
+) -> None:
+    """Neither that between its workers, nor that to the decode worker."""
+    receivers = {"decode": cluster.decodes, "prefill": cluster.prefills, None: []}[to]
+    for worker in receivers:
+        for each in cluster.prefills:
+            worker.status.kv_links.add(incarnation=each.incarnation, bytes_per_s=250 * each.kv_token_bytes)
+        worker.report()
+        await cluster.until(lambda worker=worker: bool(cluster.connection(worker).status.kv_links))
+    await answered(cluster)
+    assert await splits(cluster) == workers - 1
+    assert sum(len(prefills(worker)) for worker in cluster.prefills) == workers
 
 
 async def test_a_prompt_that_a_shared_store_has_is_not_split(cluster: Cluster) -> None:

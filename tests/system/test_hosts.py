@@ -19,8 +19,6 @@ pytestmark = pytest.mark.long
 RATE = 10e6
 """Bytes/s: far less than the cores of any machine move."""
 CUT_S = 4.0
-LARGE_FRAMES = "--max-num-batched-tokens", "512"
-"""As under load. After a lost packet a small frame seems to come at once."""
 DEEP = cases(24, 2, repeat=14)[2::3]
 """Prompts of some hundred tokens: 30 MB of KV."""
 
@@ -44,7 +42,7 @@ def apart(
         patch.setattr(subprocess, "Popen", FreshPopen)
         with LocalCluster(
             tmp_path_factory.mktemp("hosts"), prefill=1, decode=1, hosts=hosts,
-            worker_flags=[*FLAGS, *shallow_model, "--kv-connector", "tcp", *LARGE_FRAMES],
+            worker_flags=[*FLAGS, *shallow_model, "--kv-connector", "tcp"],
             router_flags=[*PATIENT, *shallow_model, "--advanced.no-overflow"],
         ) as cluster:  # fmt: skip
             yield Broken(cluster, asyncio.run(expected(cluster.url, [*MIXED, *DEEP])))
