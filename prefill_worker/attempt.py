@@ -119,6 +119,8 @@ class PrefillAttempt(EngineAttempt):
                 self.reading.revoke("gone")
         if self.taker is not decode:
             return None
+        if self.live is not None:
+            self.live.goes_on = True
         return self.state is State.HELD and not self.leases and self.live_request
 
     def let_go(self, decode: Attempt, *, resumed: bool) -> None:

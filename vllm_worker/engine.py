@@ -112,6 +112,7 @@ class VLLMRequest:
     opened: bool = False
     """The connector may read the blocks of a handover."""
     handed_over: bool = False
+    goes_on: bool = False
     submission: Submission | None = None
     sampled: int = 0
     first: Output | None = None

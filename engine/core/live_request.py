@@ -226,6 +226,8 @@ class LiveRequest:
     """Some of its KV is of weights before the present ones: what is computed from now on gets no name."""
     handed_over: bool = False
     """Another worker has all its KV, and goes on with it."""
+    goes_on: bool = False
+    """A decode of this worker takes it over after its first token (`resume`). Set by its owner."""
 
     # Tokens: written by the step loop and by `Outputs`, with the methods below
 

@@ -276,7 +276,7 @@ class RequestLives:
         live.id = request_id
         assert not live.leases, "neither a transfer nor a step uses it"
         live.owner, live.leases = (request_id, Leases()) if owner is None else (owner, owner.leases)
-        live.handover, live.hand_back = False, True
+        live.handover, live.hand_back, live.goes_on = False, True, False
         self.memory.end_windows(live, goes_on=True)
         self._move(live, Phase.RUNNING)
         return True

@@ -68,8 +68,7 @@ class Scheduler:
         room. The step has leases on its requests, which the caller ends.
 
         `chunk_limit`: returns the most prompt tokens of a step with these decodes. It holds while requests
-        decode or are reserved. Reserved requests count because they may join during the step and then wait
-        for its end."""
+        decode or may join: these may come during the step and then wait for its end."""
         schedule = Schedule(started=self.lives.take_loaded() if self.lives.loaded else [])
         if self.lives.compiling:
             self.lives.queue_compiled()
@@ -134,8 +133,11 @@ class Scheduler:
 
     @property
     def some_may_join(self) -> bool:
-        """Whether there are reservations that join the decodes. Those of split prompts do not."""
-        return not all(live.shared.ranges for live in self.lives.reserved)
+        """Whether a request may join the decodes after the next step: a reservation, but for those of split
+        prompts, or one whose prompt is computed and that goes on here."""
+        if not all(live.shared.ranges for live in self.lives.reserved):
+            return True
+        return any(live.goes_on and live.decodes for live in chain(self._running, self.lives.held))
 
     def _is_held_back(self, live: LiveRequest) -> bool:
         """Whether a step with this prompt would make requests that decode here wait for other workers."""

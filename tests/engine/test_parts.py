@@ -297,6 +297,30 @@ def test_a_range_that_may_wait_has_a_step_without_decodes_and_without_other_such
     scheduler.lives.assert_whole()
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_prompt_that_goes_on_here_does_not_wait_for_a_large_step_of_the_next_one(goes_on: bool) -> None:
+    scheduler = make(num_blocks=64, budget=32, full_step=8)
+    first = add(scheduler, 1, 8, handover=True)
+    add(scheduler, 2, 90)
+    launched = scheduler.schedule(lambda _: 4)
+    assert tokens(launched) == [(1, 0, 8)]
+    scheduler.launched(launched)
+    first.goes_on = goes_on
+    limit = 4 if goes_on else 32
+    ahead = scheduler.schedule(lambda _: 4)
+    assert tokens(ahead) == [(2, 0, limit)], "its token is not known yet"
+    scheduler.launched(ahead)
+    for schedule in (launched, ahead):
+        schedule.end_leases()
+    first.token_ids.append(7)
+    scheduler.lives.hold(first)
+    assert tokens(step(scheduler, 4)) == [(2, limit, 2 * limit)], "it is held"
+    assert scheduler.lives.resume(first, b"r")
+    assert tokens(step(scheduler, 4)) == [(ord("r"), 8, 9)]
+    scheduler.lives.drop(first)
+    assert tokens(step(scheduler, 4)) == [(2, 2 * limit, min(90, 2 * limit + 32))], "nothing waits"
+
+
 @pytest.mark.parametrize("steps", range(4))
 def test_a_part_may_end_at_any_time(steps: int) -> None:
     scheduler = make(num_blocks=32, budget=64, prefix_cache=True)

@@ -18,6 +18,7 @@ from baton.worker.engine_process.paged_kv import kv_layout
 from tests.cluster_helpers import tiny_model
 from tests.engine.checkpoints import edit_json
 from tests.engine.conftest import save_tiny
+from tests.engine.scheduling import live_of
 from tests.router_messages import planned, tokens_told, told
 from tests.worker.test_states import HYBRID
 
@@ -230,6 +231,7 @@ def test_a_decode_here_may_take_the_final_part_alone(pair: Pair) -> None:
     assert not list(first.roles.spare()), "another worker reads it"
     assert [attempt.id for attempt in last.roles.spare()] == [B]
     assert last.take(B, decode) is False
+    assert live_of(last.engine, B).goes_on
     while not last.take(B, decode):  # a move may come before the sender's thread has told
         last.move()
     assert not list(last.roles.spare())

@@ -20,6 +20,8 @@ class Live(Protocol):
 
     handed_over: bool
     """Another worker has its KV."""
+    goes_on: bool
+    """A decode of this worker takes it over after its first token."""
 
     @property
     def blocks(self) -> Sequence[int]: ...
