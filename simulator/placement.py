@@ -7,9 +7,9 @@
 The plans are those of the router (`router`). A worker is an engine step by step (`step_worker`) with a prefix
 cache (`cache`), and reports once a second.
 
-Two simpler placements compare: `split` hands each request over, and `colocated` stands for engines that
-decode and compute prompts in steps of a fixed size. Each router gives them sessions in turn, and a session
-stays at its engine.
+Three simpler placements compare: `split` hands each request over, `colocated` stands for engines of vLLM,
+which decode and compute prompts in steps of a fixed size, and `sglang` for engines of SGLang. Each router
+gives engines sessions in turn, and a session stays at its engine.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from baton.simulator.clock import Clock, report_interval
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
 from baton.simulator.router import Pool, Router
-from baton.simulator.step_worker import Worker
+from baton.simulator.step_worker import Rule, Worker
 from baton.simulator.steps import H200_8B, Machine, of_vllm
 from baton.simulator.trace import Load, Session, arrivals
 
@@ -38,7 +38,9 @@ AUTOSCALER_INTERVAL = 1.0
 """Seconds between two looks of the autoscaler."""
 WARM_UP = 0.1
 """Share of the requests that are not measured. Costs are unknown when the first ones arrive."""
-Kind = Literal["policy", "split", "colocated"]
+RULES: Mapping[str, Rule] = {"colocated": "vllm", "sglang": "sglang"}
+"""Of engines that decode and compute prompts, by kind of placement."""
+Kind = Literal["policy", "split", "colocated", "sglang"]
 POOLS: tuple[Pool, Pool] = ("prefill", "decode")
 FlipPolicy = Callable[[float, Mapping[Pool, Sequence[pb.WorkerStatus]]], Mapping[Pool, int]]
 """Takes the time and the reports of each pool. Returns the sizes that the pools should have."""
@@ -110,7 +112,7 @@ class _Cluster:
         self._arrived += 1
         self._report_again()
         router = self.rng.randrange(len(self.routers))
-        if self.kind != "colocated":
+        if self.kind not in RULES:
             self.routers[router].add(request)
             return
         row = self._bound.get(session.key)
@@ -231,7 +233,7 @@ def simulate(
             names[row] if names else str(row),
             clock,
             outcome,
-            colocated=kind == "colocated",
+            rule=RULES.get(kind, "baton"),
             target_steps=target_steps,
             machine=of_prefill if row < prefills else machine,
             warm=warm,

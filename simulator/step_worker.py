@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from typing import Literal
 
 from baton.engine.core.meters import MIXED_STEPS, Batch, ChunkLimit, Meters, may_join, prompt_limit
 from baton.engine.core.pace import EARLY
@@ -40,6 +41,9 @@ LONG_CONTEXT = 4_096
 
 Chunks = list[tuple[Request, int]]
 """Prompts, and how many tokens of each a step takes."""
+Rule = Literal["baton", "vllm", "sglang"]
+"""How an engine shares steps. Those of vLLM have a fixed size with decodes (`Machine.mixed_rows`). SGLang
+computes prompts at once, in steps of up to `BUDGET` tokens, and decodes wait."""
 
 
 @lru_cache(16)
@@ -73,7 +77,7 @@ class Worker:
         clock: Clock,
         outcome: PlacementOutcome,
         *,
-        colocated: bool,
+        rule: Rule,
         target_steps: float,
         machine: Machine = H200_8B,
         warm: bool = True,
@@ -92,7 +96,7 @@ class Worker:
         self._roomless: list[Request] = []  # their KV has come, and there was no room for it
         self._clock = clock
         self._outcome = outcome
-        self._colocated = colocated
+        self._rule: Rule = rule
         self.machine = machine
         largest = (BUDGET, machine.step(0, 0, [(BUDGET, 0)])) if warm else (0, 0.0)
         sizes = row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET)
@@ -104,10 +108,13 @@ class Worker:
         self._joining: list[Request] = []  # for the next step
         self._arrived: list[Request] = []  # from other workers, for the step that is scheduled next
         self._under_way = 0  # prompt tokens of the step
+        self._staying: list[Request] = []  # the step ends their prompts, and they decode here
         self._scheduled: Chunks | None = None
         self._ends_of_blocks: list[tuple[int, int, Request, int]] = []  # a heap by `_tokens`; the position
         self._context = 0  # positions of all decodes
         self._gap_cost = 0.0  # of all decodes
+        self._waits = False  # whether the decodes wait for the step under way
+        self._waited = 0.0  # seconds of such steps since the last token of the decodes
         self._tokens = 0  # that a request would have got in all steps up to now
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._computed = 0  # prompt tokens
@@ -248,7 +255,7 @@ class Worker:
         """Chooses what the next step computes, as far as it is known. `begins`: when it should begin."""
         self._joining += self._arrived
         self._arrived.clear()
-        decodes = len(self._decodes) + len(self._joining)
+        decodes = len(self._decodes) + len(self._joining) + len(self._staying)
         chunks = list(self._chunks(self._prompt_budget(decodes, begins), decodes))
         self._scheduled = chunks if chunks or decodes else None
 
@@ -256,7 +263,10 @@ class Worker:
         if self._scheduled is None or not (self._scheduled or self._decodes or self._joining):
             self._schedule(self._clock.now)
         chunks, self._scheduled = self._scheduled or [], None
-        joining, self._joining = self._joining, []
+        self._waits = self._rule == "sglang" and bool(chunks)
+        joining: list[Request] = []
+        if not self._waits:
+            joining, self._joining = self._joining, joining
         for request in joining:
             # No step decodes the first token.
             heapq.heappush(self._decodes, (self._tokens + request.answer - 1, request.number, request))
@@ -267,11 +277,12 @@ class Worker:
         if not self._stepping:
             return
         self._under_way = tokens = sum(count for _, count in chunks)
+        decodes, context = (0, 0) if self._waits else (len(self._decodes), self._context)
         if self._decodes:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
         starts = [(count, request.computed) for request, count in chunks]
         position = sum(count * (start + count / 2) for count, start in starts) / max(1, tokens)
-        now, seconds = self._clock.now, self.machine.step(len(self._decodes), self._context, starts)
+        now, seconds = self._clock.now, self.machine.step(decodes, context, starts)
         seconds *= self.slowness
         seconds = max(seconds, *(request.earliest_end(self, seconds) - now for request, _ in chunks), 0.0)
         last = []
@@ -283,8 +294,11 @@ class Worker:
             if not request.untaken:
                 request.ends(now + seconds)
                 last.append(request)
+        self._staying = [request for request in last if request.positions > request.prompt]
         self._clock.after(seconds, partial(self._end_step, seconds, tokens, position, last, joining))
-        if not self._colocated:
+        if self._rule == "sglang":
+            self._schedule(now + seconds)
+        if self._rule == "baton":
             self._schedule_next(tokens, position, seconds)
 
     def _schedule_next(self, tokens: int, position: float, seconds: float) -> None:
@@ -301,14 +315,15 @@ class Worker:
         joined, self._joined = self._joined, False
         if not self._prompts:
             return 0  # what is below would take a third of the time of a simulation
-        if self._colocated:
+        if self._rule == "vllm":
             return self.machine.mixed_rows - decodes
-        if not decodes and not self.reserved:
+        if self._rule == "sglang" or not (decodes or self.reserved):
             return BUDGET
         joins_at = self._clock.now if joined else min(self.arriving.values(), default=math.inf)
         prompts_left = [request for request in self._prompts if request.untaken]
-        context = self._context + sum(request.prompt + 1 for request in self._joining)
-        gap_cost = self._gap_cost + sum(request.gap_cost for request in self._joining)
+        joining = [*self._joining, *self._staying]
+        context = self._context + sum(request.prompt + 1 for request in joining)
+        gap_cost = self._gap_cost + sum(request.gap_cost for request in joining)
         batch = Batch(decodes, context, prompts_left[0].computed if prompts_left else 0, gap_cost)
         prompts = [(request.untaken, request.due) for request in prompts_left]
         tokens = self._limit.tokens(batch, prompts, begins, joins_at)
@@ -329,7 +344,7 @@ class Worker:
             if self.copies is not None:
                 start = request.computed
                 count = self.copies.cut(_wanted(request), start, start + count, request.prompt) - start
-            if not decodes and not may_join(request.computable, tokens):
+            if self._rule != "sglang" and not decodes and not may_join(request.computable, tokens):
                 return
             budget -= count
             tokens += count
@@ -362,16 +377,33 @@ class Worker:
     def _end_step(
         self, seconds: float, tokens: int, position: float, computed: list[Request], joined: list[Request]
     ) -> None:
-        now, decodes, outcome = self._clock.now, len(self._decodes), self._outcome
+        now, outcome = self._clock.now, self._outcome
+        decodes = 0 if self._waits else len(self._decodes)
         self._under_way = 0
-        self._meters.record(decodes, tokens, seconds, position, self._context)
+        self._meters.record(decodes, tokens, seconds, position, self._context if decodes else 0)
         self._computed += tokens
         self._generated += decodes + len(computed)
-        self._tokens += 1
-        self._context += decodes
         outcome.seconds = now
         outcome.busy[self.name] += seconds
         outcome.most = max(outcome.most, decodes)
+        if self._waits:
+            self._waited = self._waited + seconds if self._decodes else 0.0
+        else:
+            self._decoded(seconds, joined)
+        for request in computed:
+            self._prompts.remove(request)
+            self._publish(request, request.prompt)
+            request.token_at = now
+            request.first_token()
+        self._staying = []
+        self._step()
+
+    def _decoded(self, seconds: float, joined: list[Request]) -> None:
+        """A step of `seconds` gave a token to each decode, of which some have `joined` with it."""
+        now, decodes, outcome = self._clock.now, len(self._decodes), self._outcome
+        self._tokens += 1
+        self._context += decodes
+        seconds, self._waited = seconds + self._waited, 0.0
         if outcome.measures:
             outcome.gaps[seconds] += decodes - len(joined)
             for request in joined:
@@ -393,12 +425,6 @@ class Worker:
             if request.measured:
                 outcome.answers.append(request.answered(now))
             request.ended()
-        for request in computed:
-            self._prompts.remove(request)
-            self._publish(request, request.prompt)
-            request.token_at = now
-            request.first_token()
-        self._step()
 
 
 def _wanted(request: Request) -> Wanted:

@@ -11,6 +11,7 @@ from baton.cluster.options.optimize import PROFILES
 from baton.router.policy.desk import Desk
 from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
+from baton.simulator.agents import agents
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.placement_outcome import PlacementOutcome, Quantiles
 from baton.simulator.router import Router
@@ -180,6 +181,24 @@ def test_profiles_trade_gaps_for_throughput(load: Load):
     assert gaps[-1] > 1.5 * gaps[0]
     assert min(seconds[1:]) < 0.96 * seconds[0]
     assert seconds[2] <= 1.15 * seconds[1], "gaps within a larger target spread decodes less"
+
+
+def agents_of_one(kind: Kind) -> PlacementOutcome:
+    """Six agents at one worker."""
+    return simulate(agents(6, 3), kind, at_a_time=6, warm_up=0, workers=1, prefills=0)
+
+
+def test_no_token_waits_for_a_large_step_of_the_next_prompt() -> None:
+    """Also not the second token of a prompt that ends in the step before."""
+    gaps = agents_of_one("policy").gaps
+    assert max(gap for gap, count in gaps.items() if count) < 0.03
+
+
+def test_sglang_computes_prompts_at_once_while_decodes_wait() -> None:
+    baton, sglang = agents_of_one("policy"), agents_of_one("sglang")
+    assert statistics.median(sglang.ttft) < statistics.median(baton.ttft)
+    assert sglang.gap(0.99) > 2 * baton.gap(0.99)
+    assert sum(a.tokens for a in sglang.answers) == sum(a.tokens for a in baton.answers)
 
 
 def test_short_gaps_leave_prompts_a_worker_without_decodes() -> None:
