@@ -85,8 +85,6 @@ class FirstTokens(KVConnectorWorkerMetadata):
     """By request id. Of a prefix: as in `Transfers.take_first_tokens`."""
     step: int
     """The number of the step."""
-    joins_at: float
-    """As in `Transfers`, when the step was launched."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FirstTokens:
         raise AssertionError("only one rank has first tokens")
@@ -139,7 +137,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             0 if (drafts := vllm_config.speculative_config) is None else drafts.num_speculative_tokens,
             chunk,
         )  # fmt: skip
-        self._joins_at = math.inf  # as in `Transfers`
         self._encoded = 0, 0, 0.0, 0.0  # that the engine process knows
         # Requests of a router that begin with an output, until their first step.
         self._beginning: dict[str, Request] = {}
@@ -195,19 +192,17 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM makes this output when it launches a step, and reads it when that step is over. With one rank the
         model is in this process, so the KV that came meanwhile counts, too: each step that a request does not
         wait is a step less to its second token."""
-        meta = connector_output.kv_connector_worker_meta or FirstTokens({}, 0, math.inf)
+        meta = connector_output.kv_connector_worker_meta or FirstTokens({}, 0)
         assert isinstance(meta, FirstTokens)
-        tokens, now, self._joins_at = meta.tokens, time.monotonic(), meta.joins_at
+        tokens, now = meta.tokens, time.monotonic()
         if _process_transfers:
             [transfers] = _process_transfers
-            self._joins_at = transfers.joins_at
             if came := transfers.injected():
                 connector_output.finished_recving = {*(connector_output.finished_recving or ()), *came}
                 tokens |= came
         for request_id, token in tokens.items():
             if (request := self._beginning.get(request_id)) is not None:
                 _append_output(request, token)
-                self._steps.joined()
             elif (request := self._prefixes.pop(request_id, None)) is not None:
                 _end_behind(request, token)
         self._steps.over(meta.step, now)
@@ -219,8 +214,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def _bound_prompts(self, now: float) -> None:
         """vLLM reads the bound when it schedules a step."""
         if self._settings.attach:
-            bound = self._steps.bound(now, self._joins_at)
-            self._config.scheduler_config.long_prefill_token_threshold = bound
+            self._config.scheduler_config.long_prefill_token_threshold = self._steps.bound(now)
 
     def get_finished_count(self) -> int:
         return 1  # rank 0 speaks for all
@@ -237,6 +231,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         count = self._scheduler.to_fetch(request.request_id, num_computed_tokens)
         if self._scheduler.waits(request.request_id, num_computed_tokens + count):
             return None, False  # vLLM asks again in each step, until the request is aborted
+        # One whose prompt was computed here goes on beside those of others.
+        if request.request_id not in self._beginning and not self._steps.may_begin(
+            request.request_id, num_computed_tokens
+        ):
+            return None, False
         return count, count > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -246,12 +245,14 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        self._steps.begun(request.request_id)
         self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         scheduler, steps, counts = self._scheduler, self._steps, scheduler_output.num_scheduled_tokens
         for request_id in scheduler_output.preempted_req_ids or ():
             scheduler.preempted(request_id)
+            steps.preempted(request_id)
         for new in scheduler_output.scheduled_new_reqs:
             if (request := self._beginning.pop(new.req_id, None)) is not None:
                 scheduler.begins_with(new.req_id, request.output_token_ids[0])
@@ -416,7 +417,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if (transfers := self._transfers) is None:
             return None
         tokens = {} if transfers.asked else transfers.take_first_tokens()
-        return FirstTokens(tokens, self._metadata.number, transfers.joins_at)
+        return FirstTokens(tokens, self._metadata.number)
 
     def shutdown(self) -> None:
         if self._transfers is not None:

@@ -1,16 +1,14 @@
-"""Bounds vLLM's steps that both decode and compute prompts, as Baton's engine bounds its own. Pure.
+"""Bounds vLLM's steps with prompts, as Baton's engine bounds its own. Pure.
 
-vLLM has one bound that may change with each step: how many tokens of each prompt are in it. So all prompts
-share what `ChunkLimit` allows. A step without decodes has no bound.
-
-vLLM schedules each step before the last one is over. So a request whose KV has come waits for two steps, and
-in Baton's engine for one. The step after its KV is there ends a short step later, and the first step of such
-a request only decodes, if the one before it did not. While KV is far away, steps are as long as in Baton's
-engine: routers count on that when they place prompts here.
+vLLM has one bound that may change with each step: how many tokens of each prompt are in it. It would compute
+all prompts side by side, and each as late as the last one. So a prompt begins when those before it leave room
+for all of it, or are computed (`may_begin`).
 
 Where no CUDA graph holds a whole step with a chunk, Python launches the attention of each layer. Then a small
 chunk takes as long as one of some hundred tokens. A chunk computes at least as long as it waits for that. A
-step with more tokens than the largest graph takes several times as long, so none with decodes has more.
+step with more tokens than the largest graph takes several times as long, so none with decodes has more. It is
+launched for nearly as long as it computes, and meanwhile vLLM's scheduler hears of nothing. So no other step
+has more, either, if prompts take about as long in steps of that size (`SLOWER`).
 
 On a GPU steps of chosen sizes are measured at the start (`chosen_steps`). Their table stays, and factors
 follow the steps of requests, as in Baton's engine. A table that is learned from requests alone has few sizes,
@@ -22,11 +20,22 @@ not what tokens cost.
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.engine.api.stats import StepStats
-from baton.engine.core.meters import DECAY, LEAST, LONG, Batch, ChunkLimit, Meters, prompt_limit
+from baton.engine.core.meters import (
+    DECAY,
+    FULL_STEP,
+    LEAST,
+    LONG,
+    Batch,
+    ChunkLimit,
+    Meters,
+    may_join,
+    prompt_limit,
+)
 from baton.steps.averages import Average
 from baton.steps.learned_steps import LearnedSteps, ObservedSteps, row_sizes, token_sizes
 from baton.steps.step_model import StepModel
@@ -35,6 +44,8 @@ from baton.vllm_worker.chosen_steps import Kind
 ALIKE = 8
 """Steps in a row that only decode, and of which the mean says what such a step takes. vLLM learns late of the
 end of one, and the next one then seems short."""
+SLOWER = 1.1
+"""How many times as long prompts may take in steps that fit into a graph."""
 MOST_DECODES = 4_096
 """Largest number of decodes that the table of steps tells apart from fewer."""
 
@@ -45,6 +56,7 @@ class _Prompt:
     due: float
     gap_cost: float | None
     left: int
+    begun: bool = False
 
 
 @dataclass(slots=True)
@@ -85,15 +97,15 @@ class MixedSteps:
         one step. `graph`: tokens of the largest CUDA graph. 0: none. `drafts`: of a decode in a step. vLLM's
         bound holds for decodes, too. `chunk`: as of `least_chunk`. The others are those of `ChunkLimit`."""
         self._most = most
+        self._usual = usual
+        self._room = FULL_STEP  # for the prompts of the next step
         self._rows = 1 + drafts
         self._chunk = chunk
         self._largest = beside_decodes = min(usual or most, most, graph or most)
-        self._sizes = row_sizes(MOST_DECODES), token_sizes(max(usual, most, 1))
         self._limits = target, beside_decodes, target_steps
+        self._graph = graph or math.inf
         self._start(None)
         self._context = 0  # of the last step
-        self._usual = usual
-        self._graph = graph or math.inf
         self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token
         # The gap costs of requests that decode, and of those that will when their KV has come.
         self._decoding: dict[str, float] = {}
@@ -103,8 +115,6 @@ class MixedSteps:
         self._under_way: deque[_Step] = deque()
         self._over_at = 0.0
         self._in_a_row = 0  # mixed steps
-        self._joined = False
-        self._spared = False  # the last step had no part of the prompts that wait
         self._decodes: deque[float] = deque(maxlen=ALIKE)  # seconds of the last steps, which only decoded
         self._measured: ObservedSteps | None = None  # None: no steps are chosen
         # Decodes, prompt tokens and position of chosen steps → context and seconds of each such step.
@@ -119,14 +129,29 @@ class MixedSteps:
 
     def _start(self, measured: StepModel | None) -> None:
         """What was learned of steps is forgotten: some may have compiled functions."""
+        self._alone_step, largest_step = self._usual, max(self._usual, self._most, 1)
+        if measured is not None and (in_graph := self._in_graph(measured)) is not None:
+            measured = in_graph
+            self._alone_step = largest_step = max(measured.tokens[-1], self._chunk)
+        self._sizes = row_sizes(MOST_DECODES), token_sizes(largest_step)
         self._costs = LearnedSteps(*self._sizes, measured)
         largest = (0, 0.0) if measured is None else (measured.tokens[-1], measured.prompt_seconds[-1])
         self._meters = Meters(ChunkLimit(self._costs, *self._limits), largest)
         self._launches = Average(DECAY)  # seconds of a mixed step, beyond its decodes and its tokens
 
+    def _in_graph(self, measured: StepModel) -> StepModel | None:
+        """The model of prompts in steps that fit into the largest graph. None: they take longer so."""
+        fitting, most = bisect_right(measured.tokens, self._graph), measured.tokens[-1]
+        if not 0 < fitting < len(measured.tokens) or most > self._most:
+            return None
+        tokens, seconds = measured.tokens[:fitting], measured.prompt_seconds[:fitting]
+        model = replace(measured, tokens=tokens, prompt_seconds=seconds)
+        return model if model.prefill(most) <= SLOWER * measured.prefill(most) else None
+
     def measure(self, number: int, counts: Kind | None) -> None:
         """The next steps are those of a round, and one kind of them is measured. None: the table has all."""
         if self._measured is None:
+            self._start(None)
             self._measured = ObservedSteps(*self._sizes)
         if number != self._round:
             self._end_round()
@@ -166,9 +191,24 @@ class MixedSteps:
         """vLLM has a request whose KV comes from another worker's cache. The token behind it is no decode."""
         self._prefixes.add(request_id)
 
-    def joined(self) -> None:
-        """All KV of a request has come. The next step that is scheduled decodes it."""
-        self._joined = True
+    def may_begin(self, request_id: str, cached: int) -> bool:
+        """Whether the step that is scheduled now may begin a prompt, of which vLLM has `cached` tokens."""
+        if self._measured is not None or (prompt := self._prompts.get(request_id)) is None:
+            return True
+        if any(not step.decodes and step.prompt_tokens > self._graph for step in self._under_way):
+            return False  # its launch would delay the end of that step
+        ahead = sum(each.left for each in self._prompts.values() if each.begun and each is not prompt)
+        return may_join(prompt.tokens - cached, ahead, self._room)
+
+    def begun(self, request_id: str) -> None:
+        """vLLM has given the request its blocks. The step that is scheduled now computes it."""
+        if (prompt := self._prompts.get(request_id)) is not None:
+            prompt.begun = True
+
+    def preempted(self, request_id: str) -> None:
+        """It begins again."""
+        if (prompt := self._prompts.get(request_id)) is not None:
+            prompt.begun = False
 
     def finished(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
@@ -207,8 +247,6 @@ class MixedSteps:
         if not self._under_way:
             self._meters.rest(now - self._over_at)
         self._under_way.append(step)
-        self._joined = False
-        self._spared = bool(self._prompts) and not step.prompt_tokens
         self._context = step.context
         if step.decodes:
             self._in_a_row = self._in_a_row + 1 if step.prompt_tokens else 0
@@ -265,29 +303,28 @@ class MixedSteps:
         prompts, limit = step.prompt_tokens * self._alone, self._meters.chunk_limit
         return prompts + (limit.decode_seconds(Batch(step.decodes, step.context, 0)) if step.decodes else 0.0)
 
-    def bound(self, now: float, joins_at: float = math.inf) -> int:
+    def bound(self, now: float) -> int:
         """Most tokens of each prompt in a step that is scheduled now. 0: all that the step has room for. So a
-        step that should only decode has as many tokens of each prompt as of a decode.
-
-        `joins_at`: when the KV of the next request from another worker should be there. Infinite: not
-        known."""
-        rows = len(self._decoding) + len(self._coming)
+        step that should only decode has as many tokens of each prompt as of a decode."""
+        rows, limit, prompts = (
+            len(self._decoding) + len(self._coming),
+            self._meters.chunk_limit,
+            self._prompts.values(),
+        )
+        shares = max(1, sum(prompt.begun for prompt in prompts))
         if not rows or not self._most:
-            return self._usual
+            self._room = self._alone_step or FULL_STEP
+            return self._alone_step and max(self._alone_step // shares, self._chunk, self._rows)
         if self._measured is not None:
             return max(self._rows, int(min(self._most, self._graph - rows * self._rows)))
-        if self._joined and not self._spared:
-            return self._rows
-        limit, prompts = self._meters.chunk_limit, self._prompts.values()
         begins = now + sum(map(self._expected, self._under_way))
         waiting = [(prompt.left, prompt.due) for prompt in prompts]
-        tokens = limit.tokens(self._batch, waiting, begins, joins_at)
+        tokens = limit.tokens(self._batch, waiting, begins)
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
         tokens = int(min(tokens, self._graph - rows * self._rows))
-        shares = max(1, len(prompts))  # 0: a preempted request computes its prompt again
-        tokens = max(tokens, self._chunk * shares)
-        return max(self._rows, prompt_limit(tokens, 1, self._in_a_row, ()) // shares)
+        self._room = tokens = prompt_limit(max(tokens, self._chunk * shares), 1, self._in_a_row, ())
+        return max(self._rows, tokens // shares)
 
     @property
     def _batch(self) -> Batch:

@@ -71,11 +71,7 @@ class Fetching:
 
 
 class Attendant:
-    """The thread that has the receiver. Its methods may be called from vLLM's thread.
-
-    Attributes:
-        joins_at: when the next fetch should have all of its KV (time.monotonic()). Infinite: not known.
-    """
+    """The thread that has the receiver. Its methods may be called from vLLM's thread."""
 
     def __init__(
         self, open_receiver: Callable[[], Receiver], sender: Sender, tables: Sequence[BlockTable],
@@ -87,7 +83,6 @@ class Attendant:
         self._tables = tables
         self._vocabulary = vocabulary
         self._worker = worker
-        self.joins_at = math.inf
         self._orders: queue.SimpleQueue[Callable[[Receiver], object] | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -171,7 +166,6 @@ class Attendant:
                     return
                 for event in (*map(self._checked, receiver.poll()), *self._sender.poll()):
                     self._report(event)
-                self.joins_at = receiver.next_injection
                 if worker is not None:
                     worker.flush()
                     for message in worker.receive():
@@ -353,11 +347,6 @@ class Transfers:
             received |= self._failed & finished
             self._failed -= finished
         return sent, received
-
-    @property
-    def joins_at(self) -> float:
-        """As in `Attendant`."""
-        return self._attendant.joins_at
 
     def injected(self) -> dict[str, int]:
         """As `take_first_tokens`, for a scheduler in this process: KV that came after `ended` counts, too.

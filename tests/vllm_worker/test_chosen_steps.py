@@ -25,9 +25,10 @@ SIDE = Chosen(-1, PROMPT, 1 << 16)
 class VLLM:
     """Computes rounds as vLLM does: all that fits into a step, and prompts in chunks beside decodes."""
 
-    def __init__(self, compiles: float = 0.0, noise: float = 0.0) -> None:
+    def __init__(self, compiles: float = 0.0, noise: float = 0.0, fixed: float = 0.0) -> None:
         """`compiles`: seconds more of a step with so many decodes and prompt tokens as none before. `noise`:
-        share by which a step takes more or less."""
+        share by which a step takes more or less. `fixed`: seconds more of each step with prompts."""
+        self.fixed = fixed
         self.noise, self._random = noise, random.Random(0)
         self.compiles = compiles
         self.now = 0.0
@@ -37,7 +38,8 @@ class VLLM:
     def seconds(self, decodes: int, context: int, chunks: list[tuple[int, int]]) -> float:
         """`chunks`: tokens, and the position of the first."""
         rows = decodes + sum(tokens for tokens, _ in chunks)
-        return H200_8B.step(decodes, context, chunks) + SLOW_LAUNCH * (rows > SIZES["graph"])
+        slower = SLOW_LAUNCH * (rows > SIZES["graph"]) + self.fixed * bool(chunks)
+        return H200_8B.step(decodes, context, chunks) + slower
 
     def measure(self, chosen: list[Round]) -> None:
         cached: dict[int, int] = {}
@@ -100,14 +102,25 @@ def test_steps_cost_what_is_measured() -> None:
     vllm.measure(rounds(**SIZES))
     model = vllm.learned
     assert model.rows == (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    assert model.tokens == (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    assert model.tokens == (16, 32, 64, 128, 256, 512), "larger steps are no faster"
     for rows, context, tokens, position in (
         (1, 100, 0, 0), (24, 2_000, 0, 0), (4, 60_000, 0, 0), (24, 370_000, 0, 0), (8, 800, 100, 0),
-        (8, 120_000, 400, 8_000), (24, 370_000, 480, 8_000), (0, 0, 1_200, 14_000), (0, 0, 8_000, 4_000),
+        (8, 120_000, 400, 8_000), (24, 370_000, 480, 8_000), (0, 0, 512, 4_000),
     ):  # fmt: skip
         chunks = [(tokens, position)] if tokens else []
         right = vllm.seconds(rows, context, chunks)
         assert model.step(rows, context, tokens, position) == pytest.approx(right, rel=0.1), (rows, tokens)
+    assert vllm.steps.bound(vllm.now) == 512
+    in_steps = sum(vllm.seconds(0, 0, [(512, start)]) for start in range(0, 8_192, 512))
+    assert model.prefill(8_192) == pytest.approx(in_steps, rel=0.1)
+
+
+def test_prompts_have_large_steps_where_those_are_faster() -> None:
+    """Experts are read by each step."""
+    vllm = VLLM(fixed=0.01)
+    vllm.measure(rounds(**SIZES))
+    assert vllm.learned.tokens == (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    assert vllm.steps.bound(vllm.now) == 0
 
 
 def test_steps_that_compiled_are_forgotten() -> None:

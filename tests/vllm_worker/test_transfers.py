@@ -1,6 +1,5 @@
 """KV between two servers, with real transfer processes. The test has vLLM's part: blocks, steps, layers."""
 
-import math
 import random
 import threading
 import time
@@ -171,19 +170,6 @@ def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tupl
     after = decode.of([b for b in range(BLOCKS) if b not in here], 0, BLOCKS * BLOCK)
     assert all(map(torch.equal, before, after))
     assert all(map(torch.equal, kept, decode.of(here, tokens, 5 * BLOCK)))
-
-
-def test_it_is_known_when_a_request_will_have_its_kv(servers: tuple[Server, Server]) -> None:
-    """All layers have come, and the first token has not."""
-    prefill, decode = servers
-    prefill_id, transfers = b"p" * 16, decode.transfers
-    chunk = Chunk(prefill_id, [[7, 3]], 0, 20, 20)
-    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[chunk]))
-    assert transfers.joins_at == math.inf
-    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [4, 5], 0, 20)]))
-    until(lambda: transfers.joins_at <= time.monotonic(), prefill, decode)
-    prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
-    until(lambda: decode.received == {"b"} and transfers.joins_at == math.inf, prefill, decode)
 
 
 def test_the_blocks_of_a_fetch_that_fails_are_named(servers: tuple[Server, Server]) -> None:
