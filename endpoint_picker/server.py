@@ -25,25 +25,19 @@ from baton.rpc.stubs import EXTERNAL_PROCESSOR, add_service
 from baton.rpc.tls import TlsFiles, add_port
 from baton.system import logs
 from baton.system.addresses import cannot_listen, url_host
+from baton.system.role_config import ServerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class PickerConfig:
+class PickerConfig(ServerConfig):
     """The configuration of one endpoint picker."""
 
     routers: Discovery
     """Yields the HTTP addresses of routers, as the gateway names them."""
     metrics_port: int | None = None
     """Port of `/metrics` of each router. None: that of its address."""
-    host: str = "127.0.0.1"
-    port: int = 9002
-    """Of gRPC. 0: the system chooses, and the log shows it."""
     tls: TlsFiles | None = None
     """For the gateway's connections."""
-    drain_timeout: float = 60.0
-    """Seconds for open streams to finish after SIGTERM."""
-    log_format: logs.Format = "text"
-    log_level: logs.Level = "info"
 
 
 log = logging.getLogger(__name__)

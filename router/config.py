@@ -13,14 +13,14 @@ from baton.router.discovery import Discovery, FileDiscovery, is_address
 from baton.router.policy.settings import PlanSettings
 from baton.rpc.tls import TlsFiles
 from baton.system import logs
+from baton.system.role_config import RoleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(PlanSettings):
+class RouterConfig(PlanSettings, RoleConfig):
     """The configuration of one router. Raises ValueError naming the flag and the remedy.
 
-    `baton router --help` describes the fields that are its options. Times are seconds. Port 0: the system
-    chooses, and the router reports it.
+    `baton router --help` describes the fields that are its options. Times are seconds.
     """
 
     model: str | None
@@ -38,8 +38,6 @@ class RouterConfig(PlanSettings):
     reasoning_parser: str | None = None
     """One of `router.tools.reasoning.REASONING`, or "none". None: found in the chat template."""
     generation_config: str = "auto"
-    host: str = "127.0.0.1"
-    port: int = 8000
     grpc_port: int | None = None
     """Port of `baton.v1.Inference`. None: no gRPC."""
     tls: TlsFiles | None = None
@@ -68,7 +66,6 @@ class RouterConfig(PlanSettings):
     client_timeout: float = 30.0
     keep_alive: float = 75.0
     worker_wait: float = 60.0
-    drain_timeout: float = 60.0
     max_body_bytes: int = 16 << 20
     """Of the body of a request and, apart from it, of all files that it names by URL."""
     allowed_media_domains: tuple[str, ...] = ()
@@ -82,12 +79,8 @@ class RouterConfig(PlanSettings):
     """Where the router keeps files and batches of OpenAI's API. None: it has none."""
     batch_bytes: int = 4 << 30
     """Of these files."""
-    log_format: logs.Format = "text"
-    log_level: logs.Level = "info"
     access_log: bool = True
     """Whether each request is logged, at level info."""
-    otlp_endpoint: str | None = None
-    """http://HOST:PORT of an OTLP/gRPC receiver of traces. None: no traces."""
     record_plans: str | None = None
     """Beginning of the path of a file: what plans follow from is written to it. None: to none."""
     processes: int = 1
@@ -105,11 +98,6 @@ class RouterConfig(PlanSettings):
     """Memory of `KeyCounts`, which all processes of the supervisor share."""
     forks_fd: int | None = None
     """Socket to the `ForkServer`, likewise."""
-    index: int = 0
-    title: str = "baton"
-    """First part of the titles of its processes."""
-    ready_fd: int | None = None
-    """Pipe to the parent, for progress and for the addresses once the router listens."""
     id: bytes = field(default_factory=lambda: os.urandom(16))
     """Random id of this start of the router, for workers and logs."""
 

@@ -21,6 +21,7 @@ from baton.kv_transfer.heartbeat import MAX_STEP_IDS
 from baton.kv_transfer.memory_reader import MemoryReader, reader_of
 from baton.system import logs
 from baton.system.addresses import family, numeric_address
+from baton.system.role_config import RoleConfig
 
 if TYPE_CHECKING:
     from baton.engine import EngineConfig
@@ -35,9 +36,9 @@ _WILDCARDS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - compared, not listene
 _MAX_RUN_DIR = 107 - len("/baton-XXXXXXXX/engine")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
-    """One worker: its role and index, its engine, its ports and its deadlines."""
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(RoleConfig):
+    """One worker: its role, its engine, its ports and its deadlines."""
 
     role: Role
     engine_module: str
@@ -49,19 +50,12 @@ class WorkerConfig:
     """The cluster secret, at least 16 bytes. It authenticates routers (gRPC) and peers (KV lanes)."""
     tls: TlsFiles | None = None
     """Files for the gRPC port. Routers must show a certificate, too. None: they are made from the secret."""
-    index: int = 0
-    """The number of the worker within its role, in process titles, logs and `baton status`."""
     group: Group | None = None
     """The workers with which this one shares experts. None: it computes alone."""
-    title: str = "baton"
-    """The prefix of the titles of its processes."""
     served_model_name: str | None = None
     """The label `model_name` of its metrics. None: the model as given to the engine."""
     settings: str | None = None
     """A line for the log of its start: the settings that the command chose, and why."""
-    host: str = "127.0.0.1"
-    port: int = 0
-    """The gRPC port. 0 chooses a free port, which the ready line on `ready_fd` names."""
     kv_host: str | None = None
     """The address of the KV lanes that decode workers connect to, or the network interface that has it.
 
@@ -100,8 +94,6 @@ class WorkerConfig:
     for it. False: the worker ends."""
     standby: bool = False
     """With `replace_engine`: start that process before it is needed, up to the memory of KV."""
-    drain_timeout: float = 60.0
-    """Seconds. A drain after SIGTERM lasts at most this long."""
     run_dir: str | None = None
     """The parent of the directory of the local socket (mode 0700), which is removed when the worker is up.
 
@@ -109,12 +101,6 @@ class WorkerConfig:
     """
     trace_dir: str | None = None
     """Directory in which every process writes its trace (one Chrome trace event per line). None: no trace."""
-    log_format: logs.Format = "text"
-    log_level: logs.Level = "info"
-    otlp_endpoint: str | None = None
-    """http://HOST:PORT or https://HOST:PORT of an OTLP/gRPC receiver of traces. None: no traces."""
-    ready_fd: int | None = None
-    """An inherited descriptor for progress and then the ready line or the error."""
 
     def __post_init__(self) -> None:
         """Checks what the options of the command line do not check: they know ports, and the file of the

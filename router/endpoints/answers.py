@@ -49,11 +49,10 @@ class Stream(Protocol):
         """Writes the last events, and what follows them, and ends the stream."""
         ...
 
-    def may_write(self, now: float) -> bool:
-        """Whether `write_now` may be called. `now`: by the clock of the loop."""
+    def write_now(self, events: bytes, now: float) -> bool:
+        """Writes events, if there are some. False: nothing is written, and the task has to `write`. `now`: by
+        the clock of the loop."""
         ...
-
-    def write_now(self, events: bytes, now: float) -> None: ...
 
 
 async def stream(active: ActiveRequest, builder: ResponseBuilder | MessagesBuilder, to: Stream) -> None:
@@ -61,10 +60,8 @@ async def stream(active: ActiveRequest, builder: ResponseBuilder | MessagesBuild
     new: list[bytes] = []  # events that are not written yet
 
     def flush(now: float) -> bool:
-        if active.over or not to.may_write(now):
+        if active.over or not to.write_now(b"".join(new), now):
             return False
-        if events := b"".join(new):
-            to.write_now(events, now)
         new.clear()
         return True
 

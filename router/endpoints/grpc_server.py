@@ -191,8 +191,5 @@ class MessageStream:
         await self.write(events)
         await self.write(end)
 
-    def may_write(self, now: float) -> bool:
+    def write_now(self, events: bytes, now: float) -> bool:
         return False  # the task writes
-
-    def write_now(self, events: bytes, now: float) -> None:
-        raise AssertionError("it may not write")

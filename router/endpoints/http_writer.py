@@ -92,16 +92,14 @@ class EventStream:
             self._transport = self._request.transport
             self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
 
-    def may_write(self, now: float) -> bool:
-        """Whether the client reads, and no comment is due. Else the task has to `write`. `now`: by the clock
-        of the loop."""
+    def write_now(self, events: bytes, now: float) -> bool:
+        """Writes, if the client reads and no comment is due."""
         transport = self._transport
         if transport is None or transport.is_closing() or self._protocol.writing_paused:
             return False
-        return now - self._sent_at < KEEPALIVE_SECONDS
-
-    def write_now(self, events: bytes, now: float) -> None:
-        """Writes events if it `may_write`."""
-        assert self._transport is not None, "it may write"
-        self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
-        self._sent_at = now
+        if now - self._sent_at >= KEEPALIVE_SECONDS:
+            return False
+        if events:
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
+            self._sent_at = now
+        return True

@@ -271,12 +271,8 @@ class Reasoning(Part):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextFormat(Part):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
@@ -286,9 +282,7 @@ class TextFormat(Part):
 
     @property
     def for_chat(self) -> ResponseFormat:
-        fields = {"schema": self.schema_, "strict": self.strict}
-        schema = None if self.schema_ is None else JsonSchema.model_validate(fields)
-        return ResponseFormat(type=self.type, json_schema=schema)
+        return ResponseFormat(type=self.type, json_schema=None if self.schema_ is None else self)
 
 
 class TextConfig(Part):
