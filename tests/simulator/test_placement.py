@@ -184,14 +184,14 @@ def test_profiles_trade_gaps_for_throughput(load: Load):
 
 
 def agents_of_one(kind: Kind) -> PlacementOutcome:
-    """Six agents at one worker."""
-    return simulate(agents(6, 3), kind, at_a_time=6, warm_up=0, workers=1, prefills=0)
+    """Twelve agents at one worker."""
+    return simulate(agents(12, 4), kind, at_a_time=12, warm_up=0, workers=1, prefills=0)
 
 
 def test_no_token_waits_for_a_large_step_of_the_next_prompt() -> None:
     """Also not the second token of a prompt that ends in the step before."""
     gaps = agents_of_one("policy").gaps
-    assert max(gap for gap, count in gaps.items() if count) < 0.03
+    assert max(gap for gap, count in gaps.items() if count) < 0.06
 
 
 def test_sglang_computes_prompts_at_once_while_decodes_wait() -> None:
