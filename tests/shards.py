@@ -27,7 +27,7 @@ MINUTES: dict[str, float] = {
     "tests/kv_transfer/test_bad_network.py::test_every_fault_of_lanes[long-test_every": 5,
     "tests/kv_transfer/test_bad_network.py::test_every_fault_of_lanes[long-test_what": 10,
     "tests/kv_transfer/test_fuzz.py": 4,
-    "tests/kv_transfer/test_lane.py": 2,
+    "tests/kv_transfer/test_connection.py": 2,
     "tests/kv_transfer/test_soak.py": 3,
     "tests/router/test_composed_grammars.py": 2.5,
     "tests/router/test_fuzz.py": 2.5,

@@ -69,13 +69,14 @@ class TransferProcess:
             importlib.import_module("baton.kv_transfer.protocol.encryption")
         slots = SlotPipe(receiving.arena)
         inherited = [sending.channel, receiving.channel, service]
-        self._movers = movers.fork(config, sending.arena, slots, inherited)
+        self._forked = movers.fork(config, sending.arena, slots, inherited)
         self._loop = Loop(self._flush)
         kind, reader = reader_of(config.reader), None
         if kind is not None:
             reader = kind(config, secret, sending.arena, receiving.arena, self._loop.interrupt)
         self._counters = TransferCounters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
+        self._local = movers.LocalMover(self._loop, sending.arena, slots, self._trace)
         self._to_sender = Channel(sending.channel, FromSender, self._blocked)
         self._to_receiver = Channel(receiving.channel, FromReceiver, self._blocked)
         self._prefill = PrefillSide(
@@ -90,7 +91,7 @@ class TransferProcess:
         }
         self._connector = TcpConnector(
             config, secret, make_sessions, self._counters, self._trace, self._tick_age, self._loop,
-            self._movers,
+            self._local, self._forked,
         )  # fmt: skip
         self._listener = listen_at(config.host, config.port)
         self._ticks = (0, time.monotonic())  # the engine's counter, and when it was seen to change
@@ -104,7 +105,7 @@ class TransferProcess:
         self._watch_channels()
         self._loop.watch(self._service.fileno(), select.EPOLLIN, self._from_service)
         self._watch_listener()
-        for mover in self._movers:
+        for mover in self._forked:
             self._watch_mover(mover)
         self._tell(spawn.Ready(self._listener.getsockname()[1]))
         try:
@@ -117,7 +118,7 @@ class TransferProcess:
             self._connector.stop()
             self._loop.turn(0)
             self._flush()
-            for mover in self._movers:
+            for mover in self._forked:
                 mover.stop()
         except ChannelClosed as e:
             log.error("the engine process is gone: %s", e)
@@ -138,13 +139,13 @@ class TransferProcess:
             handle(message)
         self._watch_channels()
 
-    def _watch_mover(self, mover: movers.MoverHandle) -> None:
+    def _watch_mover(self, mover: movers.ForkedMover) -> None:
         room = select.EPOLLOUT if mover.channel.full else 0
         self._loop.watch(mover.channel.fileno(), select.EPOLLIN | room, mover.serve)
 
     def _flush(self) -> float | None:
         """Called before each wait of the loop, as `Loop` says."""
-        for mover in self._movers:
+        for mover in self._forked:
             if mover.channel.pending:
                 mover.channel.flush()
                 self._watch_mover(mover)
@@ -175,10 +176,11 @@ class TransferProcess:
         if self._heartbeat.ticks != self._ticks[0]:
             self._ticks = (self._heartbeat.ticks, now)
         self._next_tick = now + _TICK
+        self._local.tick(now)
         self._connector.tick(now)
         self._prefill.tick(now)
         self._decode.tick(now)
-        for mover in self._movers:
+        for mover in self._forked:
             mover.check(now)
         self._watch_listener()
         if now >= self._next_stats:

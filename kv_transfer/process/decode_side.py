@@ -1,16 +1,15 @@
 """The receiving side in its transfer process: between the engine, its transfers, and its sessions."""
 
 import time
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.memory_reader import MemoryReader
 from baton.kv_transfer.process.arrivals import Arrivals
 from baton.kv_transfer.process.frames import SlotPipe
-from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.link_rates import LinkRates
-from baton.kv_transfer.process.movers import FarLane
 from baton.kv_transfer.process.peer_exports import PeerExports
 from baton.kv_transfer.process.peers import Connect, Peers
 from baton.kv_transfer.process.stats import TransferCounters
@@ -130,7 +129,7 @@ class DecodeSide:
         self.arrivals.settle()
 
     def came(self, session: Session, s: Slice, intact: bool | None, began: float, ended: float) -> None:
-        """As `kv_ends` of a session."""
+        """A slice of a lane is in its slot, as in `Arrivals.came`."""
         if intact and session.peer is not None:
             transfer = self.arrivals.transfer_of(s.slot)
             if transfer is not None and transfer.commit_at:  # since then the peer has had it to send
@@ -153,13 +152,7 @@ class ReceivingSession(Session["DecodeSide"]):
 
     side: ClassVar[wire.Side] = "receiver"
 
-    def _attach(self, lane: Lane) -> None:
-        lane.slots = self.handler.arrivals.pipe
-
-    def kv_begins(self, lane: Lane | FarLane, s: Slice) -> None:
-        self.handler.arrivals.begins(self, s)
-
-    def kv_ends(
-        self, lane: Lane | FarLane, s: Slice, intact: bool | None, began: float, ended: float
-    ) -> None:
-        self.handler.came(self, s, intact, began, ended)
+    def __init__(self, handler: DecodeSide, *about: Any) -> None:
+        super().__init__(handler, *about)
+        self.begins = partial(handler.arrivals.begins, self)
+        self.came = partial(handler.came, self)

@@ -1,20 +1,22 @@
-"""A mover: a process forked from the transfer process. It serves lanes and decides nothing.
+"""Movers: what serves lanes and decides nothing, in the transfer process or in forks of it.
 
-The mover accepts each frame for which it finds a slot, since there are never more of these slots than
-credits. All other checks are made by the transfer process when it reads the report. The engine sees the slot
-only after that. Lane 0, which carries control messages, never goes to a mover.
+A mover accepts each frame for which it finds a slot, since there are never more of these slots than credits.
+All other checks are made by the transfer process when it reads the report. The engine sees the slot only
+after that. Lane 0, which carries control messages, never leaves the transfer process.
 """
 
 import select
 import socket
 import time
+from collections.abc import Callable
+from functools import partial
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.process.frames import LaneOwner, SlotPipe
-from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.connection import Connection, FrameOwner
+from baton.kv_transfer.process.frames import SlotPipe
 from baton.kv_transfer.process.loop import Loop
-from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header, LaneKeys
+from baton.kv_transfer.protocol.frame import FrameError, FrameType, Header, LaneKeys
 from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.trace import TraceWriter
@@ -26,7 +28,8 @@ _MOST_PENDING = 4096  # reports that may wait until the transfer process reads t
 
 
 class Adopt(Local):
-    """The next descriptor on the side channel is lane `lane`, authenticated; its state as of `Lane.leave`."""
+    """Serve this lane, which is authenticated. Its state is that of `Connection.leave`. Its descriptor comes
+    with it, to a fork on the side channel."""
 
     lane: int
     max_payload: int
@@ -37,9 +40,11 @@ class Adopt(Local):
 
 
 class Say(Local):
-    """Send a PING."""
+    """Send a control message. To a fork: a PING."""
 
     lane: int
+    kind: FrameType
+    transfer_id: bytes
     payload: bytes
 
 
@@ -92,7 +97,7 @@ class Said(Local):
 
 
 class Heard(Local):
-    """When bytes last came on the lane, and when bytes of KV last moved (time.monotonic()); see `Lane`."""
+    """When bytes last came on the lane, and when bytes of KV last moved (time.monotonic())."""
 
     lane: int
     at: float
@@ -111,32 +116,94 @@ ToMover = Adopt | Say | Move | Close
 FromMover = Begins | Ends | Gone | Said | Heard | LaneClosed
 
 
-class Mover(LaneOwner[Lane]):
-    """Serves its lanes in the forked process."""
+class Mover(FrameOwner):
+    """Serves the connections of lanes, in one thread: that of the transfer process, or of a fork."""
+
+    def __init__(
+        self, loop: Loop, post: Callable[[FromMover], object], sending: Arena, slots: SlotPipe,
+        trace: TraceWriter, *, ahead: int = 0,
+    ) -> None:  # fmt: skip
+        """`post`: to the transfer process. `slots`: for frames that come. `ahead` as in `Connection`."""
+        self._loop = loop
+        self._post = post
+        self._sending = sending
+        self._slots = slots
+        self._trace = trace
+        self._ahead = ahead
+        self._connections: dict[int, Connection] = {}
+        self._numbers: dict[Connection, int] = {}
+        self._ticked = time.monotonic()
+
+    def tell(self, message: ToMover) -> None:
+        match message:  # a message for a lane that has closed is dropped: its LaneClosed is under way
+            case Say(number, kind, transfer_id, payload) if number in self._connections:
+                self._connections[number].push(kind, transfer_id, payload)
+            case Move(number, s) if number in self._connections:
+                self._connections[number].push_slice(s)
+            case Close(number, kind, why) if number in self._connections:
+                self._connections[number].close_soon(kind, why)
+
+    def adopt(self, m: Adopt, sock: socket.socket) -> None:
+        connection = Connection(
+            sock, self._loop, self, self._trace, read=m.read, unwritten=m.unwritten, keys=m.keys,
+            ahead=self._ahead,
+        )  # fmt: skip
+        connection.max_payload = m.max_payload
+        connection.slots, connection.sending = (None, self._sending) if m.sends else (self._slots, None)
+        self._connections[m.lane] = connection
+        self._numbers[connection] = m.lane
+        self._loop.wake(partial(connection.serve, select.EPOLLIN))
+
+    def tick(self, now: float) -> None:
+        """Several times a second."""
+        for number, connection in self._connections.items():
+            connection.tick(now)
+            if max(connection.heard, connection.kv_moved) >= self._ticked:
+                self._post(Heard(number, connection.heard, connection.kv_moved))
+        self._ticked = now
+
+    # ------------------------------------------------------------ FrameOwner
+
+    def kv_begins(self, connection: Connection, s: Slice) -> None:
+        self._post(Begins(self._numbers[connection], s))
+
+    def kv_ends(
+        self, connection: Connection, s: Slice, intact: bool | None, began: float, ended: float
+    ) -> None:
+        self._post(Ends(self._numbers[connection], intact, began, ended))
+
+    def left(self, connection: Connection, s: Slice, *, sent: bool) -> None:
+        self._post(Gone(self._numbers[connection], s.slot, sent))
+
+    def control(self, connection: Connection, header: Header, payload: memoryview) -> None:
+        self._post(Said(self._numbers[connection], header, bytes(payload)))
+
+    def closed(self, connection: Connection, kind: str, why: str) -> None:
+        number = self._numbers.pop(connection)
+        del self._connections[number]
+        self._post(LaneClosed(number, kind, why[:512]))
+
+
+class ForkedMover(Mover):
+    """Runs in a fork of the transfer process, at the other end of a channel."""
 
     def __init__(
         self, channel: socket.socket, side: socket.socket, sending: Arena, slots: SlotPipe, trace: TraceWriter
     ) -> None:
-        """`side`: brings the descriptors of lanes. `slots`: for frames that come."""
+        """`side`: brings the descriptors of lanes."""
         self._channel = Channel(channel, ToMover, self._watch)
         self._side = side
-        self._sending = sending
-        self._slots = slots
-        self._trace = trace
-        self._loop = Loop(self._flush)
-        self._lanes: dict[int, Lane] = {}
-        self._ids: dict[Lane, int] = {}
+        super().__init__(Loop(self._flush), self._channel.post, sending, slots, trace)
 
     def run(self) -> None:
         """Serves until the transfer process closes the channel."""
         self._watch()
-        ticked = time.monotonic()
         while True:
             try:
-                self._loop.turn(_TICK if self._lanes else None)
-                if (now := time.monotonic()) >= ticked + _TICK:
-                    self._tick(ticked, now)
-                    ticked = now
+                self._loop.turn(_TICK if self._connections else None)
+                if (now := time.monotonic()) >= self._ticked + _TICK:
+                    self.tick(now)
+                    self._trace.flush()
             except ChannelClosed:
                 return
 
@@ -151,59 +218,20 @@ class Mover(LaneOwner[Lane]):
     def _told(self, _: int) -> None:
         self._channel.flush()
         for message in self._channel.receive():
-            match message:  # a message for a lane that has closed is dropped: its LaneClosed is under way
-                case Adopt():
-                    self._adopt(message)
-                case Say(number, payload) if number in self._lanes:
-                    self._lanes[number].push(FrameType.PING, NO_TRANSFER, payload)
-                case Move(number, s) if number in self._lanes:
-                    self._lanes[number].push_slice(s)
-                case Close(number, kind, why) if number in self._lanes:
-                    self._lanes[number].close_soon(kind, why)
+            if isinstance(message, Adopt):
+                self._take(message)
+            else:
+                self.tell(message)
         self._watch()
 
-    def _adopt(self, m: Adopt) -> None:
+    def _take(self, m: Adopt) -> None:
         _, fds, _, _ = socket.recv_fds(self._side, 1, 1)
-        if not fds:  # the kernel has closed it
-            self._channel.post(LaneClosed(m.lane, "socket", "too many open files"))
-            return
-        lane = Lane(
-            socket.socket(fileno=fds[0]), self._loop, self, self._trace, read=m.read, unwritten=m.unwritten,
-            keys=m.keys,
-        )  # fmt: skip
-        lane.max_payload = m.max_payload
-        lane.slots, lane.sending = (None, self._sending) if m.sends else (self._slots, None)
-        self._lanes[m.lane] = lane
-        self._ids[lane] = m.lane
-        lane.serve(select.EPOLLIN)
+        if fds:
+            self.adopt(m, socket.socket(fileno=fds[0]))
+        else:  # the kernel has closed it
+            self._post(LaneClosed(m.lane, "socket", "too many open files"))
 
-    def _tick(self, last: float, now: float) -> None:
-        for number, lane in self._lanes.items():
-            lane.tick(now)
-            if max(lane.heard, lane.kv_moved) >= last:
-                self._channel.post(Heard(number, lane.heard, lane.kv_moved))
-        self._trace.flush()
-
-    # ------------------------------------------------------------ LaneOwner
-
-    def kv_begins(self, lane: Lane, s: Slice) -> None:
-        self._channel.post(Begins(self._ids[lane], s))
-
-    def kv_ends(self, lane: Lane, s: Slice, intact: bool | None, began: float, ended: float) -> None:
-        self._channel.post(Ends(self._ids[lane], intact, began, ended))
-
-    def begins(self, s: Slice) -> bool:
-        return True
-
-    def left(self, lane: Lane, s: Slice, *, sent: bool) -> None:
-        self._channel.post(Gone(self._ids[lane], s.slot, sent))
-
-    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
+    def control(self, connection: Connection, header: Header, payload: memoryview) -> None:
         if len(self._channel.pending) >= _MOST_PENDING:
             raise FrameError("flood", "control messages come faster than they are read")
-        self._channel.post(Said(self._ids[lane], header, bytes(payload)))
-
-    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
-        number = self._ids.pop(lane)
-        del self._lanes[number]
-        self._channel.post(LaneClosed(number, kind, why[:512]))
+        super().control(connection, header, payload)

@@ -1,16 +1,13 @@
-"""Movers as the transfer process sees them: their start and end, and a stand-in for each of their lanes."""
+"""Movers as the transfer process holds them: one in its own thread, and forks, which it starts and ends."""
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import setproctitle
 
@@ -18,87 +15,19 @@ from baton.kv_transfer.arena import Arena, channel_pair
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.process import mover
-from baton.kv_transfer.process.frames import LaneOwner, SlotPipe
-from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.connection import Connection
+from baton.kv_transfer.process.frames import SlotPipe
+from baton.kv_transfer.process.lane import Lane, LaneOwner
+from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.protocol.credits import credit
-from baton.kv_transfer.protocol.frame import FrameType
-from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import wait
 from baton.processes.children import become
 
 log = logging.getLogger("baton.kv")
 
-SLICES_AHEAD = 2  # that a lane in a mover has: one that is written, and the next
-_STOPS_WITHIN = 3.0  # seconds that a mover takes at most to close a lane, or to end
-
-
-class FarLane:
-    """Stands for a lane in a mover. It has the methods of `Lane` that sessions use.
-
-    Reports of the mover come late, but in order."""
-
-    is_far: ClassVar = True
-
-    def __init__(self, handle: "MoverHandle", number: int, owner: "LaneOwner[FarLane]") -> None:
-        self.heard = time.monotonic()
-        self.kv_moved = 0.0  # as its mover last reported it
-        self.closed_by = math.inf  # time.monotonic(): if the lane is open then, its mover hangs
-        self.unsent = 0
-        self._handle = handle
-        self._number = number
-        self._owner = owner
-        self._leaving: dict[int, Slice] = {}  # by slot
-        self._coming: Slice | None = None
-
-    @property
-    def has_room(self) -> bool:
-        return len(self._leaving) < SLICES_AHEAD
-
-    def push(self, kind: FrameType, transfer_id: bytes, payload: bytes) -> None:
-        assert kind is FrameType.PING, "other control messages go down lane 0"
-        self._handle.channel.post(mover.Say(self._number, payload))
-
-    def push_slice(self, s: Slice) -> None:
-        if self._owner.begins(s):
-            self.unsent += s.wire
-            self._leaving[s.slot] = s
-            self._handle.channel.post(mover.Move(self._number, s))
-
-    def tick(self, now: float) -> None:
-        """Its mover does it."""
-
-    def close_soon(self, kind: str, why: str) -> None:
-        if self.closed_by == math.inf:
-            self.closed_by = time.monotonic() + _STOPS_WITHIN
-            self._handle.channel.post(mover.Close(self._number, kind, why[:512]))
-
-    def report(self, message: mover.FromMover) -> None:
-        if isinstance(message, mover.Begins | mover.Ends | mover.Said):
-            self.heard = time.monotonic()
-            if not isinstance(message, mover.Said):
-                self.kv_moved = self.heard
-        match message:
-            case mover.Begins(_, s):
-                self._coming = s
-                self._owner.kv_begins(self, s)
-            case mover.Ends(_, intact, began, ended):
-                assert self._coming is not None
-                s, self._coming = self._coming, None
-                self._owner.kv_ends(self, s, intact, began, ended)
-            case mover.Gone(_, slot, sent):
-                s = self._leaving.pop(slot)
-                self.unsent -= s.wire
-                self._owner.left(self, s, sent=sent)
-            case mover.Said(_, header, payload):
-                self._owner.control(self, header, memoryview(payload))
-            case mover.Heard(_, at, kv_moved):
-                self.heard, self.kv_moved = at, kv_moved
-            case mover.LaneClosed(_, kind, why):
-                assert self._coming is None
-                for s in self._leaving.values():  # the lane closed before the mover was told of them
-                    self._owner.left(self, s, sent=False)
-                self._owner.lane_closed(self, kind, why)
+_AHEAD_BYTES = 16 << 10  # of control messages, which are short and many
+_STOPS_WITHIN = 3.0  # seconds that a mover takes at most to end
 
 
 class MoverDied(Exception):
@@ -106,26 +35,58 @@ class MoverDied(Exception):
 
 
 class MoverHandle:
-    """One mover, as the transfer process holds it."""
+    """A mover, and its lanes by the numbers that it knows."""
+
+    def __init__(self, tell: Callable[[mover.ToMover], object]) -> None:
+        self.lanes: dict[int, Lane] = {}
+        self._tell = tell
+        self._adopted = 0
+
+    def adopt(self, connection: Connection, owner: LaneOwner, max_payload: int, *, sends: bool) -> Lane:
+        """Hands over an authenticated connection. No KV frame may be under way."""
+        self._adopted += 1
+        lane = self.lanes[self._adopted] = Lane(self._tell, self._adopted, owner)
+        sock, read, unwritten, keys = connection.leave()
+        self._adopt(mover.Adopt(self._adopted, max_payload, read, unwritten, keys, sends), sock)
+        return lane
+
+    def _adopt(self, message: mover.Adopt, sock: socket.socket) -> None:
+        raise NotImplementedError
+
+    def _report(self, report: mover.FromMover) -> None:
+        lane = self.lanes[report.lane]
+        if isinstance(report, mover.LaneClosed):
+            del self.lanes[report.lane]
+        lane.report(report)
+
+
+class LocalMover(MoverHandle):
+    """In the thread of the transfer process. It has lane 0 of each session, and without forks all lanes."""
+
+    def __init__(self, loop: Loop, sending: Arena, slots: SlotPipe, trace: TraceWriter) -> None:
+        self._mover = mover.Mover(loop, self._report, sending, slots, trace, ahead=_AHEAD_BYTES)
+        self.tick = self._mover.tick
+        super().__init__(self._mover.tell)
+
+    def _adopt(self, message: mover.Adopt, sock: socket.socket) -> None:
+        self._mover.adopt(message, sock)
+
+
+class ForkedMover(MoverHandle):
+    """In a fork. Its reports come late, but in order."""
 
     def __init__(self, channel: socket.socket, side: socket.socket, pid: int) -> None:
         self.channel = Channel(
             channel, mover.FromMover, gone=lambda why: MoverDied(f"mover {pid} is gone: {why}")
         )
-        self.lanes: dict[int, FarLane] = {}
+        super().__init__(self.channel.post)
         self._side = side
         self._pid = pid
-        self._made = 0
 
-    def adopt(self, lane: Lane, owner: LaneOwner[FarLane], *, sends: bool) -> FarLane:
-        """Hands over a lane to the mover. No KV frame may be under way on it."""
-        self._made += 1
-        sock, read, unwritten, keys = lane.leave()
+    def _adopt(self, message: mover.Adopt, sock: socket.socket) -> None:
         socket.send_fds(self._side, [b"l"], [sock.fileno()])
         sock.close()
-        self.channel.post(mover.Adopt(self._made, lane.max_payload, read, unwritten, keys, sends))
-        self.lanes[self._made] = FarLane(self, self._made, owner)
-        return self.lanes[self._made]
+        self.channel.post(message)
 
     def serve(self, _: int = 0) -> None:
         """Handles all reports that came: after an old one alone, its lane would seem silent.
@@ -133,10 +94,7 @@ class MoverHandle:
         Raises MoverDied when the mover has ended."""
         while reports := self.channel.receive():
             for report in reports:
-                far = self.lanes[report.lane]
-                if isinstance(report, mover.LaneClosed):
-                    del self.lanes[report.lane]
-                far.report(report)
+                self._report(report)
 
     def check(self, now: float) -> None:
         """Raises MoverDied if a lane has not closed in time: the mover hangs, and keeps its slots."""
@@ -161,11 +119,11 @@ class MoverHandle:
 
 def fork(
     config: TransferConfig, sending: Arena, slots: SlotPipe, inherited: Sequence[socket.socket]
-) -> list[MoverHandle]:
+) -> list[ForkedMover]:
     """Forks `config.movers` movers, which close the sockets in `inherited`.
 
     Call it before this process has threads."""
-    handles: list[MoverHandle] = []
+    handles: list[ForkedMover] = []
     for number in range(config.movers):
         (ours, theirs), (near, far) = channel_pair(), channel_pair()
         parent_pid = os.getpid()
@@ -176,7 +134,7 @@ def fork(
             become(parent_pid, partial(_child, not_mine, moves))
         theirs.close()
         far.close()
-        handles.append(MoverHandle(ours, near, pid))
+        handles.append(ForkedMover(ours, near, pid))
     return handles
 
 
@@ -207,5 +165,5 @@ def _mover(
     used = credit(config.num_slots, config.lanes, exported=False)
     sending.populate(used)
     slots.arena.populate(used)
-    mover.Mover(channel, side, sending, slots, trace).run()
+    mover.ForkedMover(channel, side, sending, slots, trace).run()
     trace.close()

@@ -10,8 +10,6 @@ from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.memory_reader import MemoryReader
-from baton.kv_transfer.process.lane import Lane
-from baton.kv_transfer.process.movers import FarLane
 from baton.kv_transfer.process.peer_reads import PeerReads
 from baton.kv_transfer.process.stats import TransferCounters, printable
 from baton.kv_transfer.process.tcp_session import Session
@@ -37,7 +35,6 @@ class PrefillSide:
         self.table = HeldPrefills(config.deadlines, config.max_waiting, config.max_pins)
         self.slots_out = 0  # handed over by the engine and not given back yet
         self._config = config
-        self.arena = arena
         self._channel = channel
         self._counters = counters
         self._sessions: dict[int, SendingSession] = {}  # by number
@@ -255,9 +252,6 @@ class SendingSession(Session["PrefillSide"]):
     def in_use(self) -> bool:
         return self.handler.table.uses(self.number)
 
-    def _attach(self, lane: Lane) -> None:
-        lane.sending = self.handler.arena
-
     def move(self, slices: Sequence[Slice]) -> None:
         """Sends slices of the arena: each by the lane with the fewest unsent bytes. Each ends with `sent` or
         `dropped` of `PrefillSide`."""
@@ -267,17 +261,15 @@ class SendingSession(Session["PrefillSide"]):
     def _feed(self) -> None:
         """Gives lanes no more than they have room for: a mover shows late that its lane is slow."""
         while self._waiting and (lane := min(self.kv_lanes, key=lambda lane: lane.unsent)).has_room:
-            lane.push_slice(self._waiting.popleft())
+            if self.handler.begins(s := self._waiting.popleft()):
+                lane.push_slice(s)
 
     def _over(self) -> None:
         while self._waiting:
             self.handler.dropped(self._waiting.popleft())
         super()._over()
 
-    def begins(self, s: Slice) -> bool:
-        return self.handler.begins(s)
-
-    def left(self, lane: Lane | FarLane, s: Slice, *, sent: bool) -> None:
+    def left(self, s: Slice, *, sent: bool) -> None:
         if sent:
             self.handler.sent(self, s)
             self._feed()

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.process.connection import Connection
 from baton.kv_transfer.process.handshakes import Handshake, Handshakes, say
-from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.loop import Loop
-from baton.kv_transfer.process.movers import MoverHandle
+from baton.kv_transfer.process.movers import ForkedMover, LocalMover
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp_session import Session, Sessions
 from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType
@@ -35,12 +35,12 @@ class TcpConnector:
     def __init__(
         self, config: TransferConfig, secret: bytes, make_sessions: Mapping[Side, MakeSession],
         counters: TransferCounters, trace: TraceWriter, tick_age: Callable[[float], float], loop: Loop,
-        movers: Sequence[MoverHandle],
+        local: LocalMover, forked: Sequence[ForkedMover],
     ) -> None:  # fmt: skip
         """`make_sessions`: by this process's side of the session."""
         self.config = config
         self.counters = counters
-        self.sessions = Sessions(config, counters, movers)
+        self.sessions = Sessions(config, counters, local, forked)
         self.handshakes = Handshakes(config.max_handshakes, counters, self._joined_session)
         self._make_sessions = make_sessions
         self._sessions_made = 0
@@ -139,7 +139,6 @@ class TcpConnector:
                 for lane in session.lanes.values():
                     if ping is not None:
                         lane.push(FrameType.PING, NO_TRANSFER, ping)
-                    lane.tick(now)
 
     def stop(self) -> None:
         """End all sessions: their lanes say what is queued, and close."""
@@ -158,9 +157,9 @@ class TcpConnector:
             dtypes=config.layout.dtypes, slot_bytes=config.slot_bytes,
         )  # fmt: skip
 
-    def _adopt(self, sock: socket.socket, network: str | None, owner: Handshake) -> Lane:
+    def _adopt(self, sock: socket.socket, network: str | None, owner: Handshake) -> Connection:
         """`network`: where the peer connected from; None: this side connected."""
-        lane = Lane(sock, self._loop, owner, self._trace)
+        lane = Connection(sock, self._loop, owner, self._trace)
         deadline = time.monotonic() + self.config.deadlines.handshake
         crowded_out = self.handshakes.add(lane, network, deadline)
         if crowded_out is not None:

@@ -2,13 +2,13 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from baton.kv_transfer.config import TransferConfig
-from baton.kv_transfer.process.frames import LaneOwner
-from baton.kv_transfer.process.lane import Lane
-from baton.kv_transfer.process.movers import FarLane, MoverHandle
+from baton.kv_transfer.process.connection import Connection
+from baton.kv_transfer.process.lane import Lane, LaneOwner
+from baton.kv_transfer.process.movers import MoverHandle
 from baton.kv_transfer.process.stats import TransferCounters, printable
 from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
@@ -40,12 +40,15 @@ class Sessions:
     """All sessions of one transfer process, and the places of their lanes."""
 
     def __init__(
-        self, config: TransferConfig, counters: TransferCounters, movers: Sequence[MoverHandle]
-    ) -> None:
+        self, config: TransferConfig, counters: TransferCounters, local: MoverHandle,
+        forked: Sequence[MoverHandle],
+    ) -> None:  # fmt: skip
+        """`local`, `forked`: what serves lanes, in this process and in others."""
         self.config = config
         self.counters = counters
         self.by_id: dict[bytes, Session] = {}  # from the first word to the end
-        self._movers = movers
+        self._local = local
+        self._forked = forked
 
     def is_up(self, session: "Session") -> None:
         if session.side == "sender":
@@ -63,15 +66,18 @@ class Sessions:
         if session.up or session.side == "receiver":
             session.handler.session_down(session, reason, detail)
 
-    def place(self, lane: Lane, session: "Session") -> Lane | FarLane:
-        """Where an authenticated lane goes on: in the mover with the fewest, or where it is."""
-        if not self._movers:
-            return lane
-        mover = min(self._movers, key=lambda x: len(x.lanes))
-        return mover.adopt(lane, session, sends=session.side == "sender")
+    def lane(self, number: int, connection: Connection, session: "Session") -> Lane:
+        """An authenticated lane goes on in the fork with the fewest; lane 0, which has messages, does not."""
+        forks = self._forked if number else ()
+        mover = min(forks, key=lambda x: len(x.lanes), default=self._local)
+        return mover.adopt(connection, session, session.slot_bytes, sends=session.side == "sender")
+
+    def kv_lanes(self, lanes: Mapping[int, Lane]) -> list[Lane]:
+        """Those of forks; all if no fork has one."""
+        return [lane for number, lane in lanes.items() if number and self._forked] or [*lanes.values()]
 
 
-class Session(LaneOwner[Lane | FarLane], Generic[H]):
+class Session(LaneOwner, Generic[H]):
     """A connection of two workers: what sessions of both directions have.
 
     It ends once, and its credits and open transfers end with it."""
@@ -87,9 +93,9 @@ class Session(LaneOwner[Lane | FarLane], Generic[H]):
         self.number = number  # unique in this process
         self.id = session_id
         self.lane_count = lane_count
-        self.lanes: dict[int, Lane | FarLane] = {}  # by lane number
-        self.kv_lanes: list[Lane | FarLane] = []  # those that movers have; all of them if none has one
-        self.joining: list[Lane] = []  # lanes that this side opened, until they are authenticated or closed
+        self.lanes: dict[int, Lane] = {}  # by lane number
+        self.kv_lanes: list[Lane] = []
+        self.joining: list[Connection] = []  # that this side opened, until they are authenticated or closed
         self.address = "an unknown address"  # where this side connected to
         self.peer: wire.Identity | None = None  # known from `session_up` on
         self.transport = "tcp"  # how most of its KV comes
@@ -139,32 +145,21 @@ class Session(LaneOwner[Lane | FarLane], Generic[H]):
         if self.ended and self._open == 0:
             self.handler.session_over(self)
 
-    def add(self, number: int, lane: Lane, peer: wire.Identity) -> None:
-        """`lane` is authenticated."""
+    def add(self, number: int, connection: Connection, peer: wire.Identity) -> None:
+        """The connection is authenticated, as a lane with this number."""
         self.peer = peer
         self.slot_bytes = min(peer.slot_bytes, self._sessions.config.slot_bytes)
-        lane.owner, lane.max_payload = self, self.slot_bytes
-        self._attach(lane)
-        if number == 0:  # with the messages of the session
-            lane.read_ahead()
-            placed = lane
-        else:
-            placed = self._sessions.place(lane, self)
-        self.lanes[number] = placed
-        self.kv_lanes = [x for x in self.lanes.values() if x.is_far] or [*self.lanes.values()]
+        self.lanes[number] = self._sessions.lane(number, connection, self)
+        self.kv_lanes = self._sessions.kv_lanes(self.lanes)
         self._open += 1
         enough = 0 in self.lanes if self.side == "sender" else len(self.lanes) == self.lane_count
         if enough and not self.up:
             self.up = True
             self._sessions.is_up(self)
 
-    def _attach(self, lane: Lane) -> None:
-        """Prepares a lane for slices in the direction of the session."""
-        raise NotImplementedError
-
     # ------------------------------------------------------------ LaneOwner
 
-    def control(self, lane: Lane | FarLane, header: Header, payload: memoryview) -> None:
+    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
         if self.ended:
             return
         try:
@@ -186,7 +181,7 @@ class Session(LaneOwner[Lane | FarLane], Generic[H]):
             self._sessions.counters.refuse(e.kind, f"{self.name}: {e}")
             self.end("lost", str(e))
 
-    def lane_closed(self, lane: Lane | FarLane, kind: str, why: str) -> None:
+    def lane_closed(self, kind: str, why: str) -> None:
         self._open -= 1
         if self.ended:
             self._over()

@@ -15,7 +15,7 @@ from baton.kv_transfer.protocol.frame import DirectionKey, FrameType, LaneKeys
 
 from .conftest import Pair
 from .second_wire import COMMIT, CREDIT, FETCH, KV, Direction, connect, frame
-from .test_lane import Owner, connected, receiving, sending, slice_of
+from .test_connection import Owner, connected, receiving, sending, slice_of
 from .transfer_process import deadlines
 
 KEY, OTHER = bytes(range(32)), bytes(32)
@@ -85,12 +85,12 @@ def read(data: bytes) -> tuple[list[int], str]:
     near.sendall(data)
     near.shutdown(socket.SHUT_WR)
     lane.serve()
-    while not owner.closed:
+    while not owner.reason:
         loop.turn(1.0)
     near.close()
     for header, payload in owner.whole:
         assert payload == bytes([header.seq]) * 300
-    return [header.seq for header, _ in owner.whole], owner.closed
+    return [header.seq for header, _ in owner.whole], owner.reason
 
 
 def test_frames_as_they_were_sent() -> None:
@@ -148,7 +148,7 @@ def test_a_lane_sends_what_the_second_implementation_reads(monkeypatch: pytest.M
         lane.push(FrameType.PING, bytes(16), b"ping")
     near.setblocking(False)
     got = b""
-    while len(sender.sent) < 3 or lane.unsent:
+    while len(sender.sent) < 3:
         loop.turn(0.01)
         try:
             got += near.recv(1 << 24)

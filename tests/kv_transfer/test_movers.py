@@ -13,10 +13,8 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.process import lane as session_lane
 from baton.kv_transfer.process import link_rates, mover
-from baton.kv_transfer.process.frames import LaneOwner
-from baton.kv_transfer.process.movers import FarLane, MoverHandle
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
 from baton.kv_transfer.process.tcp_session import Sessions
 from baton.kv_transfer.wait import wait
@@ -25,7 +23,7 @@ from tests.stand_in import stand_in
 from tests.within import WITHIN
 
 from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack, unpack
-from .test_lane import slice_of
+from .test_connection import slice_of
 from .transfer_process import deadlines
 
 TWO: dict[str, Any] = {"movers": 2}
@@ -263,32 +261,29 @@ def test_a_lane_that_a_mover_cannot_take(make_prefill: Any, until: Any) -> None:
 
 def test_a_lane_is_not_heard_by_what_it_sends() -> None:
     """A peer that says nothing is found silent, however much is sent to it."""
-    sender = stand_in(SendingSession, begins=lambda *_: True, left=lambda *_, **__: None)
-    handle = stand_in(MoverHandle, channel=stand_in(Channel, post=lambda _: None))
-    lane = FarLane(handle, 1, cast("LaneOwner[FarLane]", sender))
+    lane = session_lane.Lane(lambda _: None, 1, stand_in(SendingSession, left=lambda *_, **__: None))
     lane.report(mover.Heard(1, 5.0, 0.0))
     lane.push_slice(slice_of(4, slot=3))
     lane.report(mover.Gone(1, 3, True))
     assert (lane.heard, lane.unsent) == (5.0, 0)
 
 
-def test_movers_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
+def test_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
     """The lane with the fewest unsent bytes, which has two at most: the others wait, and whatever becomes of
     them is told once."""
     told: list[Any] = []
-    handle = stand_in(MoverHandle, channel=stand_in(Channel, post=told.append))
     sent: list[int] = []
     dropped: list[int] = []
     handler = stand_in(
         PrefillSide,
-        begins=lambda s: True,
+        begins=lambda s: s.slot != 8,
         sent=lambda session, s: sent.append(s.slot),
         dropped=lambda s: dropped.append(s.slot),
         session_over=lambda session: sent.append(-1),
     )
     sessions = stand_in(Sessions, ended=lambda *_: None)
     session = SendingSession(handler, sessions, 1, b"s" * 16, 4)
-    far = [FarLane(handle, number, cast("LaneOwner[FarLane]", session)) for number in range(3)]
+    far = [session_lane.Lane(told.append, number, session) for number in range(3)]
     session.lanes.update({n + 1: lane for n, lane in enumerate(far)})
     session.kv_lanes.extend(far)
     session._open = 3
@@ -305,8 +300,8 @@ def test_movers_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
     far[1].report(mover.Gone(1, 1, True))
     assert moves() == [(1, 4)], "it was that lane's turn"
     far[0].report(mover.Gone(0, 0, True))
-    session.move([slice_of(9000, slot=slot) for slot in (5, 6, 7)])
-    assert moves() == [(0, 5)], "lane 1 has least to send then, and as much as it may"
+    session.move([slice_of(9000, slot=slot) for slot in (8, 5, 6, 7)])
+    assert moves() == [(0, 5)], "lane 1 has least to send then, and as much as it may; 8 has ended"
     session.end("lost", "")
     assert sorted(dropped) == [6, 7], "those that no lane had"
     for number, lane in enumerate(far):
@@ -348,12 +343,6 @@ def unread(lane: Lane) -> int:
     return int(queues.partition(":")[2], 16)
 
 
-def lane_1_at(process_count: int, worker: Any, until: Any) -> None:
-    """Once it is with its mover, where there is one."""
-    if process_count:
-        until(lambda: sum(map(lanes, movers(worker))) == 1, "lane 1 to be handed over")
-
-
 def gives_up(worker: Any, control: Any) -> bool:
     """A peer that it hears on lane 0 all the time."""
     if not worker.stats().deadlines:
@@ -363,23 +352,18 @@ def gives_up(worker: Any, control: Any) -> bool:
     return worker.stats().deadlines == {"peer_dead": 1}
 
 
-@pytest.mark.parametrize("movers", [0, 1])
-def test_one_lane_that_falls_silent_ends_its_session(make_prefill: Any, until: Any, movers: int) -> None:
+def test_one_lane_that_falls_silent_ends_its_session(make_prefill: Any, until: Any) -> None:
     """As over a network that has lost one way of several: lane 0 is heard all the time."""
-    prefill = make_prefill(movers=movers, deadlines=deadlines(peer_dead=50.0))
+    prefill = make_prefill(movers=1, deadlines=deadlines(peer_dead=50.0))
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
-    lane_1_at(movers, prefill, until)
+    until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
     until(lambda: gives_up(prefill, control), "prefill to notice")
     assert [lane.read()[0] for lane in (control, data)] == [0, 0]
 
 
-@pytest.mark.parametrize("movers", [0, 1])
-def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, movers: int) -> None:
+def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any) -> None:
     """Before COMMIT, so that nothing else is due; lane 0 is heard all the time. The slot comes home."""
-    decode = make_decode(
-        lanes=1 if movers else 2, movers=movers,
-        deadlines=deadlines(peer_dead=50.0),
-    )  # fmt: skip
+    decode = make_decode(lanes=1, movers=1, deadlines=deadlines(peer_dead=50.0))
     peers = Peers(decode, until, [b"a"])
     control, data, transfer = peers.asked(b"a")
     data.sock.sendall(frame(KV, bytes(2560), transfer, head_count=2, token_count=10)[:1000])
@@ -390,11 +374,10 @@ def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, mov
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("movers", [0, 1])
-def test_every_lane_is_pinged(make_prefill: Any, until: Any, movers: int) -> None:
-    prefill = make_prefill(movers=movers, deadlines=deadlines(ping=0.05))
+def test_every_lane_is_pinged(make_prefill: Any, until: Any) -> None:
+    prefill = make_prefill(movers=1, deadlines=deadlines(ping=0.05))
     both = [connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1)]
-    lane_1_at(movers, prefill, until)
+    until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
     for lane in both:
         for _ in range(2):
             head = lane._exactly(64)
@@ -406,10 +389,9 @@ def test_every_lane_is_pinged(make_prefill: Any, until: Any, movers: int) -> Non
             assert unpack(body[:length]) == [0]
 
 
-@pytest.mark.parametrize("movers", [0, 1])
-def test_a_frame_that_comes_in_dribs_and_drabs_is_progress(make_decode: Any, until: Any, movers: int) -> None:
-    """Longer than every deadline, on a lane of either kind."""
-    decode = make_decode(lanes=1 if movers else 2, movers=movers, deadlines=deadlines(progress=50.0))
+def test_a_frame_that_comes_in_dribs_and_drabs_is_progress(make_decode: Any, until: Any) -> None:
+    """Longer than every deadline."""
+    decode = make_decode(lanes=1, movers=1, deadlines=deadlines(progress=50.0))
     peers = Peers(decode, until, [b"a"])
     control, data, transfer = peers.asked(b"a")
     control.say(COMMIT, [[7, None, [], []], 3, 3 * 2560], transfer)
