@@ -51,10 +51,9 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
         raise ValueError(
             f"{source}: {architecture} is no text model; modules of transformers compute only text"
         )
-    if values.get("quantization_config"):
-        raise ValueError(f"{source}: quantized checkpoints of {architecture} are not supported")
+    plain = {name: value for name, value in values.items() if name != "quantization_config"}
     try:
-        settings = json.dumps(read_settings(values), sort_keys=True)
+        settings = json.dumps(read_settings(plain), sort_keys=True)
         if kinds := [kind for kind in rope_types(json.loads(settings)) if kind in OF_LENGTH]:
             raise ValueError(f"rope scaling {kinds[0]!r} is not supported")
         layers = record_calls(settings)
@@ -87,6 +86,7 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
         attention_bias=False,
         eos_ids=tuple(eos_ids),
         dtype=json.loads(settings).get("dtype"),
+        quantization=values.get("quantization_config") or None,
         spans=spans if any(span and span.length < context for span in spans) else (),
         modules=ModulesConfig(settings, layers, sum(x.numel() for x in parameters if x.dim() > 1)),
     )
@@ -140,6 +140,13 @@ class ModulesCheckpoint(Checkpoint):
                     self._made_with[name.replace(targets[0], target)] = name
             elif name in state or not self._is_further(name):
                 self._stored[name] = stored
+        parts = {name for name, _ in model.named_modules()} if files.config.quantization else set()
+        for name, stored in self._stored.items():
+            if parts and ".experts." in name and name not in state and name.rpartition(".")[0] not in parts:
+                raise ValueError(
+                    f"{files.file_of(stored)}: quantized experts of {self.config.architecture} are not "
+                    f"supported, such as {stored}"
+                )
 
     def _is_further(self, name: str) -> bool:
         """Whether the tensor belongs to a layer behind those of the modules. It predicts further tokens."""

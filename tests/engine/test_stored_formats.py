@@ -160,10 +160,10 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Way | None]]] = {
 """Settings, and how the matrices whose names have a part are stored; the first part counts. None: plain."""
 
 
-def save(directory: Path, kind: str) -> Path:
+def save(directory: Path, kind: str, family: str = "Llama") -> Path:
     """A tiny checkpoint. Returns a directory with the values that its weights stand for."""
     settings, ways = KINDS[kind]
-    save_tiny(directory, "Llama", **SIZES)
+    save_tiny(directory, family, **SIZES)
     exact = shutil.copytree(directory, directory / "exact")
     tensors, values = load_file(directory / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
@@ -179,9 +179,9 @@ def save(directory: Path, kind: str) -> Path:
     return exact
 
 
-def tokens(directory: Path) -> list[list[int]]:
+def tokens(directory: Path, **config: Any) -> list[list[int]]:
     requests = [request_of(i, range(3, 40 + i), max_tokens=20, ignore_eos=True) for i in range(2)]
-    return tokens_of(load(directory, num_blocks=32), requests)
+    return tokens_of(load(directory, num_blocks=32, **config), requests)
 
 
 @pytest.mark.cases(3)
@@ -189,8 +189,17 @@ def tokens(directory: Path) -> list[list[int]]:
     "kind", ["mixed", "dynamic", "nvfp4", *sorted({*KINDS} - {"mixed", "dynamic", "nvfp4"})]
 )
 def test_tokens_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) -> None:
+    """By a class of Baton, and by the modules of transformers."""
     exact = save(tmp_path, kind)
-    assert tokens(tmp_path) == tokens(exact)
+    expected = tokens(exact)
+    assert tokens(tmp_path) == expected
+    assert tokens(tmp_path, model_impl="transformers", skip_model_check=True) == expected
+
+
+def test_modules_of_transformers_take_no_quantized_experts(tmp_path: Path) -> None:
+    save(tmp_path, "bytes", "Qwen3Moe")
+    message = "quantized experts of Qwen3MoeForCausalLM are not supported, such as model.layers.0"
+    assert_refused(tmp_path, message, model_impl="transformers")
 
 
 @pytest.mark.parametrize(
