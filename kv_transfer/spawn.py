@@ -44,7 +44,8 @@ class TransferStats(msgspec.Struct, frozen=True, tag=True):
     deadlines: dict[str, int]  # expired, by name in TransferDeadlines
     transports: dict[str, str]  # peers that fetch from here, by name: kind of memory, or "tcp: " and why
     sent_to: dict[str, int]  # bytes of KV frames to them, by name, since their sessions began
-    links: dict[int, tuple[float, int]]  # from peers, by incarnation: bytes/s, and bytes that are under way
+    # From peers, by incarnation: bytes/s, bytes that are under way, and the share of the time that is used.
+    links: dict[int, tuple[float, int, float]]
 
 
 class StatsRequest(msgspec.Struct, frozen=True, tag=True):

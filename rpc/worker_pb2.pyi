@@ -727,14 +727,16 @@ class PrefixLink(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., wait: _Optional[float] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class KvLink(_message.Message):
-    __slots__ = ("incarnation", "bytes_per_s", "bytes_waiting")
+    __slots__ = ("incarnation", "bytes_per_s", "bytes_waiting", "used")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_WAITING_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     bytes_per_s: float
     bytes_waiting: int
-    def __init__(self, incarnation: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., bytes_waiting: _Optional[int] = ...) -> None: ...
+    used: float
+    def __init__(self, incarnation: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., bytes_waiting: _Optional[int] = ..., used: _Optional[float] = ...) -> None: ...
 
 class StepModel(_message.Message):
     __slots__ = ("rows", "decode_seconds", "context_seconds", "tokens", "prompt_seconds", "pair_seconds", "overlap", "decode_factor", "prompt_factor")

@@ -148,6 +148,13 @@ class SizingOptions:
     decode_tensor_parallel_size: int = opt(1, "GPUs of one decode worker.", "N", check=between(1))
     kv_cache_dtype: Literal["auto", "fp8"] = kv_cache_dtype()
     state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = state_dtype()
+    link_gbps: float | None = opt(
+        None,
+        "What the link of each worker carries to others, and from them, in Gbit/s.",
+        "GBPS",
+        shown="more than it needs",
+        check=between(0.001, 1e5),
+    )
     measured: Path | None = opt(
         None,
         "Use the speeds in this file, from `python -m baton.bench.engine --json FILE` in a clone of Baton.",

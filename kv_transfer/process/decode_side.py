@@ -55,11 +55,11 @@ class DecodeSide:
         """Free, or granted as credit and not used yet."""
         return self._slots.not_in_use
 
-    def links(self, now: float) -> dict[int, tuple[float, int]]:
-        """Of each link that was measured lately, by the incarnation of the peer: bytes/s, and bytes that are
-        asked for and have not come."""
-        rates = self.link_rates.recent(now)
-        return {peer: (rate, self.fetches.missing_bytes(peer)) for peer, rate in rates.items()}
+    def links(self, now: float) -> dict[int, tuple[float, int, float]]:
+        """Of each link that was measured lately, by the incarnation of the peer: bytes/s, bytes that are
+        asked for and have not come, and the share of its time in which frames came."""
+        recent = self.link_rates.recent(now).items()
+        return {peer: (rate, self.fetches.missing_bytes(peer), used) for peer, (rate, used) in recent}
 
     # ------------------------------------------------------------ from the engine
 

@@ -1,5 +1,6 @@
 """What the links from peers carry, measured from the frames that came."""
 
+import math
 from dataclasses import dataclass
 
 WINDOW = 256 << 20, 0.5
@@ -11,6 +12,8 @@ RECENT = 1200.0
 """Seconds for which a rate counts. Routers try a link that they avoid more often than that."""
 FORGOTTEN = 30.0
 """Seconds without a frame, after which only the next ones count. The link may have been mended."""
+SHARE_OF = 10.0
+"""Seconds of which the share is told in which frames came. Older ones count less and less."""
 MOST = 64
 """Links that are kept."""
 
@@ -22,12 +25,16 @@ class _Link:
     bytes_before: int = 0  # in the window before
     seconds_before: float = 0.0
     ended: float = 0.0  # the last frame
+    busy: float = 0.0  # seconds in which frames came, those long before `ended` less and less
 
     @property
     def rate(self) -> float:
         """Bytes/s. 0: not known."""
         size, seconds = self.bytes + self.bytes_before, self.seconds + self.seconds_before
         return size / seconds if seconds > 0 and (size >= ENOUGH[0] or seconds >= ENOUGH[1]) else 0.0
+
+    def busy_at(self, now: float) -> float:
+        return self.busy * math.exp(min(0.0, self.ended - now) / SHARE_OF)
 
 
 class LinkRates:
@@ -52,10 +59,15 @@ class LinkRates:
             link.bytes_before, link.seconds_before = link.bytes, link.seconds
             link.bytes, link.seconds = 0, 0.0
         link.bytes += size
-        link.seconds += max(0.0, ended - max(began, link.ended))
+        seconds = max(0.0, ended - max(began, link.ended))
+        link.seconds += seconds
+        link.busy = link.busy_at(ended) + SHARE_OF * -math.expm1(-seconds / SHARE_OF)
         link.ended = max(link.ended, ended)
 
-    def recent(self, now: float) -> dict[int, float]:
-        """Bytes/s of each link that was measured lately."""
-        links = self._links.items()
-        return {peer: link.rate for peer, link in links if link.rate and now < link.ended + RECENT}
+    def recent(self, now: float) -> dict[int, tuple[float, float]]:
+        """Of each link that was measured lately: bytes/s, and the share of its time in which frames came."""
+        return {
+            peer: (link.rate, link.busy_at(now) / SHARE_OF)
+            for peer, link in self._links.items()
+            if link.rate and now < link.ended + RECENT
+        }

@@ -257,7 +257,7 @@ def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
         "prefix_links": [
             x for x in status.prefix_links if 0 <= x.wait < math.inf and 0 < x.tokens_per_s < math.inf
         ],
-        "kv_links": [x for x in status.kv_links if 0 < x.bytes_per_s < math.inf],
+        "kv_links": [x for x in status.kv_links if 0 < x.bytes_per_s < math.inf and 0 <= x.used <= 1],
     }
     for name, valid in measured.items():
         links = getattr(status, name)

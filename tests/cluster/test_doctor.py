@@ -154,6 +154,21 @@ def test_the_kv_of_each_worker_is_named() -> None:
     assert f"{found.level}: {found.found}" == expected
 
 
+def test_links_are_told_and_those_that_are_slow_or_behind() -> None:
+    def decode(index: int, rate: float, waiting: int) -> dict[str, Any]:
+        link = {"incarnation": "a", "bytes_per_s": rate, "used": 0.25 * index, "bytes_waiting": waiting}
+        return worker("decode", index, incarnation=f"d{index}", status={"kv_links": [link]})
+
+    slow, behind, usual = decode(1, 0.125e9, 0), decode(2, 3e9, 6_000_000_000), decode(3, 3.1e9, 0)
+    rows = [worker("prefill", 0, incarnation="a"), slow, behind, usual]
+    told = [(f.level, f.check, f.found) for f in workers(rows, complete=True) if "link" in f.check]
+    assert told == [
+        ("warning", "KV link prefill 0 → decode 1", "0.12 GB/s, 25% used"),
+        ("warning", "KV link prefill 0 → decode 2", "3.00 GB/s, 50% used, 2.0 s behind"),
+        ("good", "KV links", "3 links, 0.12 to 3.10 GB/s, up to 75% used"),
+    ]
+
+
 def test_a_decode_pool_that_is_nearly_full() -> None:
     full = worker("decode", 3, status={"blocks_total": 100, "blocks_free": 2})
     assert level(workers([worker("prefill", 0), full], complete=True), "decode 3") == "warning"

@@ -360,3 +360,14 @@ def test_a_model_with_states_is_refused(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["plan", "--model", str(write_shape(BAMBA, tmp_path))])
     assert refused.exit_code == 2
     assert "BambaForCausalLM has state layers" in " ".join(refused.output.split())
+
+
+def test_a_link_that_carries_little_leaves_prompts_to_the_workers_that_decode() -> None:
+    narrow, wide, unknown = (
+        predicted(SPEEDS, SPEEDS, replace(LOAD, rate=6, link_gbps=gbps), Pools(1, 1)).served
+        for gbps in (10, 200, None)
+    )
+    assert narrow.handed_over < 0.1 < 0.5 < wide.handed_over
+    assert wide.handed_over == unknown.handed_over
+    assert narrow.second_token is not None
+    assert narrow.second_token.p99 < 0.1, "2,000 tokens need 210 ms there"

@@ -2,9 +2,13 @@
 
 import pytest
 
-from baton.kv_transfer.process.link_rates import ENOUGH, FORGOTTEN, MOST, RECENT, LinkRates
+from baton.kv_transfer.process.link_rates import ENOUGH, FORGOTTEN, MOST, RECENT, SHARE_OF, LinkRates
 
 MIB = 1 << 20
+
+
+def rates(links: LinkRates, now: float) -> dict[int, float]:
+    return {peer: rate for peer, (rate, _) in links.recent(now).items()}
 
 
 def test_lanes_share_the_time_of_their_link_and_pauses_do_not_count() -> None:
@@ -12,25 +16,35 @@ def test_lanes_share_the_time_of_their_link_and_pauses_do_not_count() -> None:
     for start in (10.0, 20.0):  # the peer has nothing to send for 9.8 s
         for lane in range(4):
             links.came(1, 10 * MIB, start, start + 0.05 * (lane + 1))
-    assert links.recent(21.0) == {1: pytest.approx(80 * MIB / 0.4)}
+    assert rates(links, 21.0) == {1: pytest.approx(80 * MIB / 0.4)}
     links.came(1, 10 * MIB, 20.15, 20.19)  # reported late: another lane was busy then
-    assert links.recent(21.0) == {1: pytest.approx(90 * MIB / 0.4)}
+    assert rates(links, 21.0) == {1: pytest.approx(90 * MIB / 0.4)}
 
 
 def test_few_bytes_say_nothing_and_old_ones_are_forgotten() -> None:
     links = LinkRates()
     links.came(2, ENOUGH[0] - 1, 0.0, 0.1)
-    assert links.recent(0.1) == {}
+    assert rates(links, 0.1) == {}
     links.came(2, 1, 0.1, 0.1)
-    assert links.recent(0.1) == {2: pytest.approx(ENOUGH[0] / 0.1)}
-    assert links.recent(0.1 + RECENT) == {}
+    assert rates(links, 0.1) == {2: pytest.approx(ENOUGH[0] / 0.1)}
+    assert rates(links, 0.1 + RECENT) == {}
+
+
+def test_the_share_of_a_link_is_that_of_the_last_seconds() -> None:
+    links = LinkRates()
+    for second in range(100):
+        links.came(1, 30 * MIB, float(second), second + 0.4)
+    assert links.recent(100.0)[1][1] == pytest.approx(0.4, rel=0.1)
+    assert links.recent(100.0 + 3 * SHARE_OF)[1][1] < 0.05
+    links.came(1, 3000 * MIB, 200.0, 300.0)
+    assert links.recent(300.0)[1][1] == pytest.approx(1.0, rel=0.01)
 
 
 def test_a_link_without_frames_for_long_is_measured_anew() -> None:
     links = LinkRates()
     links.came(1, 30 * MIB, 0.0, 10.0)
     links.came(1, 30 * MIB, 10.0 + FORGOTTEN + 1.0, 10.0 + FORGOTTEN + 1.5)
-    assert links.recent(10.0 + FORGOTTEN + 2.0) == {1: pytest.approx(60 * MIB)}
+    assert rates(links, 10.0 + FORGOTTEN + 2.0) == {1: pytest.approx(60 * MIB)}
 
 
 @pytest.mark.parametrize("slower", [10, 1000])
@@ -40,7 +54,7 @@ def test_a_link_that_became_slow_is_known_after_a_second_and_a_slow_one_as_well(
         for _ in range(11):
             links.came(1, rate // 10, now, now + 0.1)
             now += 0.1
-        assert links.recent(now) == {1: pytest.approx(rate)}
+        assert rates(links, now) == {1: pytest.approx(rate)}
 
 
 def test_links_of_many_peers_take_bounded_memory() -> None:

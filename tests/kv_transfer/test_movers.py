@@ -79,9 +79,10 @@ def test_the_receiver_tells_what_the_link_carries_and_what_is_under_way(
     transferred(pair, 100)
     assert pair.decode.stats().links == {}, "few bytes say nothing"
     transferred(pair, link_rates.ENOUGH[0] // pair.decode.layout.bytes_per_token)
-    [(peer, (rate, waiting))] = pair.decode.stats().links.items()
+    [(peer, (rate, waiting, used))] = pair.decode.stats().links.items()
     assert (peer, waiting) == (pair.prefill.incarnation, 0)
     assert 0 < rate < math.inf
+    assert 0 < used <= 1
     assert pair.prefill.stats().links == {}, "the other direction"
     prefill_id = pair.prefill.open(50)
     pair.decode.fetch(pair.prefill, prefill_id, 50)

@@ -37,6 +37,15 @@ async def test_a_killed_worker_is_seen_with_the_request_that_it_failed(
         assert await page.run("[...workers.rows].slice(1).map(row => row.cells[0].textContent)") == [
             "prefill 0", "decode 0", "decode 1",
         ]  # fmt: skip
+        assert await page.run("network.hidden"), "no KV came so far"
+        first = cluster.decodes[0]
+        first.status.kv_links.add(
+            incarnation=cluster.prefills[0].incarnation, bytes_per_s=3e9, bytes_waiting=2_000_000, used=0.25
+        )
+        first.report()
+        await page.until("!network.hidden")
+        shown = await page.run("[...links.rows[1].cells].map(cell => cell.textContent)")
+        assert (*shown[:3], shown[4]) == ("prefill 0", "decode 0", "3.00", "2.00")
         for worker in cluster.decodes:
             worker.steps = asyncio.Semaphore(2)
         body = {"prompt": "Hello", "max_tokens": 20, "ignore_eos": True}

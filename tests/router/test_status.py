@@ -68,12 +68,12 @@ async def test_the_links_that_a_worker_has_measured_are_shown(
     async with make_cluster(tokenizer, tmp_path) as cluster:
         link = pb.PrefixLink(incarnation=7, tier=pb.TIER_HOST, wait=0.5, tokens_per_s=100.0)
         cluster.decodes[0].status.prefix_links.append(link)
-        cluster.decodes[0].status.kv_links.add(incarnation=7, bytes_per_s=1e9, bytes_waiting=5)
+        cluster.decodes[0].status.kv_links.add(incarnation=7, bytes_per_s=1e9, bytes_waiting=5, used=0.5)
         [prefill, decode] = (await cluster.get("/status"))["workers"]
     assert prefill["status"]["prefix_links"] == []
     shown = {"incarnation": f"{7:016x}", "tier": "tier_host", "wait": 0.5, "tokens_per_s": 100.0}
     assert decode["status"]["prefix_links"] == [shown]
-    of_kv = {"incarnation": f"{7:016x}", "bytes_per_s": 1e9, "bytes_waiting": 5}
+    of_kv = {"incarnation": f"{7:016x}", "bytes_per_s": 1e9, "bytes_waiting": 5, "used": 0.5}
     assert decode["status"]["kv_links"] == [of_kv]
 
 

@@ -43,7 +43,7 @@ def test_counts_are_added_and_the_rest_is_of_the_moment() -> None:
 
 def transfers(sent: int, ends: dict[str, int]) -> TransferStats:
     return TransferStats(
-        1, 2, 3, 4, 5, 6, 7, 8, sent, 0, sent, 0, 0, ends, {}, {}, {}, {}, {"a": sent}, {9: (2.5, 5)}
+        1, 2, 3, 4, 5, 6, 7, 8, sent, 0, sent, 0, 0, ends, {}, {}, {}, {}, {"a": sent}, {9: (2.5, 5, 0.5)}
     )
 
 
@@ -65,4 +65,4 @@ def test_routers_are_told_what_each_process_knows() -> None:
     assert (status.encode_token_seconds, status.encode_queue_seconds) == (0.1, 0.2)
     assert (status.idle, status.store, status.store_tokens_per_s) == (True, "open", 3.0)
     assert (status.kv_transfers, status.kv_bytes, status.kv_sent) == (3, 5, {"a": 5})
-    assert [*status.kv_links] == [pb.KvLink(incarnation=9, bytes_per_s=2.5, bytes_waiting=5)]
+    assert [*status.kv_links] == [pb.KvLink(incarnation=9, bytes_per_s=2.5, bytes_waiting=5, used=0.5)]

@@ -47,8 +47,8 @@ def reported(engine: EngineStatus, transfer: TransferStats) -> pb.WorkerStatus:
         kv_transfers=sum(transfer.transfers.get(end, 0) for end in ("acked", "injected")),
         kv_sent=transfer.sent_to,
         kv_links=[
-            pb.KvLink(incarnation=peer, bytes_per_s=rate, bytes_waiting=waiting)
-            for peer, (rate, waiting) in transfer.links.items()
+            pb.KvLink(incarnation=peer, bytes_per_s=rate, bytes_waiting=waiting, used=used)
+            for peer, (rate, waiting, used) in transfer.links.items()
         ],
         kv_bytes=transfer.bytes_sent + transfer.bytes_received,
         prefix_fetched_tokens=sum(fetched),

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from http import HTTPStatus
+from operator import itemgetter
 from typing import Any
 
 import aiohttp
@@ -27,6 +28,8 @@ ADMIN = (
 )
 TIMEOUT = aiohttp.ClientTimeout(total=120)
 NEARLY_FULL = 0.95
+SLOWER, LATE = 4, 1.0
+"""How many times slower than usual a link is suspicious, and how many seconds KV may be behind."""
 TOKENS = 3  # of an answer
 LENGTH = 128  # of a prompt that is handed over, in words
 JOINED = "decode has the KV"
@@ -93,6 +96,7 @@ def workers(rows: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]:
             yield level(place_of(worker), why, remedy)
     if kinds := _kv(rows):
         yield good("KV cache", kinds)
+    yield from _links(rows)
     for worker in rows:
         load = worker.get("status") or {}
         total = load.get("blocks_total")
@@ -101,6 +105,33 @@ def workers(rows: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]:
                 name_of(worker), f"{1 - load['blocks_free'] / total:.0%} of its KV blocks in use",
                 "Add decode workers, or raise --gpu-memory-utilization.",
             )  # fmt: skip
+
+
+def _links(rows: list[dict[str, Any]]) -> Iterator[Finding]:
+    """What the links for KV carry, as their transfers showed. Those are named that are much slower than the
+    others, or have much to carry."""
+    names = {row.get("incarnation"): name_of(row) for row in rows}
+    links = [
+        (link["bytes_per_s"] / 1e9, link, f"{names.get(link['incarnation'], '?')} → {name_of(row)}")
+        for row in rows
+        for link in (row.get("status") or {}).get("kv_links") or ()
+    ]
+    if not links:
+        return
+    links.sort(key=itemgetter(0))
+    usual = links[len(links) // 2][0]
+    for rate, link, name in links:
+        behind = link["bytes_waiting"] / 1e9 / rate
+        text = f"{rate:.2f} GB/s, {link['used']:.0%} used"
+        if rate < usual / SLOWER:
+            remedy = f"Others carry {usual:.2f} GB/s: look at the speed of the NICs, at routes and the MTU."
+            yield warning(f"KV link {name}", text, remedy)
+        elif behind > LATE:
+            remedy = "The load hands over more than it carries. Use a faster network, or more of them."
+            yield warning(f"KV link {name}", f"{text}, {behind:.1f} s behind", remedy)
+    rates = " to ".join(dict.fromkeys(f"{links[end][0]:.2f}" for end in (0, -1)))
+    most = max(link["used"] for _, link, _ in links)
+    yield good("KV links", f"{counted(len(links), 'link')}, {rates} GB/s, up to {most:.0%} used")
 
 
 def _kv(workers: list[dict[str, Any]]) -> str:

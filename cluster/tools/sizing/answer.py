@@ -166,11 +166,14 @@ def _simulation(
 
 def _workers(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets | None) -> Workers:
     positions, share, seats = positions_of(load), load.gpu_memory_utilization, load.max_num_seqs
-    machine = of_decode.machine(positions, share, seats)
-    workers = Workers(of_prefill.machine(positions, share, seats), machine, seats, splits=not load.images)
+    link = math.inf if load.link_gbps is None else load.link_gbps * 125e6 / of_decode.kv_bytes_per_token
+    prefill, decode = (
+        replace(speeds.machine(positions, share, seats), link=link) for speeds in (of_prefill, of_decode)
+    )
+    workers = Workers(prefill, decode, seats, splits=not load.images)
     if targets is None:
         return workers
-    steps = targets.itl / machine.step(1, 1, [])
+    steps = targets.itl / decode.step(1, 1, [])
     return replace(workers, ttft_target=targets.ttft, target_steps=steps)
 
 

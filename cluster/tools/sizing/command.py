@@ -69,6 +69,9 @@ def run(sizing: SizingOptions) -> int:
     else:
         sized = answer(of_prefill, of_decode, load, targets)
     show(sized, sizes, gpu.source)
+    if sizing.link_gbps is not None and (second := sized.served.second_token) is not None:
+        times = f"first to second token p50 {second.p50 * 1e3:.1f}, p99 {second.p99 * 1e3:.1f} ms"
+        print(f"Links of {sizing.link_gbps:g} Gbit/s: {sized.served.handed_over:.0%} handed over, {times}")
     if images is not None:
         how = "measured" if images.measured else "estimated from its size"
         seconds = f"{1e3 * images.seconds:.1f} ms of an encoder ({how})"

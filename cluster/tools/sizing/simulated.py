@@ -69,6 +69,8 @@ class Served:
         busy: share of the time in which the workers of the prefill and of the decode pool computed.
         most: largest number of requests that a worker decoded at once.
         answers: each request, in the order of their last tokens.
+        handed_over: share of the requests whose KV went from one worker to another.
+        second_token: time between the first two tokens.
     """
 
     ttft: Latency
@@ -80,6 +82,8 @@ class Served:
     busy: tuple[float, float]
     most: int
     answers: Sequence[Answer]
+    handed_over: float = 0.0
+    second_token: Latency | None = None
 
 
 def requests_at(rate: float, prompt: int, answer: int, workers: int) -> list[tuple[float, Session]]:
@@ -132,4 +136,6 @@ def _served(outcome: PlacementOutcome, prefills: int, decodes: int, measured: fl
         (sum(busy[:prefills]) / prefills, sum(busy[prefills:]) / decodes),
         outcome.most,
         outcome.answers,
+        (outcome.places["handover"] + outcome.places["split"]) / max(1, outcome.places.total()),
+        Latency.of(outcome.first_gaps) if outcome.first_gaps else None,
     )

@@ -4,7 +4,8 @@ import { api, element, fill, number, percent, seconds, short, table } from "./pa
 
 const PERIOD = 2000, MINUTES = 15, POINTS = MINUTES * 60_000 / PERIOD;
 const ids = ["main", "model", "state", "ask", "key", "cards", "workers", "plots", "failures", "requests", "pools",
-  "sizes", "alone", "why", "defect", "timeline", "title", "lanes", "close"];
+  "sizes", "alone", "why", "defect", "timeline", "title", "lanes", "close",
+  "network", "links"];
 const at = Object.fromEntries(ids.map(id => [id, document.getElementById(id)]));
 
 // ---------------------------------------------------------------- scrapes
@@ -170,6 +171,16 @@ function drawWorkers(now, before) {
     "The router knows no worker.");
 }
 
+function drawLinks({ status: { workers } }) {
+  const names = new Map(workers.map(each => [each.incarnation, nameOf(each)]));
+  const rows = workers.flatMap(worker => worker.status.kv_links.map(link => ({
+    from: names.get(link.incarnation) ?? "–", to: nameOf(worker), "carries GB/s": short(link.bytes_per_s / 1e9),
+    used: element("span", { className: "nowrap" }, element("meter", { value: link.used, min: 0, max: 1 }), ` ${percent(link.used)}`),
+    "under way MB": short(link.bytes_waiting / 1e6) })));
+  at.network.hidden = !rows.length;
+  table(at.links, ["from", "to", "carries GB/s", "used", "under way MB"], rows, ["from", "to", "used"], "");
+}
+
 const clock = time => new Date(time * 1000).toLocaleTimeString();
 const link = id => id ? element("button", { onclick: () => showRequest(id), title: "its timeline" }, id) : "–";
 
@@ -307,7 +318,7 @@ async function update() {
   at.ask.hidden = true;
   // What fails is a defect of this page. The rest is drawn all the same.
   const failed = [];
-  for (const draw of [record, drawState, drawCards, drawWorkers, drawRecords, drawPlots]) {
+  for (const draw of [record, drawState, drawCards, drawWorkers, drawLinks, drawRecords, drawPlots]) {
     try {
       draw(now, before);
     } catch (error) {
