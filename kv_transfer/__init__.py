@@ -32,13 +32,13 @@ from baton.kv_transfer.config import TransferConfig, TransferDeadlines
 from baton.kv_transfer.endpoint import Receiver, Sender, Transport
 from baton.kv_transfer.heartbeat import Heartbeat
 from baton.kv_transfer.layout import KVLayout
+from baton.kv_transfer.protocol.local_messages import ContentWanted
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.spawn import TransferStats, spawn_transfer
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import (
     Began,
     Closed,
-    ContentWanted,
     FetchFailed,
     Injected,
     InjectStats,

@@ -97,15 +97,6 @@ class Released(Local, frozen=True):
     owner: Any = None
 
 
-class ContentWanted(Local, frozen=True):
-    """A peer wants the KV of these chunks of 64 tokens. The answer is `serve` for the first of them that the
-    prefix cache has, or `close` with the pin id."""
-
-    pin_id: bytes
-    chunks: Sequence[bytes]  # names (`kv_names`)
-    first_chunk: int  # its position in the prompt, in chunks
-
-
 @dataclass(frozen=True, slots=True)
 class InjectStats:
     """Times are time.monotonic(), which all processes of a host share."""

@@ -15,10 +15,11 @@ from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfe
 from baton.kv_transfer.endpoint.pulls import exported
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.credits import SenderSlots
+from baton.kv_transfer.protocol.local_messages import ContentWanted
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
 from baton.kv_transfer.slices import EXPORTED, Slice
 from baton.kv_transfer.trace import TraceWriter
-from baton.kv_transfer.transport import ContentWanted, PagedKV, Released
+from baton.kv_transfer.transport import PagedKV, Released
 from baton.kv_transfer.wait import EVENT_POLL
 
 LOOK = 0.002
@@ -267,8 +268,8 @@ class Pump:
                 self._send_export(exported(self.pool, export))
             case local.StartOut():
                 self._start(message)
-            case local.PinOut(pin_id, chunks, first_chunk):
-                self._report(ContentWanted(pin_id, chunks, first_chunk))
+            case local.ContentWanted():
+                self._report(message)
             case local.StopOut():
                 self._stop_transfer(message)
             case local.SessionGone(number):

@@ -16,9 +16,10 @@ from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.endpoint import orders
 from baton.kv_transfer.endpoint.other_ranks import NO_RANKS, OtherRanks
 from baton.kv_transfer.endpoint.pump import LOOK, Pump
+from baton.kv_transfer.protocol.local_messages import ContentWanted
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
 from baton.kv_transfer.trace import TraceWriter
-from baton.kv_transfer.transport import ContentWanted, PagedKV, Released
+from baton.kv_transfer.transport import PagedKV, Released
 from baton.kv_transfer.wait import wait
 
 

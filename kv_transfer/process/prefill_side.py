@@ -227,7 +227,7 @@ class PrefillSide:
                 case local.ReleasedOut(_, reason):
                     self._counters.transfers[reason] += 1
                     self._channel.post(effect)
-                case local.PinOut() | local.StopOut() | local.FetchWaits():
+                case local.ContentWanted() | local.StopOut() | local.FetchWaits():
                     self._channel.post(effect)
                 case Send(number, transfer_id, reply):
                     if isinstance(reply, wire.Aborted):

@@ -20,7 +20,7 @@ import msgspec
 
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.config import MOST_PINS, TransferDeadlines
-from baton.kv_transfer.protocol.local_messages import FetchWaits, PinOut, ReleasedOut, StopOut
+from baton.kv_transfer.protocol.local_messages import ContentWanted, FetchWaits, ReleasedOut, StopOut
 from baton.kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, Have, Reason
 from baton.kv_transfer.protocol.shared import Expired, Send, Tombstones
 
@@ -45,7 +45,7 @@ class StartTransfer:
     fetch: Fetch
 
 
-Effect = StartTransfer | PinOut | StopOut | ReleasedOut | FetchWaits | Send | Expired
+Effect = StartTransfer | ContentWanted | StopOut | ReleasedOut | FetchWaits | Send | Expired
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +176,7 @@ class HeldPrefills:
             deadline = now + self._deadlines.fetch_wait
             self.waiting[pin_id] = _Waiting(transfer_id, session, fetch, deadline, message.first_chunk)
             self._asked.add(pin_id)
-            return [PinOut(pin_id, message.chunks, message.first_chunk)]
+            return [ContentWanted(pin_id, message.chunks, message.first_chunk)]
         return [Send(session, transfer_id, Aborted(reason, 0))]
 
     @property

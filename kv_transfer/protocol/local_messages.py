@@ -53,7 +53,7 @@ class Finished(Local):
 
 
 class Pinned(Local):
-    """Answers PinOut: the engine has pinned so many chunks, at least one. To refuse it sends CloseOut."""
+    """Answers ContentWanted: the engine has pinned so many chunks, at least one. CloseOut refuses it."""
 
     pin_id: bytes
     chunks: int
@@ -93,12 +93,13 @@ class StartOut(Local):
     next_positions: tuple[int, ...] = ()  # as in `Fetch`
 
 
-class PinOut(Local):
-    """A FETCH_CONTENT: pin what the prefix cache has of these chunks, from the first on."""
+class ContentWanted(Local):
+    """A peer wants the KV of these chunks of 64 tokens (FETCH_CONTENT). The engine gets the same message. The
+    answer is `serve` for the first of them that the prefix cache has, or `close` with the pin id."""
 
     pin_id: bytes
-    chunks: tuple[bytes, ...]
-    first_chunk: int
+    chunks: tuple[bytes, ...]  # names (`kv_names`)
+    first_chunk: int  # its position in the prompt, in chunks
 
 
 class StopOut(Local):
@@ -320,7 +321,7 @@ class StoreOpened(Local):
 
 FromSender = Exported | Offer | SlicesOut | CommitOut | Finished | Pinned | RefuseFetch | CloseOut | Recalled
 ToSender = (
-    Reached | StartOut | PinOut | StopOut | Granted | RingOut | SlotFree | SessionGone | FetchWaits
+    Reached | StartOut | ContentWanted | StopOut | Granted | RingOut | SlotFree | SessionGone | FetchWaits
     | ReleasedOut
 )  # fmt: skip
 FromReceiver = FetchIn | CancelIn | Emptied | InjectedIn | Opened

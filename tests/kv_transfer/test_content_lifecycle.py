@@ -8,7 +8,7 @@ import pytest
 
 from baton.kv_transfer.protocol.held import MOST_PINS, StartTransfer
 from baton.kv_transfer.protocol.incoming import TransferState
-from baton.kv_transfer.protocol.local_messages import FetchIn, PinOut, ReleasedOut
+from baton.kv_transfer.protocol.local_messages import ContentWanted, FetchIn, ReleasedOut
 from baton.kv_transfer.protocol.messages import Ack, Commit, FetchContent, FirstToken, Have
 from baton.kv_transfer.protocol.shared import Send
 
@@ -49,7 +49,7 @@ class ContentWorld(World):
     def apply(self, effects: list[Any]) -> None:
         for e in effects:
             match e:
-                case PinOut(pin_id, chunks, first_chunk):
+                case ContentWanted(pin_id, chunks, first_chunk):
                     assert (chunks, first_chunk) == (CHUNKS, 3)
                     self.wanted.append(pin_id)
                 case StartTransfer(_, transfer_id, _, fetch):

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.protocol.held import HeldPrefills, HoldState, StartTransfer
-from baton.kv_transfer.protocol.local_messages import FetchWaits, PinOut, ReleasedOut, StopOut
+from baton.kv_transfer.protocol.local_messages import ContentWanted, FetchWaits, ReleasedOut, StopOut
 from baton.kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, FirstToken, Have, Reason
 from baton.kv_transfer.protocol.shared import Expired, Send
 
@@ -143,7 +143,7 @@ CONTENT = FetchContent((b"a" * 16, b"b" * 16, b"c" * 16), 2)
 
 def pinned() -> HeldPrefills:
     held = table()
-    assert held.fetch_content(T1, A, CONTENT, 0) == [PinOut(PIN, CONTENT.chunks, 2)]
+    assert held.fetch_content(T1, A, CONTENT, 0) == [ContentWanted(PIN, CONTENT.chunks, 2)]
     fetch = Fetch(PIN, 0, ((128, 256),), (256,))
     assert held.pinned(PIN, 2, 1) == [Send(A, T1, Have(2)), StartTransfer(PIN, T1, A, fetch)]
     return held
@@ -193,7 +193,7 @@ def test_two_pins_at_a_time() -> None:
     held.fetch_content(T2, A, CONTENT, 1)
     assert held.fetch_content(Q, B, CONTENT, 1) == [aborted("busy", session=B, transfer=Q)]
     held.abort(T1, "cancelled", 2)
-    assert held.fetch_content(P, B, CONTENT, 2) == [PinOut(b"pin:" + P, CONTENT.chunks, 2)]
+    assert held.fetch_content(P, B, CONTENT, 2) == [ContentWanted(b"pin:" + P, CONTENT.chunks, 2)]
 
 
 def test_a_peer_that_leaves_early_is_asked_for_once() -> None:
@@ -208,7 +208,9 @@ def test_a_peer_that_leaves_early_is_asked_for_once() -> None:
     assert held.pinned(PIN, 2, 3) == [ReleasedOut(PIN, "gone")]
     held.close(PIN2, "gone", 3)
     for transfer in (P, Q):
-        assert held.fetch_content(transfer, B, CONTENT, 3) == [PinOut(b"pin:" + transfer, CONTENT.chunks, 2)]
+        assert held.fetch_content(transfer, B, CONTENT, 3) == [
+            ContentWanted(b"pin:" + transfer, CONTENT.chunks, 2)
+        ]
     assert not held.held
 
 

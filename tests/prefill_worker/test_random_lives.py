@@ -254,7 +254,7 @@ class Lives(RuleBasedStateMachine):
         names: list[bytes] = []
         extend_names(names, list(range(3, 131)), 128, salted(self.worker.engine.content_root, b""))
         pin_id = next(_IDS).to_bytes(16)
-        self.worker.outgoing.send(local.PinOut(pin_id, tuple(names), 0))
+        self.worker.outgoing.send(local.ContentWanted(pin_id, tuple(names), 0))
         self.worker.turn()
 
     @invariant()

@@ -178,7 +178,7 @@ def test_spare_is_what_no_worker_wants_in_order_of_arrival(worker: Worker) -> No
     assert not list(worker.roles.spare()), "nothing is computed"
     worker.compute()
     worker.outgoing.send(local.FetchWaits(Q))
-    worker.outgoing.send(local.PinOut(T, (), 0))
+    worker.outgoing.send(local.ContentWanted(T, (), 0))
     worker.move()  # so Q was heard of, too
     worker.take(E, decode_here(T))
     found = {prefill_id: worker.context.attempts.by_id[prefill_id] for prefill_id in (P, Q)}
@@ -215,7 +215,7 @@ def test_a_pin_lasts_until_it_is_released(model: Path) -> None:
         names: list[bytes] = []
         extend_names(names, list(range(3, 133)), 128, salted(worker.engine.content_root, b""))
         for pin_id, chunks in ((Q, tuple(names)), (D, (b"x" * 16,))):
-            worker.outgoing.send(local.PinOut(pin_id, chunks, 0))
+            worker.outgoing.send(local.ContentWanted(pin_id, chunks, 0))
             worker.move()
         assert worker.told(local.Pinned) == local.Pinned(Q, 2)
         assert worker.told(local.CloseOut) == local.CloseOut(D, "gone")
@@ -227,6 +227,6 @@ def test_a_pin_lasts_until_it_is_released(model: Path) -> None:
 
 
 def test_a_worker_without_a_cache_has_nothing_to_pin(worker: Worker) -> None:
-    worker.outgoing.send(local.PinOut(Q, (b"x" * 16,), 0))
+    worker.outgoing.send(local.ContentWanted(Q, (b"x" * 16,), 0))
     worker.move()
     assert worker.told(local.CloseOut) == local.CloseOut(Q, "unsupported")

@@ -450,7 +450,7 @@ async def test_the_cache_is_shown_to_other_workers(worker: Worker) -> None:
     event = {"block_hashes": hashes, "parent_block_hash": None, "token_ids": [1] * 128, "block_size": 16}
     worker.cached.changed(msgspec.msgpack.encode([0.0, [{"type": "BlockStored", **event}], None]))
     names = extended(192)
-    worker.heard(ContentWanted(P, names[1:], 1))
+    worker.heard(ContentWanted(P, tuple(names[1:]), 1))
     await worker.settle()
     shown = {"pin_id": P.hex(), "pinned": [x.hex() for x in hashes[4:]], "first_chunk": 1, "chunks": 2}
     assert worker.pins == {P: shown}
@@ -458,7 +458,7 @@ async def test_the_cache_is_shown_to_other_workers(worker: Worker) -> None:
     worker.roles.heard(Released(P, "acked"))
     worker._turn()
     assert worker.idle
-    worker.heard(ContentWanted(D, names[2:], 2))
+    worker.heard(ContentWanted(D, tuple(names[2:]), 2))
     assert worker.told == [Close(D, "gone")]
 
 
