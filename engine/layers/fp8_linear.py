@@ -145,25 +145,29 @@ def by_block(scales: Tensor) -> Tensor:
     return blocks if torch.equal(blocks.repeat_interleave(FP8_GROUP, dim=-1), scales) else scales
 
 
-def read_rows(weights: Weights, name: str, rows: Shard, columns: Shard) -> Scaled | None:
-    """From a checkpoint with `weight_scale`: one for the tensor, or [out, 1] for its rows.
+def row_reader(values: str, scales: str) -> Reader:
+    """From a checkpoint with scales under this name: one for the tensor, or [out] or [out, 1] for its rows.
 
     A static `input_scale` is not used: the scale of each row of activations is at least as exact."""
-    if not weights.has(f"{name}.weight_scale"):
-        return None
-    if weights.has(f"{name}.input_scale"):
-        weights.stored(f"{name}.input_scale", None, torch.float32, torch.bfloat16)
-    values = weights.stored(f"{name}.weight", (rows, columns), FP8)
-    each = weights.shape(f"{name}.weight_scale") == (rows.size, 1)
-    scales = weights.stored(
-        f"{name}.weight_scale", (rows, unsharded(1)) if each else None, torch.float32, torch.bfloat16
-    )
-    if not each and scales.numel() != 1:
-        raise ValueError(
-            f"{weights.source}: {name}.weight_scale is {list(scales.shape)}; "
-            f"one value or [{rows.size}, 1] are supported"
-        )
-    return Scaled(values, scales.float().view(1, -1).expand(1, rows.length))
+
+    def read(weights: Weights, name: str, rows: Shard, columns: Shard) -> Scaled | None:
+        if not weights.has(f"{name}.{scales}"):
+            return None
+        if weights.has(f"{name}.input_scale"):
+            weights.stored(f"{name}.input_scale", None, torch.float32, torch.bfloat16)
+        codes = weights.stored(f"{name}.{values}", (rows, columns), FP8)
+        shape = weights.shape(f"{name}.{scales}") or ()
+        by_row = shape in ((rows.size,), (rows.size, 1))
+        parts = (rows, unsharded(1))[: len(shape)] if by_row else None
+        found = weights.stored(f"{name}.{scales}", parts, torch.float32, torch.bfloat16)
+        if not by_row and found.numel() != 1:
+            raise ValueError(
+                f"{weights.source}: {name}.{scales} is {list(found.shape)}; "
+                f"one value or [{rows.size}, 1] are supported"
+            )
+        return Scaled(codes, found.float().view(1, -1).expand(1, rows.length))
+
+    return read
 
 
 def block_reader(suffix: str) -> Reader:

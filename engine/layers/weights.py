@@ -28,8 +28,9 @@ enough; hashing gigabytes would cost more than loading them."""
 SAMPLED_ROWS = 64
 """Of two tensors that must be equal."""
 
-IGNORED = "rotary_emb.inv_freq"
-"""Old checkpoints carry this; it follows from the configuration."""
+IGNORED = "rotary_emb.inv_freq", ".q_scale", ".k_scale", ".v_scale", ".kv_cache_scale"
+"""Old checkpoints carry the first; it follows from the configuration. The others are for a cache in 8 bits,
+which has scales of its own here."""
 
 OUTPUT = "lm_head"
 """The output projection, where it is not tied to the embedding."""

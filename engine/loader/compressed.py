@@ -8,7 +8,6 @@ Activations are not quantized, but for FP8. Their rounding is a part of the tool
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,12 +36,21 @@ E8M0 = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), torch.nan])
 
 def mxfp4(kept: Mapping[str, Any], source: str, device: torch.device) -> StoredGroups:
     require(kept, source, num_bits=(4,), type=("float",), strategy=("group",), group_size=(32,))
-    return stored_groups("mx", 4, 32, "weight_packed", partial(_four_bits, 32), device, kind="fp")
+    return stored_groups("mx", 4, 32, "weight_packed", _mxfp4, device, kind="fp")
 
 
 def nvfp4(kept: Mapping[str, Any], source: str, device: torch.device) -> StoredGroups:
     require(kept, source, num_bits=(4,), type=("float",), strategy=("tensor_group",), group_size=(16,))
-    return stored_groups("nv", 4, 16, "weight_packed", partial(_four_bits, 16), device, kind="fp")
+    return stored_groups("nv", 4, 16, "weight_packed", _nvfp4, device, kind="fp")
+
+
+def modelopt(settings: Mapping[str, Any], source: str, device: torch.device) -> ByModule:
+    """`quant_method` modelopt (NVIDIA Model Optimizer): FP8 by tensor, and NVFP4 with names of its own."""
+    require(settings, source, quant_algo=("FP8", "NVFP4"))
+    made: PlainFormat = fp8_formats.fp8_rows_as("weight", "weight_scale", device)
+    if settings["quant_algo"] == "NVFP4":
+        made = stored_groups("nv", 4, 16, "weight_scale_2", _modelopt_nvfp4, device, kind="fp")
+    return by_module([made], lambda _: made, source)
 
 
 def mxfp8(kept: Mapping[str, Any], source: str, device: torch.device) -> StoredValues:
@@ -157,16 +165,33 @@ def _check_transforms(transforms: Any, source: str) -> None:
         )
 
 
-def _four_bits(size: int, weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
+def _mxfp4(weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
+    codes = _pairs(weights, f"{name}.weight_packed", rows, columns)
+    stored = weights.stored(f"{name}.weight_scale", (rows, columns.in_groups(32)), torch.uint8)
+    return _floats(codes, _exponents(stored))
+
+
+def _nvfp4(weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
+    codes = _pairs(weights, f"{name}.weight_packed", rows, columns)
+    stored = weights.stored(f"{name}.weight_scale", (rows, columns.in_groups(16)), FP8).float()
+    return _floats(
+        codes, stored / weights.stored(f"{name}.weight_global_scale", None, torch.float32).view(1, 1)
+    )
+
+
+def _modelopt_nvfp4(weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
+    codes = _pairs(weights, f"{name}.weight", rows, columns)
+    stored = weights.stored(f"{name}.weight_scale", (rows, columns.in_groups(16)), FP8).float()
+    return _floats(codes, stored * weights.stored(f"{name}.weight_scale_2", None, torch.float32).view(1, 1))
+
+
+def _pairs(weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:
     """Two codes in a byte, the first one in its lower half."""
-    pairs = weights.stored(f"{name}.weight_packed", (rows, columns.in_groups(2)), torch.uint8)
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
-    parts = (rows, columns.in_groups(size))
-    if size == 32:
-        scales = _exponents(weights.stored(f"{name}.weight_scale", parts, torch.uint8))
-    else:
-        scales = weights.stored(f"{name}.weight_scale", parts, FP8).float()
-        scales = scales / weights.stored(f"{name}.weight_global_scale", None, torch.float32).reshape(1, 1)
+    pairs = weights.stored(name, (rows, columns.in_groups(2)), torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+
+
+def _floats(codes: Tensor, scales: Tensor) -> Groups:
     return Groups(codes, scales, torch.zeros_like(scales), 4, floats=True)
 
 

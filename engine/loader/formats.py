@@ -8,23 +8,26 @@ import torch
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import fp8_formats, gguf_groups, int_formats, stored_values
-from baton.engine.loader.compressed import compressed
+from baton.engine.loader.auto_round import auto_round
+from baton.engine.loader.compressed import compressed, modelopt
 from baton.engine.loader.gpt_oss import mxfp4
 from baton.engine.loader.int4_on_load import int4_on_load
+from baton.engine.loader.torch_ao import torchao
 from baton.engine.model_config import ModelConfig
 
 FromSettings = Callable[[Mapping[str, Any], str, torch.device], PlainFormat]
 
 STORED: dict[str, FromSettings] = {
-    "auto-round": int_formats.auto_round,
+    "auto-round": auto_round,
     "awq": int_formats.awq,
     "bitsandbytes": stored_values.bitsandbytes,
     "compressed-tensors": compressed,
     "fp8": fp8_formats.fp8,
     "gguf": gguf_groups.gguf,
     "gptq": int_formats.gptq,
+    "modelopt": modelopt,
     "mxfp4": mxfp4,
-    "torchao": int_formats.torchao,
+    "torchao": torchao,
 }
 """Formats of quantized checkpoints, by the `quant_method` of their `quantization_config`. A function gets
 this configuration, the checkpoint's source and the device. It raises `ValueError` naming the source for

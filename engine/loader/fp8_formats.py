@@ -12,7 +12,7 @@ from baton.engine.layers.fp8_linear import (
     block_reader,
     fp8_rows,
     quantize_on_load,
-    read_rows,
+    row_reader,
 )
 
 
@@ -48,9 +48,14 @@ def compressed_float(kept: Mapping[str, Any], source: str, device: torch.device)
     return _stored("weight_scale", kept.get("block_structure"), source, device)
 
 
+def fp8_rows_as(values: str, scales: str, device: torch.device) -> Fp8Format:
+    """Stored by row or tensor under these names."""
+    return _format("fp8 by row or tensor", row_reader(values, scales), device, scales)
+
+
 def _stored(block_scales: str | None, block: Any, source: str, device: torch.device) -> Fp8Format:
     if block_scales is None:
-        return _format("fp8 by row or tensor", read_rows, device, "weight_scale")
+        return fp8_rows_as("weight", "weight_scale", device)
     if block != [FP8_GROUP, FP8_GROUP]:
         raise ValueError(
             f"{source}: quantization_config: blocks of {block} are not supported ([{FP8_GROUP}, {FP8_GROUP}] "

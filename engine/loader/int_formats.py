@@ -10,7 +10,6 @@ Words of 32 bits hold integers of 2, 4 or 8 bits, the first one in the lowest bi
     compressed-tensors   weight_packed [out, words of in], weight_scale [out, groups], and if asymmetric
                          weight_zero_point [words of out, groups]; or weight [out, in] and weight_zero_point
                          as int8
-    torchao              as these bytes, with names of its own
 
 A matrix whose rows have one scale each is one group of all columns.
 """
@@ -118,60 +117,23 @@ def _gptq_format(settings: Mapping[str, Any], source: str, device: torch.device)
     require({"checkpoint_format": version}, source, checkpoint_format=("gptq", "gptq_v2"))
     require(settings, source, bits=BITS, pack_dtype=("int32", None))
     less, sym = (1 if version == "gptq" else 0), settings.get("sym") is True
-    return _of_columns(version, settings, source, device, less, sym=sym)
+    return of_columns(version, settings, source, device, less, sym=sym)
 
 
-def _of_columns(
+def of_columns(
     stored: str, settings: Mapping[str, Any], source: str, device: torch.device, less: int, *, sym: bool
 ) -> StoredGroups:
     bits, size = settings["bits"], size_of(settings.get("group_size"), source)
     return stored_groups(stored, bits, size, "qweight", partial(_gptq, bits, size, less, sym), device)
 
 
-def auto_round(settings: Mapping[str, Any], source: str, device: torch.device) -> ByModule:
-    """`quant_method` auto-round, in integers; its floats are written in the form of compressed-tensors."""
-    packing = settings.get("packing_format") or "auto_round:auto_gptq"
-    known = {
-        "auto_round": 0,
-        "auto_round:gptqmodel": 0,
-        "auto_round:auto_gptq": 1,
-        "auto_round:auto_awq": None,
-    }
-    require({"packing_format": packing}, source, packing_format=(*known,))
-    less, exceptions = known[packing], settings.get("extra_config") or {}
-    if not isinstance(exceptions, Mapping) or not all(isinstance(x, Mapping) for x in exceptions.values()):
-        raise ValueError(f"{source}: quantization_config: extra_config {exceptions!r} is not supported")
-
-    def made(settings: Mapping[str, Any]) -> StoredGroups | None:
-        if type(settings.get("bits")) is int and settings["bits"] >= 16:
-            return None
-        require(settings, source, bits=BITS, data_type=("int", None))
-        if less is None:
-            return _awq_format(settings, source, device)
-        return _of_columns(packing, settings, source, device, less, sym=settings.get("sym") is True)
-
-    usual = made(settings)
-    special = {name: made({**settings, **changes}) for name, changes in exceptions.items()}
-    patterns = [(compiled(name, source, "extra_config"), format) for name, format in special.items()]
-
-    def chosen(name: str) -> PlainFormat | None:
-        if name in special:
-            return special[name]
-        return next((made for pattern, made in patterns if pattern.search(name)), usual)
-
-    formats = [each for each in (usual, *special.values()) if each is not None]
-    if not formats:
-        raise ValueError(f"{source}: quantization_config: bits {settings.get('bits')!r} quantize no matrix")
-    return by_module(formats, chosen, source, extra_biases=True)
-
-
 def awq(settings: Mapping[str, Any], source: str, device: torch.device) -> ByModule:
     require(settings, source, version=("gemm", "GEMM", None))
-    made = _awq_format(settings, source, device)
+    made = awq_format(settings, source, device)
     return by_module([made], lambda _: made, source, extra_biases=True)
 
 
-def _awq_format(settings: Mapping[str, Any], source: str, device: torch.device) -> StoredGroups:
+def awq_format(settings: Mapping[str, Any], source: str, device: torch.device) -> StoredGroups:
     require({"bits": settings.get("bits", settings.get("w_bit"))}, source, bits=(4,))
     size = size_of(settings.get("group_size", settings.get("q_group_size")), source)
     return stored_groups("awq", 4, size, "qweight", partial(_awq, size), device)
@@ -190,7 +152,7 @@ def compressed_bytes(kept: Mapping[str, Any], source: str, device: torch.device)
     require(kept, source, num_bits=(4, 8), type=("int",), actorder=(None, False, "static", "weight"))
     size = compressed_size(kept, source)
     return stored_groups(
-        "compressed-tensors bytes of", 8, size, "weight_scale", partial(_bytes, size, OF_COMPRESSED), device
+        "compressed-tensors bytes of", 8, size, "weight_scale", partial(bytes_of, size, OF_COMPRESSED), device
     )
 
 
@@ -309,10 +271,9 @@ def _compressed(
 
 
 OF_COMPRESSED = "weight", "weight_scale", "weight_zero_point"
-OF_TORCHAO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 
 
-def _bytes(
+def bytes_of(
     size: int | None, suffixes: Sequence[str], weights: Weights, name: str, rows: Shard, columns: Shard
 ) -> Groups:
     groups, (codes_of, scale, zero_point) = groups_of(columns, size), suffixes
@@ -322,24 +283,6 @@ def _bytes(
     if weights.has(f"{name}.{zero_point}"):
         zeros = scales_of(weights, name, rows, groups, torch.int8, suffix=zero_point).float()
     return _around((codes.int() + 128).to(torch.uint8), scales, zeros + 128, 8)
-
-
-def torchao(settings: Mapping[str, Any], source: str, device: torch.device) -> ByModule:
-    """INT8 as version 2 of torchao's configurations writes it in safetensors."""
-    kinds = settings.get("quant_type")
-    kind = kinds.get("default") if isinstance(kinds, Mapping) and len(kinds) == 1 else None
-    data = kind.get("_data") if isinstance(kind, Mapping) else None
-    if kind is None or not isinstance(data, Mapping):
-        raise ValueError(
-            f"{source}: quantization_config: quant_type {kinds!r} is not supported (one default is); "
-            "serve the model with --engine vllm"
-        )
-    supported = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
-    require(kind, source, _type=supported, _version=(2,))
-    size = size_of(data.get("group_size") or -1, source)
-    read = partial(_bytes, size, OF_TORCHAO)
-    made = stored_groups("torchao", 8, size, OF_TORCHAO[0], read, device)
-    return by_module([made], lambda _: made, source)
 
 
 def scales_of(

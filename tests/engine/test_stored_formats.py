@@ -24,6 +24,7 @@ from tests.engine.test_int4 import SIZES, gptq, pack_quantized, words
 
 Stored = tuple[dict[str, Tensor], Tensor]
 """The tensors of a matrix, and the values that they stand for."""
+Way = Callable[[Tensor], Stored]
 
 
 def as_bytes(weight: Tensor) -> Stored:
@@ -88,6 +89,42 @@ def as_nvfp4(weight: Tensor) -> Stored:
     return stored, (FLOATS[codes] * each).flatten(1)
 
 
+def as_torchao_int4(weight: Tensor) -> Stored:
+    groups = weight.unflatten(1, (-1, 32))
+    least, greatest = groups.aminmax(dim=2, keepdim=True)
+    scale = (greatest - least) / 15
+    zero = least + 8 * scale
+    codes = ((groups - zero) / scale).round().clamp(-8, 7)
+    pairs = codes.flatten(1).to(torch.int8)
+    stored = {
+        "_weight_qdata": (pairs[:, ::2] & 15) | (pairs[:, 1::2] << 4),
+        "_weight_scale": scale[:, :, 0].T,
+        "_weight_zero_point": zero[:, :, 0].T,
+    }
+    return stored, (codes * scale + zero).flatten(1)
+
+
+def named(way: Way, **names: str) -> Way:
+    """The same tensors under other names."""
+
+    def of(weight: Tensor) -> Stored:
+        stored, values = way(weight)
+        return {names.get(name, name): tensor for name, tensor in stored.items()}, values
+
+    return of
+
+
+def as_modelopt_nvfp4(weight: Tensor) -> Stored:
+    stored, values = as_nvfp4(weight)
+    whole = {"weight_scale_2": 1 / stored.pop("weight_global_scale").view(())}
+    return {"weight": stored.pop("weight_packed"), **stored, **whole}, values
+
+
+def torchao(kind: str, **settings: Any) -> dict[str, Any]:
+    written = {"_type": kind, "_version": 2, "_data": settings}
+    return {"quant_method": "torchao", "quant_type": {"default": written}}
+
+
 def as_fp8(weight: Tensor) -> Stored:
     scale = weight.abs().amax(dim=1, keepdim=True) / 448
     codes = (weight / scale).to(FP8)
@@ -123,7 +160,6 @@ NV = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 
 MX8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 DYNAMIC = {r"-:.*layers\.0\.mlp.*": {}, r"+:.*(v|down)_proj": {"bits": 8}}
-Way = Callable[[Tensor], Stored]
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Way | None]]] = {
     "gptq": (GPTQ, {"": as_gptq(4)}),
     "gptq-8": ({**GPTQ, "bits": 8}, {"": as_gptq(8)}),
@@ -147,6 +183,23 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Way | None]]] = {
         {"": as_nvfp4},
     ),
     "mxfp8": (compressed("mxfp8-quantized", group("mxfp8-quantized", "Linear", **MX8)), {"": as_mxfp8}),
+    "auto-round-nvfp4": (
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:llm_compressor",
+            "data_type": "nv_fp",
+            "bits": 4,
+            "group_size": 16,
+        },
+        {"": as_nvfp4},
+    ),
+    "torchao-int4": (torchao("Int4WeightOnlyConfig", group_size=32), {"": as_torchao_int4}),
+    "torchao-fp8": (
+        torchao("Float8WeightOnlyConfig"),
+        {"": named(as_fp8, weight="_weight_qdata", weight_scale="_weight_scale")},
+    ),
+    "modelopt-fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, {"": as_fp8}),
+    "modelopt-nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {"": as_modelopt_nvfp4}),
     "mixed": (
         compressed(
             "mixed-precision",
@@ -218,6 +271,10 @@ def test_modules_of_transformers_take_no_quantized_experts(tmp_path: Path) -> No
             {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
             r"transform_config rotates activations \(input\), .* --engine vllm",
         ),
+        ("torchao-int4", torchao("Int4WeightOnlyConfig", group_size=-1), "group_size None is not supported"),
+        ("torchao-fp8", torchao("Float8StaticConfig"), "_type 'Float8StaticConfig' is not supported"),
+        ("modelopt-fp8", {"quant_algo": "W4A16_AWQ"}, "quant_algo 'W4A16_AWQ' is not supported"),
+        ("auto-round-nvfp4", {"data_type": "fp"}, "data_type 'fp4' is not supported"),
         ("bytes", {"transform_config": {"config_groups": 1}}, "transform_config .* is not supported"),
     ],
 )
