@@ -209,8 +209,11 @@ def _target(fleet: Fleet, gap: float) -> float:
 
 def gap_cost(fleet: Fleet, gap: float, answer: int) -> float:
     """What a second more in one gap of an answer with so many tokens costs, in seconds of a first token.
-    `gap`: the target of a gap. 0: not known, as the result."""
-    return _target(fleet, gap) / gap / answer if gap else 0.0
+    `gap`: the target of a gap. 0: not known, as the result.
+
+    0 for the only worker: it must compute every prompt, and a prompt that takes longer delays all that come
+    after it. So its steps are as long as their bound (`long_seconds`)."""
+    return 0.0 if not gap or fleet.has_one_worker else _target(fleet, gap) / gap / answer
 
 
 def offer(

@@ -19,6 +19,8 @@ from baton.router.policy.links import TRY_AGAIN, Links
 from baton.router.policy.pace import MOST_BUSY, Pace
 from baton.router.policy.placement import JOIN_STEPS, Offer, place, place_without_room
 from baton.router.policy.placement import offer as placed
+from baton.router.policy.plan import Plan
+from baton.router.policy.planner import NOTHING, plan
 from baton.router.policy.prefill import COMPARED, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.policy.prefixes import PrefixSource
@@ -234,6 +236,23 @@ def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> No
     seen.load.sent(160)
     after = placed(fleet, request, row, 64)
     assert (after.pace.gap_cost, after.spare) == (pytest.approx(0.6), 30 * 16)
+
+
+@pytest.mark.parametrize(("workers", "cost"), [(1, 0.0), (2, 20 / 150)])
+def test_gaps_of_the_only_worker_have_their_bound_and_cost_nothing(workers: int, cost: float) -> None:
+    """Each prompt that it does not compute at once delays all that come later. `plan` tells the worker."""
+    loads = PrefillLoads()
+    seen = [
+        seen_worker(loads.join(name, block_size=16, now=0.0), DecodeLoad(name, 16, 1000, 8), pool)
+        for name, pool in (("a", pb.POOL_DECODE), ("b", pb.POOL_PREFILL))[:workers]
+    ]
+    for worker in seen:
+        worker.status = pb.WorkerStatus(gap_target_seconds=GAP, step_seconds=GAP, prefill_tokens_per_s=1e4)
+        worker.load.reported(blocks_free=1000, running=0)
+    fleet = fleet_of(loads, seen, settings=PlanSettings(overflow=True))
+    planned = plan(PrefillRequest(key=1, tokens=100, answer=150), NOTHING, fleet)
+    assert isinstance(planned, Plan)
+    assert planned.gap_cost == pytest.approx(cost)
 
 
 COSTS = 0.0, 1e-300, 1.0, 1e300
