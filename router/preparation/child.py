@@ -112,17 +112,9 @@ Answer = Prepared | bytes | tuple[str, list[str]]
 """A tuple: what `NeedsFiles` has."""
 
 
-class _Head(msgspec.Struct):
-    """The first line of a request."""
-
-    kind: Kind
-    served: Served
-    salt: bytes
-    """Of the client's API key."""
-    history: int
-    """Its bytes."""
-    files: dict[str, int]
-    """The bytes of each, by URL."""
+_Head = tuple[Kind, Served, bytes, int, dict[str, int]]
+"""The first line of a request: what it asks for, the salt of its API key, and the bytes of the history and of
+each file, by URL."""
 
 
 def request_head(
@@ -134,7 +126,7 @@ def request_head(
 ) -> bytes:
     """Returns what precedes the files and the client's bytes."""
     sizes = {url: len(file) for url, file in files.items()}
-    return msgspec.json.encode(_Head(kind, served, salt, len(history), sizes)) + b"\n" + history
+    return msgspec.json.encode((kind, served, salt, len(history), sizes)) + b"\n" + history
 
 
 def read_prepared(answer: Answer, pixels: bytes | memoryview = b"") -> Prepared | bytes:
@@ -171,14 +163,13 @@ def main(title: str, memory_bytes: str, control: str) -> None:
 def answer_to(tokenizer: ModelTokenizer, request: bytes) -> Answer:
     """Raises InvalidRequest and ModelNotFound."""
     line, _, payload = request.partition(b"\n")
-    head = msgspec.json.decode(line, type=_Head)
-    end, files = head.history, dict[str, bytes]()
-    for url, size in head.files.items():
+    kind, served, salt, end, sizes = msgspec.json.decode(line, type=_Head)
+    history, files = payload[:end], dict[str, bytes]()
+    for url, size in sizes.items():
         files[url] = payload[end : end + size]
         end += size
     try:
-        preparation = Preparation(tokenizer, head.served, payload[: head.history], head.salt, files)
-        return preparation.prepare(head.kind, payload[end:])
+        return Preparation(tokenizer, served, history, salt, files).prepare(kind, payload[end:])
     except NeedsFiles as needed:
         return needed.field, needed.urls
 
