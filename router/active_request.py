@@ -7,9 +7,9 @@ cancelled.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -47,16 +47,8 @@ class TokenCounts:
     rejected_drafts: int = 0
     numerics_changed: bool = False
     """As in `AttemptPair`."""
-    weights_versions: tuple[str, str] | None = None
-    """As `WeightsVersions.replaced`."""
-
-    @property
-    def weights(self) -> dict[str, Any]:
-        """The field of `usage` with the versions of the weights. Empty if all are those of `--model`."""
-        if self.weights_versions is None:
-            return {}
-        first, last = self.weights_versions
-        return {"weights_version": {"first": first or None, "last": last or None}}
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    """The field of `usage` with the versions of the weights. Empty if all are those of `--model`."""
 
 
 @dataclass(eq=False, repr=False)
@@ -232,6 +224,8 @@ class ActiveRequest:
             span.end(self._failure or error or ("" if self.finished else "aborted"))
 
     def usage(self) -> TokenCounts:
+        first, last = self.context.first_weights, self.context.last_weights
+        versions = {"first": first or None, "last": last or None}
         return TokenCounts(
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
@@ -240,7 +234,7 @@ class ActiveRequest:
             accepted_drafts=sum(generation.accepted_drafts for generation in self._generations),
             rejected_drafts=sum(generation.rejected_drafts for generation in self._generations),
             numerics_changed=any(generation.pair.numerics_changed for generation in self._generations),
-            weights_versions=self.context.versions.replaced(),
+            weights={"weights_version": versions} if any(versions.values()) else {},
         )
 
     @property

@@ -11,7 +11,7 @@ from baton.router.admission.queue import Admission
 from baton.router.api.jobs import SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.errors import ApiError
-from baton.router.generation.output import Consumers, TokenQueue, WeightsVersions
+from baton.router.generation.output import Consumers, TokenQueue
 from baton.router.metrics import Metrics
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers.pool import WorkerPool
@@ -78,7 +78,11 @@ class RequestContext:
 
     services: Services
     entry: Entry
-    versions: WeightsVersions = field(default_factory=WeightsVersions, init=False)
+    first_weights: str | None = field(default=None, init=False)
+    """The version of the weights that computed the first token, over all choices. Empty: those of `--model`.
+    None: there is no token."""
+    last_weights: str = field(default="", init=False)
+    """Likewise of the last token so far."""
     tokens: TokenQueue = field(init=False)
     span: Span = field(init=False)
     """That of the request, while it generates."""

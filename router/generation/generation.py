@@ -216,13 +216,21 @@ class Generation:
         self.turn.computes(max(0, len(self.job.prompt_ids) - tokens))
 
     def _emitted(self, attempt: Attempt, event: pb.TokenEvent, token_id: int) -> None:
-        pair = self.pair
+        pair, context, now = self.pair, self.context, time.monotonic()
         if pair.failures.avoid:  # each failure adds to it
             pair.failures.token()
-        self.context.versions.computed(attempt.weights_version)
+        context.last_weights = attempt.weights_version
         self.turn.generated()
         emitted = len(pair.output_ids)
-        self._measure(emitted)
+        passed, self._emitted_at = now - self._emitted_at, now
+        if emitted == 1:
+            self._runs(passed)
+        else:
+            metrics = context.services.metrics
+            self.later_seconds += passed
+            metrics.inter_token.observe(passed)
+            if emitted == 2 and pair.prefill is not None:
+                metrics.handover_gap.observe(passed)
         self.accepted_drafts += event.accepted_draft
         self.rejected_drafts += event.rejected_drafts
         scores: Sequence[pb.PromptLogprobs] = ()
@@ -244,29 +252,23 @@ class Generation:
             self._waits.free_retry()
             finish_reason = None
         logprobs = event.logprobs if event.HasField("logprobs") else None
-        self.context.tokens.put(self.index, Delta(token_id, logprobs, finish_reason, scores))
+        context.tokens.put(self.index, Delta(token_id, logprobs, finish_reason, scores))
         if finish_reason is not None:
             self.cancel()
         elif pair.decode is None:
             self.advance()
 
-    def _measure(self, emitted: int) -> None:
-        """Counts the latency of a token. Until the first one the request waits, and then it runs."""
-        context, now = self.context, time.monotonic()
-        metrics = context.services.metrics
-        passed, self._emitted_at = now - self._emitted_at, now
-        if emitted == 1:
-            metrics.waiting.dec()
-            metrics.running.inc()
-            self.first_token_seconds = passed
-            self._note("first token")
-            metrics.time_to_first_token.observe(passed)
-            context.span.set({"gen_ai.latency.time_to_first_token": passed})
-            return
-        self.later_seconds += passed
-        metrics.inter_token.observe(passed)
-        if emitted == 2 and self.pair.prefill is not None:
-            metrics.handover_gap.observe(passed)
+    def _runs(self, passed: float) -> None:
+        """It waited for its first token, which came after `passed` seconds."""
+        context, metrics = self.context, self.context.services.metrics
+        if context.first_weights is None:
+            context.first_weights = context.last_weights
+        metrics.waiting.dec()
+        metrics.running.inc()
+        self.first_token_seconds = passed
+        self._note("first token")
+        metrics.time_to_first_token.observe(passed)
+        context.span.set({"gen_ai.latency.time_to_first_token": passed})
 
     def _on_reserved(self, attempt: Attempt) -> None:
         prefill = self.pair.prefill

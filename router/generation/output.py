@@ -8,7 +8,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -51,25 +50,6 @@ class Delta(msgspec.Struct):  # a dataclass takes three times as long to make
 
 Item = tuple[int, Delta | ApiError]
 """What a generation puts into the queue of its request, with its number there."""
-
-
-@dataclass(slots=True)
-class WeightsVersions:
-    """Versions of the weights that computed the first and the last token of a request, over all its choices.
-    Empty: the weights of `--model`."""
-
-    first: str | None = None  # until there is a token
-    last: str = ""
-
-    def computed(self, version: str) -> None:
-        """The next token is of this version."""
-        if self.first is None:
-            self.first = version
-        self.last = version
-
-    def replaced(self) -> tuple[str, str] | None:
-        """The first version and the last one. None: all tokens are of the weights of `--model`."""
-        return (self.first or "", self.last) if self.first or self.last else None
 
 
 class Consumers:

@@ -47,9 +47,8 @@ class MessagesBuilder:
             numerics_changed=used.numerics_changed,
             accepted_prediction_tokens=used.accepted_drafts,
             rejected_prediction_tokens=used.rejected_drafts,
+            **used.weights,
         )
-        if used.weights_versions is not None:
-            usage.weights_version.first, usage.weights_version.last = used.weights_versions
         return pb.GenerateResponse(usage=usage).SerializeToString()
 
     def failed(self, error: ApiError) -> bytes:
