@@ -4,7 +4,7 @@ Not from torch's allocator: its segments may be expandable, and those have no ha
 """
 
 from baton.kv_transfer.arena import MARK, TOKEN, exported_bytes
-from baton.kv_transfer.peer_memory import Unreachable, check, host
+from baton.kv_transfer.peer_memory import Unreachable, check
 from baton.kv_transfer.protocol.messages import Export
 from baton.system import cuda_driver
 from baton.system.cuda_driver import CudaError
@@ -42,7 +42,7 @@ class ExportedMemory(Slots):
         cuda_driver.call("cuMemsetD8_v2", self.marks, 0, self.marks_bytes)
         cuda_driver.call("cuMemcpyHtoD_v2", self.token, token, TOKEN)
         handle = cuda_driver.export_handle(self.address)
-        self.export = Export("cuda_ipc", host(), (handle,), num_slots, slot_bytes, token)
+        self.export = Export("cuda_ipc", (handle,), num_slots, slot_bytes, token)
         _exported[token, self.export.handles[0]] = self.address
 
 

@@ -32,9 +32,6 @@ _HANDLE = struct.Struct("<II")  # process, descriptor
 _MARK = struct.Struct("<QQ")
 assert _MARK.size == MARK
 
-TCP_ONLY = "--kv-connector tcp"
-"""Why memory is neither exported nor read."""
-
 
 class Unreachable(Exception):
     """The memory cannot be exported, or not be read from here. The text says why."""
@@ -109,11 +106,9 @@ def host() -> str:
 
 
 def check(export: Export, kind: str) -> None:
-    """Raises Unreachable if the memory is not of this kind, or of another machine."""
+    """Raises Unreachable if the memory is not of this kind."""
     if export.kind != kind:
         raise Unreachable(f"the sender has KV in {export.kind}, the receiver in {kind}")
-    if export.host != host():
-        raise Unreachable("another machine")
 
 
 def mark(arena: Arena, slot: int, generation: int, checksum: int) -> None:
@@ -122,7 +117,7 @@ def mark(arena: Arena, slot: int, generation: int, checksum: int) -> None:
 
 def export_arena(arena: Arena) -> Export:
     handle = _HANDLE.pack(os.getpid(), arena.fd)
-    return Export("shared_memory", host(), (handle,), arena.num_slots, arena.slot_bytes, arena.token)
+    return Export("shared_memory", (handle,), arena.num_slots, arena.slot_bytes, arena.token)
 
 
 class PeerArena:

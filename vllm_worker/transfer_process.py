@@ -64,7 +64,7 @@ class TransferProcess:
         config = TransferConfig(
             name=name, title="baton vllm", incarnation=incarnation, model_fingerprint=model,
             layout=kv.layout, num_slots=settings.slots, slot_bytes=settings.slot_bytes, host=settings.host,
-            port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt,
+            port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt, exports=True,
         )  # fmt: skip
         sending, receiving = ends.transfer
         self.process: subprocess.Popen[bytes] = spawn_transfer(

@@ -36,12 +36,9 @@ class Injector:
         pulls: the copies from exported memory.
     """
 
-    def __init__(
-        self, pool: "Pool", layout: KVLayout, trace: TraceWriter, slot_bytes: int, *, pulls: bool
-    ) -> None:
-        """`pulls`: as in `Receiver`."""
+    def __init__(self, pool: "Pool", layout: KVLayout, trace: TraceWriter, slot_bytes: int) -> None:
         self.live: dict[bytes, LiveFetch] = {}
-        self.pulls = Pulls(pool, allowed=pulls)
+        self.pulls = Pulls(pool)
         self._pool = pool
         self._layout = layout
         self._trace = trace

@@ -10,9 +10,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from baton.kv_names.cache_kinds import overlaps
+from baton.kv_transfer.endpoint.orders import Ready
 from baton.kv_transfer.layout import KVLayout, Piece, Range, cut, intersect, rank_of, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderAccount
 from baton.kv_transfer.protocol.messages import FirstToken
@@ -22,22 +23,12 @@ _LEAST_BYTES = 1 << 20
 """Of a slice of the last layer, if the layer has more: fewer bytes are not worth a frame."""
 
 
-class ReadyLayer(NamedTuple):
-    """Positions [start, stop) of a layer, which may be read once the event has passed."""
-
-    layer: int
-    start: int
-    stop: int
-    event: Any
-    states: bool = False  # also what the layer keeps of the request, as it is after these positions
-
-
 @dataclass(slots=True, eq=False)
 class OutgoingPrefill:
     id: bytes
     table: Any = None  # None until open()
     num_tokens: int = 0
-    ready: "list[ReadyLayer]" = field(default_factory=list)
+    ready: list[Ready] = field(default_factory=list)
     due: float = math.inf  # since when a client or peer waits for it; infinite: what is ready may wait
     launched: bool = False  # nothing more becomes ready
     first_token: FirstToken | None = None
@@ -106,15 +97,20 @@ class Slicing:
         """Of each array, the positions in `ranges` that a peer reads. `next_positions`: as in `Fetch`."""
         return [[*array.read_of(ranges, next_positions)] for array in self._layout.arrays]
 
-    def add(self, transfer: OutgoingTransfer, ready: ReadyLayer) -> None:
-        """Makes the slices of all arrays of the layer."""
-        if not (transfer.ranges or transfer.goes_on):
-            return
+    def add(self, transfer: OutgoingTransfer, ready: Ready) -> None:
+        """Makes the slices of all arrays of the layers."""
+        if transfer.ranges or transfer.goes_on:
+            for layer in self._layout.token_layers if ready.layer is None else (ready.layer,):
+                self._add(transfer, ready, layer)
+
+    def _add(self, transfer: OutgoingTransfer, ready: Ready, layer: int) -> None:
         layout = self._layout
+        # Later positions change the states. Those of cached positions are not in the slot.
+        final = ready.layer is not None and ready.stop in transfer.prefill.states_at
         parts: list[tuple[Range, Range, int]] = []
-        for number in layout.numbers[ready.layer]:
+        for number in layout.numbers[layer]:
             # An array of the request goes in full, whatever positions the peer asks for.
-            ranges = [(ready.start, ready.stop)] if ready.states else []
+            ranges = [(ready.start, ready.stop)] if final else []
             if layout.sizes[number][0]:
                 array, (start, stop) = layout.arrays[number], (ready.start, ready.stop)
                 if array.block > 1:
@@ -122,13 +118,13 @@ class Slicing:
                     start, stop = array.in_blocks(start, stop, complete=is_last)
                 ranges = intersect(start, stop, transfer.reads[number])
             elif transfer.prefill.is_part:
-                ranges = [(a, b) for a, b in transfer.ranges if ready.states and b == ready.stop]
+                ranges = [(a, b) for a, b in transfer.ranges if final and b == ready.stop]
             parts += [(*part, number) for part in itertools.product(ranges, self._heads[number])]
-        pieces = self._cut(ready.layer, parts, transfer.slot_bytes)
-        if ready.layer == layout.num_layers - 1 and ready.stop == transfer.prefill.num_tokens:
+        pieces = self._cut(layer, parts, transfer.slot_bytes)
+        if layer == layout.num_layers - 1 and ready.stop == transfer.prefill.num_tokens:
             share = sum(slice_bytes(layout, piece) for piece in pieces) // transfer.lanes
             most = min(transfer.slot_bytes, max(share, self._least, _LEAST_BYTES))
-            pieces = self._cut(ready.layer, parts, most)
+            pieces = self._cut(layer, parts, most)
         for seq, piece in enumerate(pieces, transfer.frames):
             size = slice_bytes(layout, piece)
             transfer.pending.append((Slice(piece, transfer.id, seq, size, size), ready.event))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.kv_transfer.peer_memory import TCP_ONLY, PeerMemory, Unreachable
+from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
 from baton.kv_transfer.protocol.local_messages import Exported, ExportGone, ExportIn, Opened
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.slices import Slice
@@ -48,9 +48,8 @@ class _Pull:
 class Pulls:
     """For `Receiver`. Memory is closed when its session has ended and no copy from it is under way."""
 
-    def __init__(self, pool: "Pool", *, allowed: bool) -> None:
+    def __init__(self, pool: "Pool") -> None:
         self._pool = pool
-        self._allowed = allowed
         self._sources: dict[int, _Source] = {}  # by session
         self._opening: dict[int, str] = {}  # session → kind of memory that not all ranks have opened yet
         self._answers: list[Opened] = []
@@ -69,8 +68,6 @@ class Pulls:
                 self._close_unused(source)
             return
         try:
-            if not self._allowed:
-                raise Unreachable(f"{TCP_ONLY} at the receiver")
             self._sources[message.session] = _Source(self._pool.open(message.export, message.dtypes))
             self._opening[message.session] = message.export.kind
         except Unreachable as e:

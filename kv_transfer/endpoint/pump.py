@@ -11,7 +11,7 @@ from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.endpoint import orders
 from baton.kv_transfer.endpoint.other_ranks import SENDING, OtherRanks
-from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, ReadyLayer, Slicing, Turns
+from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing, Turns
 from baton.kv_transfer.endpoint.pulls import exported
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.credits import SenderSlots
@@ -211,30 +211,25 @@ class Pump:
             self._slice_ready(prefill.transfer)
 
     def _ready(self, order: orders.Ready) -> None:
-        prefill_id, layer, start, stop, event = order
-        prefill = self._prefills.get(prefill_id)
+        prefill = self._prefills.get(order.prefill_id)
         if prefill is None or prefill.ended is not None:
             return  # closed meanwhile
-        is_last = stop == prefill.num_tokens
-        # Later positions change the states. Those of cached positions are not in the slot.
-        final = layer is not None and stop in prefill.states_at
-        layers = self._layout.token_layers if layer is None else (layer,)
-        prefill.launched = is_last and layers[-1] == self.last_layer
+        last = self._layout.token_layers[-1] if order.layer is None else order.layer
+        prefill.launched = order.stop == prefill.num_tokens and last == self.last_layer
         if prefill.launched:
             prefill.due = min(prefill.due, time.monotonic())
-        for i in layers:
-            entry = ReadyLayer(i, start, stop, event, final)
-            prefill.ready.append(entry)
-            if prefill.transfer is not None:
-                self._slicing.add(prefill.transfer, entry)
+        prefill.ready.append(order)
+        if prefill.transfer is not None:
+            self._slicing.add(prefill.transfer, order)
 
     def _serve(self, order: orders.Serve) -> None:
         pin_id, table, start, stop, owner, event = order
         layers = range(self._layout.num_layers)
-        ready = [ReadyLayer(layer, start, stop, event, states=True) for layer in layers]
+        ready = [orders.Ready(pin_id, layer, start, stop, event) for layer in layers]
         self._prefills[pin_id] = OutgoingPrefill(
-            pin_id, table, stop, ready, time.monotonic(), launched=True, first_token=NO_TOKEN, owner=owner
-        )
+            pin_id, table, stop, ready, time.monotonic(), launched=True, first_token=NO_TOKEN,
+            states_at=(stop,), owner=owner,
+        )  # fmt: skip
         self.channel.send(local.Pinned(pin_id, (stop - start) // CHUNK_TOKENS))
 
     def _commit(self, prefill_id: bytes, first_token: FirstToken) -> None:

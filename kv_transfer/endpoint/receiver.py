@@ -55,7 +55,7 @@ class Receiver:
         self._trace = trace
         self._channel = Channel(end.channel, local.ToReceiver)
         self._fetches: dict[bytes, LiveFetch] = {}  # by decode id, until an outcome is certain
-        self._injector = Injector(self._pool, kv.layout, trace, end.arena.slot_bytes, pulls=pulls)
+        self._injector = Injector(self._pool, kv.layout, trace, end.arena.slot_bytes)
         self._early: list[Event] = []  # of polls inside a step
         self._ending: list[LiveFetch] = []  # outcome certain, last scatter perhaps not over
 
@@ -211,15 +211,20 @@ class Receiver:
 
         `spare`: seconds until the next step must be launched. Infinite: no step is computed now.
         """
-        injector, channel = self._injector, self._channel
+        injector, channel, live = self._injector, self._channel, self._injector.live
         channel.send(*injector.emptied())  # first: the sender waits for these, and the next copies take long
         while messages := channel.receive():
             for message in messages:
-                if isinstance(message, local.ExportIn | local.ExportGone):
-                    injector.take(math.inf)  # slices of the session that has ended may be there
-                    injector.pulls.handle(message)
-                else:
-                    self._handle(message)
+                match message:
+                    case local.Arrived(s):
+                        injector.arrived(s)
+                    case local.Complete(transfer_id) if transfer_id in live:
+                        live[transfer_id].complete = message
+                    case local.FailedIn(transfer_id, reason, retry) if transfer_id in live:
+                        self._failed(live[transfer_id], reason, retry)
+                    case local.ExportIn() | local.ExportGone():
+                        injector.take(math.inf)  # slices of the session that has ended may be there
+                        injector.pulls.handle(message)
         injector.take(spare)
         channel.send(*injector.emptied(), *injector.pulls.opened())
         channel.flush()
@@ -264,18 +269,6 @@ class Receiver:
         self._channel.sock.close()
 
     # ------------------------------------------------------------ inside
-
-    def _handle(self, message: local.Arrived | local.Complete | local.FailedIn) -> None:
-        live = self._injector.live
-        match message:
-            case local.FailedIn(transfer_id, reason, retry):
-                if transfer_id in live:
-                    self._failed(live[transfer_id], reason, retry)
-            case local.Complete(transfer_id):
-                if transfer_id in live:
-                    live[transfer_id].complete = message
-            case local.Arrived(s):
-                self._injector.arrived(s)
 
     def _failed(self, fetch: LiveFetch, reason: str, retry: bool) -> None:
         del self._injector.live[fetch.request.transfer_id]

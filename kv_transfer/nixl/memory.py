@@ -166,7 +166,7 @@ class NixlMemory(MemoryReader):
         metadata = self._agent.getLocalPartialMD(shown, True, self._backend)
         self._seal = Seal(secret, b"baton nixl metadata")
         handle = self._seal.seal(place + metadata, _name(config.incarnation))
-        self.export = Export(out.kind, "", (handle,), out.num_slots, out.slot_bytes, sending.token)
+        self.export = Export(out.kind, (handle,), out.num_slots, out.slot_bytes, sending.token)
         self.for_sender, self.for_receiver = out.export, incoming.export
         self._open: dict[int, _Peer] = {}  # by session
         self._users: Counter[bytes] = Counter()  # sessions and reads of each peer

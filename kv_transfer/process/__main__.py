@@ -7,6 +7,7 @@ It is one thread, whose loop serves the engine's two channels, the service socke
 and, where there are no movers, all lanes.
 """
 
+import contextlib
 import importlib
 import logging
 import logging.config
@@ -28,7 +29,8 @@ from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.heartbeat import Heartbeat
-from baton.kv_transfer.memory_reader import reader_of
+from baton.kv_transfer.memory_reader import MemoryReader, reader_of
+from baton.kv_transfer.peer_memory import Unreachable, host
 from baton.kv_transfer.process import movers
 from baton.kv_transfer.process.decode_side import DecodeSide, ReceivingSession
 from baton.kv_transfer.process.frames import SlotPipe
@@ -90,8 +92,8 @@ class TransferProcess:
             "receiver": partial(ReceivingSession, self._decode),
         }
         self._connector = TcpConnector(
-            config, secret, make_sessions, self._counters, self._trace, self._tick_age, self._loop,
-            self._local, self._forked,
+            config, _memory(config, reader), secret, make_sessions, self._counters, self._trace,
+            self._tick_age, self._loop, self._local, self._forked,
         )  # fmt: skip
         self._listener = listen_at(config.host, config.port)
         self._ticks = (0, time.monotonic())  # the engine's counter, and when it was seen to change
@@ -238,6 +240,15 @@ class TransferProcess:
     def _stop(self, *_: object) -> None:
         self._stopping = True
         self._loop.interrupt()
+
+
+def _memory(config: TransferConfig, reader: MemoryReader | None) -> str:
+    """As in `Identity`."""
+    if reader is not None:
+        return reader.export.kind
+    with contextlib.suppress(Unreachable):
+        return f"host {host()}" if config.exports else ""
+    return ""
 
 
 def _flush_due(channel: Channel) -> float | None:

@@ -38,7 +38,6 @@ class _Memory:
     session: Session
     export: Export
     slots: int  # of all ranks
-    reader: MemoryReader | None  # None: the engine reads it
     reached: bool = False  # slices there are read
 
 
@@ -57,7 +56,7 @@ class PeerExports:
     def __init__(
         self, arrivals: Arrivals, channel: Channel, reader: MemoryReader | None, trace: TraceWriter
     ) -> None:
-        """`channel`: to the engine."""
+        """`channel`: to the engine, which reads memory if there is no `reader`."""
         self._trace = trace
         self._arrivals = arrivals
         self._channel = channel
@@ -75,16 +74,15 @@ class PeerExports:
     def open(self, session: Session, export: Export) -> None:
         """`opened` follows. Raises ProtocolError."""
         number = session.number
-        if number in self._memories:
-            raise ProtocolError("order", "a second EXPORT")
+        if session.why_lanes or number in self._memories:
+            raise ProtocolError("order", "a second EXPORT, or one in a session of lanes")
         if export.slot_bytes % PAGE or not PAGE <= export.slot_bytes <= MAX_SLOT_BYTES:
             raise ProtocolError("length", f"EXPORT of slots of {export.slot_bytes} bytes")
-        reader = self._reader if self._reader and export.kind == self._reader.export.kind else None
-        self._memories[number] = _Memory(session, export, count_slots(export), reader)
+        self._memories[number] = _Memory(session, export, count_slots(export))
         assert session.peer is not None
-        if reader is None:
+        if self._reader is None:
             self._channel.post(ExportIn(number, export, session.peer.dtypes))
-        elif why := reader.open(number, session.peer.incarnation, export):
+        elif why := self._reader.open(number, session.peer.incarnation, export):
             self.opened(number, False, why)
 
     def _token_read(self, number: int, why: str) -> None:
@@ -111,9 +109,9 @@ class PeerExports:
 
     def close(self, number: int) -> None:
         """The session has ended."""
-        if memory := self._memories.pop(number, None):
-            if memory.reader:
-                memory.reader.close(number)
+        if self._memories.pop(number, None):
+            if self._reader:
+                self._reader.close(number)
             else:
                 self._channel.post(ExportGone(number))
 
@@ -121,7 +119,8 @@ class PeerExports:
 
     def slices(self, session: Session, transfer_id: bytes, named: Sequence[SliceAt]) -> None:
         """SLICES came, instead of frames. Raises ProtocolError."""
-        number, reader, now = session.number, self._reader_of(session, named), time.monotonic()
+        self._check(session, named)
+        number, reader, now = session.number, self._reader, time.monotonic()
         session.moved(now)
         to_read: list[Slice] = []
         for there, checksum, seq, stored, wire, codec, piece in named:
@@ -146,18 +145,17 @@ class PeerExports:
         else:
             self._drop(to_read)
 
-    def _reader_of(self, session: Session, named: Sequence[SliceAt]) -> MemoryReader | None:
-        """What reads the slices; None: the engine. Raises ProtocolError if one of them cannot be there."""
+    def _check(self, session: Session, named: Sequence[SliceAt]) -> None:
+        """Raises ProtocolError if one of the slices cannot be there."""
         memory = self._memories.get(session.number)
         if memory is None or not memory.reached:
             raise ProtocolError("order", "SLICES without REACH")
         most = memory.export.slot_bytes
-        if memory.reader:
-            most = min(memory.reader.slot_bytes, most)
+        if self._reader:
+            most = min(self._reader.slot_bytes, most)
         for slot, _, _, stored, *_ in named:
             if slot >= memory.slots or stored > most:
                 raise ProtocolError("length", f"a slice of {stored} bytes in slot {slot}")
-        return memory.reader
 
     def _hand_over(self, s: Slice) -> None:
         """The engine reads the slice in memory that it has opened."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.memory_reader import MemoryReader
-from baton.kv_transfer.peer_memory import TCP_ONLY
 from baton.kv_transfer.process.stats import log
 from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol.local_messages import Reached, RingOut
@@ -36,9 +35,8 @@ class PeerReads:
         self._trace = trace
         self._began, self._taken, self._dropped = began, taken, dropped
         self._export: Export | None = None
-        self._why_not = f"{TCP_ONLY} at the sender"  # without an export
+        self._why_not = "the sender's engine has not opened the memory yet"  # without an export
         if reader and reader.for_sender:
-            self._why_not = "the sender's engine has not opened the memory yet"
             channel.post(RingOut(reader.for_sender))
         elif reader:
             self._set_export(reader.export, "")
@@ -76,15 +74,15 @@ class PeerReads:
         """At the first FETCH. When lane 0 is up here, the peer may still wait for its other lanes."""
         if session.number in self._transports:
             return
-        why = self._why_not
-        if self._export is not None:
+        why = session.why_lanes or self._why_not
+        if self._export is not None and not session.why_lanes:
             why = "the test copy is under way"
             session.send(self._export)
         self._transports[session.number] = f"tcp: {why}"
 
     def reach(self, session: Session, message: Reach) -> None:
         """Raises ProtocolError."""
-        if self._export is None or session.number not in self._transports:
+        if self._export is None or session.why_lanes or session.number not in self._transports:
             raise ProtocolError("order", "REACH without EXPORT")
         reached = message.reached
         self._transports[session.number] = self._export.kind if reached else f"tcp: {message.why}"

@@ -33,14 +33,14 @@ class TcpConnector:
     """All sessions of one transfer process."""
 
     def __init__(
-        self, config: TransferConfig, secret: bytes, make_sessions: Mapping[Side, MakeSession],
+        self, config: TransferConfig, memory: str, secret: bytes, make_sessions: Mapping[Side, MakeSession],
         counters: TransferCounters, trace: TraceWriter, tick_age: Callable[[float], float], loop: Loop,
         local: LocalMover, forked: Sequence[ForkedMover],
     ) -> None:  # fmt: skip
-        """`make_sessions`: by this process's side of the session."""
+        """`memory`: as in `Identity`. `make_sessions`: by this process's side of the session."""
         self.config = config
         self.counters = counters
-        self.sessions = Sessions(config, counters, local, forked)
+        self.sessions = Sessions(config, memory, counters, local, forked)
         self.handshakes = Handshakes(config.max_handshakes, counters, self._joined_session)
         self._make_sessions = make_sessions
         self._sessions_made = 0
@@ -154,7 +154,7 @@ class TcpConnector:
         return Identity(
             side=side, name=config.name, incarnation=config.incarnation,
             model_fingerprint=config.model_fingerprint, layout_fingerprint=config.layout.fingerprint,
-            dtypes=config.layout.dtypes, slot_bytes=config.slot_bytes,
+            dtypes=config.layout.dtypes, slot_bytes=config.slot_bytes, memory=self.sessions.memory,
         )  # fmt: skip
 
     def _adopt(self, sock: socket.socket, network: str | None, owner: Handshake) -> Connection:

@@ -12,6 +12,7 @@ from baton.kv_transfer.process.movers import MoverHandle
 from baton.kv_transfer.process.stats import TransferCounters, printable
 from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
+from baton.kv_transfer.protocol.hello import why_lanes
 
 log = logging.getLogger("baton.kv")
 
@@ -40,10 +41,11 @@ class Sessions:
     """All sessions of one transfer process, and the places of their lanes."""
 
     def __init__(
-        self, config: TransferConfig, counters: TransferCounters, local: MoverHandle,
+        self, config: TransferConfig, memory: str, counters: TransferCounters, local: MoverHandle,
         forked: Sequence[MoverHandle],
     ) -> None:  # fmt: skip
-        """`local`, `forked`: what serves lanes, in this process and in others."""
+        """`memory`: as in `Identity`. `local`, `forked`: what serves lanes, in this process and in others."""
+        self.memory = memory
         self.config = config
         self.counters = counters
         self.by_id: dict[bytes, Session] = {}  # from the first word to the end
@@ -100,6 +102,7 @@ class Session(LaneOwner, Generic[H]):
         self.peer: wire.Identity | None = None  # known from `session_up` on
         self.transport = "tcp"  # how most of its KV comes
         self.slot_bytes = 0  # the largest payload that both sides take
+        self.why_lanes = ""  # as in `hello`
         self.up = False
         self.ended = False
         self.opened = time.monotonic()
@@ -149,6 +152,8 @@ class Session(LaneOwner, Generic[H]):
         """The connection is authenticated, as a lane with this number."""
         self.peer = peer
         self.slot_bytes = min(peer.slot_bytes, self._sessions.config.slot_bytes)
+        ours, theirs = self._sessions.memory, peer.memory
+        self.why_lanes = why_lanes(ours, theirs) if self.side == "sender" else why_lanes(theirs, ours)
         self.lanes[number] = self._sessions.lane(number, connection, self)
         self.kv_lanes = self._sessions.kv_lanes(self.lanes)
         self._open += 1

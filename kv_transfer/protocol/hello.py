@@ -112,6 +112,17 @@ class Listener:
         return self._open, theirs
 
 
+def why_lanes(sender: str, receiver: str) -> str:
+    """The way of slices in a session, by `memory` of both identities. Empty: the receiver reads them in
+    memory of the sender, if it can. Otherwise they go by lanes, and the text says why."""
+    if not (sender and receiver):
+        return f"--kv-connector tcp at the {'receiver' if sender else 'sender'}"
+    if sender == receiver:
+        return ""
+    kind, other = sender.partition(" ")[0], receiver.partition(" ")[0]
+    return "another machine" if kind == other else f"the sender has KV in {kind}, the receiver in {other}"
+
+
 def _mac(secret: bytes, label: bytes, opened: bytes, reply: wire.HelloReply) -> bytes:
     """Over all that both said but the MAC; each part's length first, so that there is one reading."""
     parts = (b"baton kv lane", label, opened, reply.nonce, reply.identity)

@@ -78,6 +78,7 @@ class Identity(Message):
     layout_fingerprint: Text
     dtypes: Dtypes
     slot_bytes: U32
+    memory: Text = ""  # that peers read, and of which it reads that of peers: see `hello.why_lanes`
 
 
 class HelloOpen(Message, tag="open"):
@@ -180,13 +181,12 @@ class Aborted(Message):
 
 
 class Export(Message):
-    """sender → receiver: memory that processes of the same host can read. Slices may wait there.
+    """sender → receiver: memory that the receiver can read, as both said in HELLO. Slices may wait there.
 
     Behind its slots is a *mark* of each, two u64: its generation, and the checksum of the slice. Behind the
     marks is the token."""
 
     kind: Text  # "shared_memory" or "cuda_ipc"
-    host: Text
     handles: Annotated[tuple[Handle, ...], Meta(min_length=1, max_length=MAX_HANDLES)]  # of each rank
     num_slots: Annotated[int, Meta(gt=0, le=1 << 16)]
     slot_bytes: U32
@@ -194,7 +194,7 @@ class Export(Message):
 
 
 class Reach(Message):
-    """receiver → sender: whether it reads the exported memory from now on."""
+    """receiver → sender: whether it reads the exported memory from now on, or slices go by lanes."""
 
     reached: bool
     why: Text

@@ -134,7 +134,7 @@ class Side:
         if isinstance(layout, int):
             fp8 = config.get("kv_cache_dtype") == "fp8"
             layout = kv_layout(3, layout, HEAD_DIM, "float8_e4m3fn" if fp8 else "float32")
-        self.transfer = TransferProcess(layout, slots=32, slot_bytes=16384)
+        self.transfer = TransferProcess(layout, slots=32, slot_bytes=16384, exports=exports)
         config = {"dtype": "float32", **config}
         settings = EngineConfig(
             str(path), device=DEVICE, tensor_parallel_size=ranks, num_threads=1, max_num_seqs=8, **config

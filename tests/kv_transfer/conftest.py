@@ -41,7 +41,7 @@ class Worker(TransferProcess):
         device: str = DEVICE, exports: bool = False, **config: Any,
     ) -> None:  # fmt: skip
         settings: dict[str, Any] = {"name": f"{role} 0", **config}
-        super().__init__(layout, **settings)
+        super().__init__(layout, exports=exports, **settings)
         self.block_size = block_size
         self.exports = exports
         self.adopts = "reader_device" in config

@@ -78,7 +78,7 @@ class Noise:
             FETCH: lambda: [self.some_id(), n(), ranges],
             FETCH_CONTENT: lambda: [[self.some_id()], n()],
             HAVE: lambda: [n()],
-            EXPORT: lambda: ["shared_memory", "a host", rng.randbytes(8), n(), n(), rng.randbytes(16)],
+            EXPORT: lambda: ["shared_memory", rng.randbytes(8), n(), n(), rng.randbytes(16)],
             REACH: lambda: [rng.random() < 0.5, "why"],
             SLICES: lambda: [[[n(), n(), n(), n(), where], [n(), n(), n(), n(), [*where, n()]]]],
             TAKEN: lambda: [[n(), rng.randrange(16)]],

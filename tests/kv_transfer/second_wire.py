@@ -5,6 +5,7 @@ import hmac
 import os
 import socket
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -168,8 +169,15 @@ def identity(
     layout: str = LAYOUT,
     model: str = "model of the tests",
     slot_bytes: int = 4096,
+    memory: str = "",
 ) -> bytes:
-    return pack([side, f"fake {side}", incarnation, model, layout, [dtype, states], slot_bytes])
+    said = [side, f"fake {side}", incarnation, model, layout, [dtype, states], slot_bytes]
+    return pack([*said, memory] if memory else said)
+
+
+def this_host() -> str:
+    """`memory` of a worker whose processes share it with others of this host."""
+    return f"host {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 def part_id(sender: bytes, receiver: bytes) -> bytes:

@@ -80,9 +80,9 @@ def test_memory_that_is_smaller_than_its_owner_says(
 
 def test_a_handle_that_names_nothing() -> None:
     from baton.kv_transfer.cuda_memory import PeerDeviceMemory
-    from baton.kv_transfer.peer_memory import Unreachable, host
+    from baton.kv_transfer.peer_memory import Unreachable
 
     torch.zeros(1, device="cuda")
     for handle in (bytes(64), b"short"):
         with pytest.raises(Unreachable):
-            PeerDeviceMemory(Export("cuda_ipc", host(), (handle,), SLOTS, SLOT_BYTES, bytes(16)))
+            PeerDeviceMemory(Export("cuda_ipc", (handle,), SLOTS, SLOT_BYTES, bytes(16)))

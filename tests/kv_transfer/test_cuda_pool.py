@@ -21,7 +21,8 @@ from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.device.pool import Pool, Remainder, tensor_planes
-from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, ReadyLayer, Slicing
+from baton.kv_transfer.endpoint.orders import Ready
+from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing
 from baton.kv_transfer.layout import FP8, Dtypes, KVLayout, Piece, cut, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderSlots
 from baton.kv_transfer.slices import EXPORTED, Slice
@@ -362,7 +363,7 @@ def test_an_entry_of_the_registry_makes_a_kind(
     reads = slices.reads(ranges, ())
     transfer = OutgoingTransfer(b"", OutgoingPrefill(b""), account, 1024, False, ranges, reads)
     for layer in (0, 1):
-        slices.add(transfer, ReadyLayer(layer, 0, TOKENS, None))
+        slices.add(transfer, Ready(b"", layer, 0, TOKENS, None))
     assert transfer.bytes == (TOKENS - 7) * layout.bytes_per_token
     sent = [s.piece for s, _ in transfer.pending]
     sender = make(source, arena)

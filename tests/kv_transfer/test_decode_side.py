@@ -40,7 +40,7 @@ from tests.stand_in import implements, stand_in
 class Peer:
     """The session that `Network` makes."""
 
-    slot_bytes, lane_count, transport = 4096, 4, "tcp"
+    slot_bytes, lane_count, transport, why_lanes = 4096, 4, "tcp", ""
     peer = stand_in(Identity, dtypes=Dtypes("float32"), incarnation=9)
 
     def __init__(self, number: int) -> None:
@@ -463,7 +463,7 @@ def test_memory_with_slots_that_no_arena_has(monkeypatch: pytest.MonkeyPatch, sl
     world = Side(monkeypatch, Network())
     world.fetch(b"t" * 16)
     session = cast("Session", world.up())
-    export = Export("shared_memory", "a host", (b"",), 4, slot_bytes, bytes(16))
+    export = Export("shared_memory", (b"",), 4, slot_bytes, bytes(16))
     with pytest.raises(ProtocolError, match=f"{slot_bytes} bytes"):
         world.side.control(session, Header(FrameType.EXPORT), export)
 
@@ -477,10 +477,10 @@ def test_a_slice_is_at_most_as_large_as_its_slot(
         NixlMemory, export=stand_in(Export, kind="nixl"), for_receiver=None, slot_bytes=4096,
         open=lambda *_: "", read=lambda *_: None,
     )  # fmt: skip
-    world = Side(monkeypatch, Network(), nixl=nixl)
+    world = Side(monkeypatch, Network(), nixl=nixl if kind == "nixl" else None)
     world.fetch(b"t" * 16)
     session = cast("Session", world.up())
-    export = Export(kind, "a host", (b"a handle",), 4, 8192, bytes(16))
+    export = Export(kind, (b"a handle",), 4, 8192, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
     head, piece = Header(FrameType.SLICES, b"t" * 16), Piece(0, 0, 1, 0, 4)
@@ -498,7 +498,7 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
         sessions.append(world.up())
     session = cast("Session", sessions[0])
     monkeypatch.setattr(session, "end", partial(world.side.session_down, session))
-    export = Export("shared_memory", "a host", (b"a handle",), 4, 4096, bytes(16))
+    export = Export("shared_memory", (b"a handle",), 4, 4096, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
     # Two have credit. The third one ends the session, and what follows it is not looked at.
@@ -518,7 +518,7 @@ def test_slices_beyond_all_slots_take_none(monkeypatch: pytest.MonkeyPatch) -> N
     world = Side(monkeypatch, Network(), nixl=nixl)
     world.fetch(bytes(16))
     session, free = cast("Session", world.up()), world.side.slots_free()
-    export = Export("nixl", "a host", (b"a handle",), 8, 4096, bytes(16))
+    export = Export("nixl", (b"a handle",), 8, 4096, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
     slices = Slices(tuple((seq, 1, seq, 64, 64, 0, Piece(0, 0, 1, seq, 1)) for seq in range(8)))

@@ -66,7 +66,7 @@ def test_a_sender_among_noise(make_pair: Any, count: int) -> None:
         lane: wire.Lane | None = None
         for _ in range(ROUND):
             if lane is None:
-                lane = wire.connect(pair.prefill.port)
+                lane = wire.connect(pair.prefill.port, memory=wire.this_host())
             try:
                 lane.sock.sendall(next(frames))
                 sent += 1
@@ -104,7 +104,7 @@ class Source(wire.FakePrefill):
     """A fake prefill worker at the end of a decode worker's lane, before and after it breaks."""
 
     def __init__(self, decode: Any) -> None:
-        super().__init__()
+        super().__init__(memory=wire.this_host())
         self._decode = decode
         self.lane: wire.Lane | None = None
         self.transfer = b""  # of the last FETCH

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.kv_transfer.layout import Dtypes
-from baton.kv_transfer.protocol.hello import Initiator, LaneKeys, LaneRefused, Listener
+from baton.kv_transfer.protocol.hello import Initiator, LaneKeys, LaneRefused, Listener, why_lanes
 from baton.kv_transfer.protocol.messages import HelloOpen, HelloProof, HelloReply, Identity, decode_hello
 
 from .second_wire import mac
@@ -52,6 +52,23 @@ def test_kv_in_fp8_and_plain_kv_are_converted_and_states_in_any_dtype(other: Dty
         assert a.reply(answer(b, a)) == ours
         assert a.proof is not None
         assert b.check(a.proof)[1] == theirs
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "why"),
+    [
+        ("host a", "host a", ""),
+        ("nixl", "nixl", ""),
+        ("host a", "host b", "another machine"),
+        ("nixl", "nixl_cuda", "the sender has KV in nixl, the receiver in nixl_cuda"),
+        ("host a", "nixl", "the sender has KV in host, the receiver in nixl"),
+        ("", "host a", "--kv-connector tcp at the sender"),
+        ("host a", "", "--kv-connector tcp at the receiver"),
+        ("", "", "--kv-connector tcp at the sender"),
+    ],
+)
+def test_hello_chooses_the_way(sender: str, receiver: str, why: str) -> None:
+    assert why_lanes(sender, receiver) == why
 
 
 @pytest.mark.parametrize("encrypt", [False, True])

@@ -21,7 +21,6 @@ from baton.kv_transfer.peer_memory import (
     Unreachable,
     count_slots,
     export_arena,
-    host,
     join,
 )
 from baton.kv_transfer.protocol.messages import Export
@@ -47,7 +46,6 @@ def pool(arena: kv.Arena) -> HostPool:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"host": "another boot"}, "another machine"),
         ({"kind": "cuda_ipc"}, "the sender has KV in cuda_ipc"),
         ({"token": bytes(16)}, "another process"),
         ({"handles": (b"short",)}, "unpack"),
@@ -107,7 +105,7 @@ def test_device_memory_that_is_smaller_than_its_owner_says(
             args[0]._obj.value, args[1]._obj.value = 0x7000_0000, 0x1000 + exported_bytes(4, 4096) - missing
 
     monkeypatch.setattr(cuda_driver, "call", driver)
-    export = Export("cuda_ipc", host(), (bytes(64),), 4, 4096, bytes(16))
+    export = Export("cuda_ipc", (bytes(64),), 4, 4096, bytes(16))
     if missing:
         with pytest.raises(Unreachable, match=f"has {exported_bytes(4, 4096) - 1} bytes, and its owner says"):
             cuda_memory.PeerDeviceMemory(export)

@@ -33,7 +33,7 @@ from tests.stand_in import implements, stand_in
 
 @implements(SendingSession)
 class Peer:
-    slot_bytes, lane_count, kv_moved = 1 << 20, 1, 0.0
+    slot_bytes, lane_count, kv_moved, why_lanes = 1 << 20, 1, 0.0, ""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -95,7 +95,7 @@ def test_memory_is_offered_with_the_first_fetch() -> None:
     with ours, theirs:
         arena: Any = None
         side = PrefillSide(CONFIG, arena, Channel(ours, FromSender), TransferCounters())
-        export = Export("shared_memory", "a host", (b"",), 4, 4096, bytes(16))
+        export = Export("shared_memory", (b"",), 4, 4096, bytes(16))
         side.engine(Exported(export, ""))
         peers: list[Any] = [Peer(1), Peer(2)]
         fetch = Fetch(b"p" * 16, 0, ())
@@ -119,7 +119,7 @@ def test_metadata_of_nixl_that_no_message_takes_is_not_sent(adopted: bool) -> No
     """A host has many network devices, for example. The peer would end each session for such an EXPORT."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        export = Export("nixl", "", (bytes(5000),), 4, 4096, bytes(16))
+        export = Export("nixl", (bytes(5000),), 4, 4096, bytes(16))
         nixl = object.__new__(NixlMemory)
         nixl.export, nixl.for_sender = export, export if adopted else None
         arena: Any = None
@@ -141,7 +141,7 @@ def test_statistics_of_the_most_sessions_fit_into_one_message() -> None:
     with ours, theirs:
         arena: Any = None
         side = PrefillSide(CONFIG, arena, Channel(ours, FromSender), TransferCounters())
-        side.engine(Exported(Export("shared_memory", "a host", (b"",), 4, 4096, bytes(16)), ""))
+        side.engine(Exported(Export("shared_memory", (b"",), 4, 4096, bytes(16)), ""))
         fetch, reach = Fetch(b"p" * 16, 0, ()), Reach(False, "\U0001f600" * 512)
         for number in range(CONFIG.max_sessions):
             peer: Any = Peer(number)

@@ -4,10 +4,10 @@ import math
 from collections import deque
 
 from baton.kv_names.cache_kinds import ATTENTION, CacheArray
+from baton.kv_transfer.endpoint.orders import Ready
 from baton.kv_transfer.endpoint.outgoing import (
     OutgoingPrefill,
     OutgoingTransfer,
-    ReadyLayer,
     Slicing,
     Turns,
 )
@@ -66,7 +66,7 @@ def test_lanes_share_the_last_layer_and_other_layers_fill_slots() -> None:
     slicing = Slicing(layout, 1)
     for start, stop in ((0, 512), (512, 1536)):
         for layer in (0, 1):
-            slicing.add(each, ReadyLayer(layer, start, stop, None))
+            slicing.add(each, Ready(b"", layer, start, stop, None))
     sizes = [(s.piece.layer, s.stored >> 20) for s, _ in each.pending]
     assert sizes == [(0, 2), (1, 2), (0, 4), (1, 1), (1, 1), (1, 1), (1, 1)]
     assert [s.seq for s, _ in each.pending] == list(range(7))

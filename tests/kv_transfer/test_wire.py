@@ -2,7 +2,6 @@
 
 import os
 import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,13 +64,12 @@ def export(lane: wire.Lane, arena: kv.Arena) -> None:
     token = os.urandom(16)
     arena.marks[arena.num_slots * 16 :][:16] = token
     handle = struct.pack("<II", os.getpid(), arena.fd)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    lane.say(wire.EXPORT, ["shared_memory", boot, [handle], arena.num_slots, arena.slot_bytes, token])
+    lane.say(wire.EXPORT, ["shared_memory", [handle], arena.num_slots, arena.slot_bytes, token])
 
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_as_a_prefill_worker_that_exports_memory(fetching: Any, until: Any, stale: bool) -> None:
-    decode, _, lane, transfer, blocks = fetching(device="cpu")
+    decode, _, lane, transfer, blocks = fetching(about={"memory": wire.this_host()}, device="cpu")
     lane.answers = False
     arena = kv.Arena.create(8, 4096)
     export(lane, arena)
@@ -110,7 +108,7 @@ def test_as_a_prefill_worker_that_exports_memory(fetching: Any, until: Any, stal
     ("slot", "size", "reason"), [(0, 2560, "order"), (8, 2560, "length"), (0, 4097, "length")]
 )
 def test_a_slice_that_cannot_be(fetching: Any, until: Any, slot: int, size: int, reason: str) -> None:
-    decode, _, lane, transfer, _ = fetching(device="cpu")
+    decode, _, lane, transfer, _ = fetching(about={"memory": wire.this_host()}, device="cpu")
     arena = kv.Arena.create(8, 4096)
     if reason != "order":
         export(lane, arena)

@@ -117,7 +117,7 @@ def test_as_a_prefill_worker(make_decode: Any, until: Any) -> None:
 def test_exported_memory(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(layout=LAYOUT, exports=True, device="cpu")
     prefill_id, transfer = prefill.hold(10, state_slot=1), os.urandom(16)
-    lane = wire.connect(prefill.port, layout=FINGERPRINT)
+    lane = wire.connect(prefill.port, layout=FINGERPRINT, memory=wire.this_host())
     lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]]], transfer)
     assert {lane.read()[0] for _ in range(2)} == {wire.EXPORT, wire.COMMIT}
     lane.say(wire.REACH, [True, ""])

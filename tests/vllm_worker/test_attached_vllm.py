@@ -58,7 +58,7 @@ class Worker:
         config = TransferConfig(
             name=f"vllm {attach.rank}", incarnation=self.incarnation, layout=attach.layout, lanes=2,
             model_fingerprint=attach.model_fingerprint, num_slots=SLOTS, slot_bytes=SLOT_BYTES,
-            deadlines=deadlines(),
+            deadlines=deadlines(), exports=True,
         )  # fmt: skip
         self.transfer = spawn_transfer(
             config, sending=self._theirs[0], receiving=self._theirs[1], heartbeat=self._heartbeat,

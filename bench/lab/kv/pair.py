@@ -72,6 +72,7 @@ class Side:
             name=f"{role} 0", incarnation=_INCARNATIONS[role],
             model_fingerprint="bench", layout=LAYOUT, num_slots=settings.slots,
             slot_bytes=settings.slot_bytes, lanes=settings.lanes, encrypt=settings.encrypt,
+            exports=settings.transport in ("shared_memory", "cuda_ipc"),
             reader="nixl" if settings.transport in ("nixl", "nixl_cuda") else "",
             reader_device=device if nixl_on_gpus else None,
             host=settings.address_of(role),
