@@ -42,8 +42,8 @@ LONG_CONTEXT = 4_096
 Chunks = list[tuple[Request, int]]
 """Prompts, and how many tokens of each a step takes."""
 Rule = Literal["baton", "vllm", "sglang"]
-"""How an engine shares steps. Those of vLLM have a fixed size with decodes (`Machine.mixed_rows`). SGLang
-computes prompts at once, in steps of up to `BUDGET` tokens, and decodes wait."""
+"""How an engine shares steps. Those of vLLM have a fixed size (`Machine.rows`). SGLang computes prompts at
+once, in steps of up to `BUDGET` tokens, and decodes wait."""
 
 
 @lru_cache(16)
@@ -316,10 +316,15 @@ class Worker:
         if not self._prompts:
             return 0  # what is below would take a third of the time of a simulation
         if self._rule == "vllm":
-            return self.machine.mixed_rows - decodes
-        if self._rule == "sglang" or not (decodes or self.reserved):
+            return self.machine.rows - decodes
+        if self._rule == "sglang":
             return BUDGET
-        joins_at = self._clock.now if joined else min(self.arriving.values(), default=math.inf)
+        most = min(BUDGET, self.machine.rows) - decodes
+        if not (decodes or self.reserved):
+            return most
+        joins_at = math.inf
+        if self.machine.ends_early:
+            joins_at = self._clock.now if joined else min(self.arriving.values(), default=math.inf)
         prompts_left = [request for request in self._prompts if request.untaken]
         joining = [*self._joining, *self._staying]
         context = self._context + sum(request.prompt + 1 for request in joining)
@@ -327,7 +332,6 @@ class Worker:
         batch = Batch(decodes, context, prompts_left[0].computed if prompts_left else 0, gap_cost)
         prompts = [(request.untaken, request.due) for request in prompts_left]
         tokens = self._limit.tokens(batch, prompts, begins, joins_at)
-        most = min(BUDGET, self.machine.mixed_rows) - decodes
         return min(most, prompt_limit(tokens, decodes, self._mixed_steps, GRAPH_ROWS))
 
     def _chunks(self, budget: int, decodes: int) -> Iterator[tuple[Request, int]]:

@@ -87,7 +87,8 @@ class Machine:
         layers: of the model.
         copies: of states that it has room for. None: the model has no states.
         link: KV of tokens that it sends, and that come, in a second.
-        mixed_rows: most tokens of a step that decodes and has a part of a prompt, too.
+        rows: most tokens of a step. Engines of SGLang do without a graph.
+        ends_early: whether a step ends soon after a request from another worker may join.
     """
 
     step: Callable[[int, float, Chunks], float]
@@ -95,7 +96,8 @@ class Machine:
     doubles_at: float
     layers: int = LAYERS
     copies: CopyRoom | None = None
-    mixed_rows: int = 1 << 30
+    rows: int = 1 << 30
+    ends_early: bool = True
     link: float = math.inf
 
 
@@ -118,8 +120,10 @@ VLLM_DECODES = 1.13
 @cache
 def of_vllm(machine: Machine) -> Machine:
     """The machine with vLLM in place of Baton's engine. It computes no part of a split prompt. Its largest
-    graph has 512 rows, and no step that decodes has more."""
-    return replace(machine, step=partial(_vllm_step, machine.step), doubles_at=0.0, mixed_rows=512)
+    graph has 512 rows, and no step of a worker has more."""
+    return replace(
+        machine, step=partial(_vllm_step, machine.step), doubles_at=0.0, rows=512, ends_early=False
+    )
 
 
 def _vllm_step(
