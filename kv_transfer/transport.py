@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from baton.kv_transfer.layout import KVLayout, Piece, Range
-from baton.kv_transfer.protocol.local_messages import Local
+from baton.kv_transfer.protocol.local_messages import Arrival, Local
 from baton.kv_transfer.protocol.messages import FirstToken
 
 if TYPE_CHECKING:
@@ -97,19 +97,11 @@ class Released(Local, frozen=True):
     owner: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class InjectStats:
-    """Times are time.monotonic(), which all processes of a host share."""
+class InjectStats(Arrival, frozen=True):
+    """And how it got into its blocks."""
 
-    bytes: int  # as they came
-    tokens: int
-    frames: int
     fetch_at: float  # fetch()
-    asked_at: float  # the FETCH left: later, if a session had to be made first
-    first_frame_at: float  # its header seen; with no frame this and the next two are injected_at
-    last_frame_at: float  # verified
-    scatter_at: float  # the first copy into the blocks was enqueued
-    commit_at: float  # COMMIT known: prefill has its first token
+    scatter_at: float  # the first copy into the blocks was enqueued; with no frame it is injected_at
     injected_at: float  # the last copy is over
 
     @property

@@ -318,7 +318,7 @@ class Receiver:
                 out += [Began(fetch.decode_id, stop, fetch.owner) for stop in began]
             if (complete := fetch.complete) is None:
                 continue
-            if fetch.frames < complete.frames:
+            if fetch.frames < complete.came.frames:
                 assert self._injector.arrivals, "complete without all frames"
             elif fetch.unread == 0 and self._over(fetch):
                 out.append(self._injected(fetch))
@@ -331,24 +331,18 @@ class Receiver:
     def _injected(self, fetch: LiveFetch) -> Injected:
         done = fetch.complete
         assert done is not None
-        assert (done.frames, done.size) == (fetch.frames, fetch.bytes), done
+        assert (done.came.frames, done.came.bytes) == (fetch.frames, fetch.bytes), done
         del self._fetches[fetch.decode_id]
         del self._injector.live[fetch.request.transfer_id]
         self._channel.send(local.InjectedIn(fetch.request.transfer_id))
         now = time.monotonic()
         stats = InjectStats(
-            done.size,
-            done.tokens,
-            done.frames,
+            **msgspec.structs.asdict(done.came),
             fetch_at=fetch.started,
-            asked_at=done.asked_at,
-            first_frame_at=done.first_frame_at or now,
-            last_frame_at=done.last_frame_at or now,
             scatter_at=fetch.scatter_at or now,
-            commit_at=done.commit_at,
             injected_at=now,
         )
-        self._trace.instant("injected", bytes=done.size)
+        self._trace.instant("injected", bytes=stats.bytes)
         return Injected(fetch.decode_id, done.first_token, stats, fetch.owner)
 
     def _over(self, fetch: LiveFetch) -> bool:

@@ -214,7 +214,7 @@ class SharedStore:
         elif chunks := min(stop, fetch.chunks):
             tokens, asked, found = chunks * CHUNK_TOKENS, fetch.asked_at, fetch.found_at
             size = tokens * self._layout.bytes_per_token
-            stats = InjectStats(size, tokens, chunks, asked, asked, found, now, found, now, now)
+            stats = InjectStats(size, tokens, chunks, asked, found, now, now, asked, found, now)
             event = Injected(fetch.id, FirstToken(0), stats, fetch.owner)
         fetch.stop, fetch.ended = 0, True
         del self._fetches[fetch.id]

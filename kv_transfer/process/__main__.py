@@ -38,7 +38,6 @@ from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
-from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol.local_messages import FromReceiver, FromSender
 from baton.kv_transfer.protocol.messages import Side
 from baton.kv_transfer.trace import TraceWriter
@@ -81,20 +80,19 @@ class TransferProcess:
         self._local = movers.LocalMover(self._loop, sending.arena, slots, self._trace)
         self._to_sender = Channel(sending.channel, FromSender, self._blocked)
         self._to_receiver = Channel(receiving.channel, FromReceiver, self._blocked)
-        self._prefill = PrefillSide(
-            config, sending.arena, self._to_sender, self._counters, reader, self._trace
-        )
-        self._decode = DecodeSide(
-            config, slots, self._to_receiver, self._counters, self._connect, reader, self._trace
-        )
-        make_sessions: dict[Side, MakeSession] = {
-            "sender": partial(SendingSession, self._prefill),
-            "receiver": partial(ReceivingSession, self._decode),
-        }
+        make_sessions: dict[Side, MakeSession] = {}
         self._connector = TcpConnector(
             config, _memory(config, reader), secret, make_sessions, self._counters, self._trace,
             self._tick_age, self._loop, self._local, self._forked,
         )  # fmt: skip
+        self._prefill = PrefillSide(
+            config, sending.arena, self._to_sender, self._counters, reader, self._trace
+        )
+        self._decode = DecodeSide(
+            config, slots, self._to_receiver, self._counters, self._connector.connect, reader, self._trace
+        )
+        make_sessions["sender"] = partial(SendingSession, self._prefill)
+        make_sessions["receiver"] = partial(ReceivingSession, self._decode)
         self._listener = listen_at(config.host, config.port)
         self._ticks = (0, time.monotonic())  # the engine's counter, and when it was seen to change
         self._next_tick = 0.0
@@ -131,9 +129,6 @@ class TransferProcess:
         finally:
             self._trace.close()
         return 0
-
-    def _connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
-        return self._connector.connect(address, incarnation, lanes)
 
     def _from_engine(self, channel: Channel, handle: Callable[[Any], None], _: int) -> None:
         channel.flush()

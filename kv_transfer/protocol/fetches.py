@@ -13,7 +13,7 @@ from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.layout import Dtypes, KVLayout
 from baton.kv_transfer.protocol.incoming import Fault, Incoming
-from baton.kv_transfer.protocol.local_messages import Complete, FailedIn, FetchIn
+from baton.kv_transfer.protocol.local_messages import Arrival, Complete, FailedIn, FetchIn
 from baton.kv_transfer.protocol.messages import Abort, Aborted, Commit, Fetch, FetchContent, Have, Reason
 from baton.kv_transfer.protocol.shared import Expired, Send, Tombstones
 from baton.kv_transfer.slices import Slice
@@ -59,11 +59,12 @@ class Transfer:
 
     def complete(self) -> Complete:
         """To the engine: every frame of the transfer came, verified."""
-        incoming = self.incoming
-        return Complete(
-            self.id, incoming.first_token, incoming.frames, incoming.bytes, self.asked_at,
-            self.first_frame_at, self.last_frame_at, self.commit_at, incoming.tokens,
+        incoming, commit_at = self.incoming, self.commit_at
+        came = Arrival(
+            incoming.bytes, incoming.tokens, incoming.frames, self.asked_at,
+            self.first_frame_at or commit_at, self.last_frame_at or commit_at, commit_at,
         )  # fmt: skip
+        return Complete(self.id, incoming.first_token, came)
 
 
 @dataclass(frozen=True, slots=True)

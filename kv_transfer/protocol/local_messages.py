@@ -217,18 +217,24 @@ class ExportGone(Local):
     session: int
 
 
+class Arrival(Local, frozen=True):
+    """What came of a transfer, and when. Times are time.monotonic(), which all processes of a host share."""
+
+    bytes: int  # as they came
+    tokens: int  # positions of the ranges that came
+    frames: int
+    asked_at: float  # the FETCH left: later than its fetch(), if a session had to be made first
+    first_frame_at: float  # its header seen; with no frame this and the next one are commit_at
+    last_frame_at: float  # verified
+    commit_at: float  # COMMIT known: prefill has its first token
+
+
 class Complete(Local):
-    """Everything of the transfer has been named in Arrived. Times are time.monotonic()."""
+    """Everything of the transfer has been named in Arrived."""
 
     transfer_id: bytes
     first_token: FirstToken
-    frames: int
-    size: int  # bytes
-    asked_at: float  # the FETCH left
-    first_frame_at: float  # 0 with no frame
-    last_frame_at: float
-    commit_at: float
-    tokens: int  # positions of the ranges that came
+    came: Arrival
 
 
 class FailedIn(Local):

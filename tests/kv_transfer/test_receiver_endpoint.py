@@ -83,7 +83,9 @@ def arrived(transfer_id: bytes, slot: int, layer: int, start: int, count: int) -
 
 
 def complete(bench: Bench, transfer_id: bytes) -> None:
-    bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(9), 2, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5, 20))
+    bench.channel.send(
+        lm.Complete(transfer_id, kv.FirstToken(9), lm.Arrival(2 * 20 * 64, 20, 2, 0.5, 1.0, 2.0, 2.5))
+    )
 
 
 def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> None:
@@ -124,7 +126,9 @@ def test_the_end_of_a_fetch_is_known_with_the_layers_of_its_last_tokens(
     receiver.poll()
     assert receiver.next_injection == now.seconds
     if how == "injected":
-        bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(9), 3, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5, 20))
+        bench.channel.send(
+            lm.Complete(transfer_id, kv.FirstToken(9), lm.Arrival(2 * 20 * 64, 20, 3, 0.5, 1.0, 2.0, 2.5))
+        )
     elif how == "cancelled":
         receiver.cancel(b"d")
     else:
@@ -357,7 +361,9 @@ def test_what_ends_during_a_wait_is_reported_once_and_by_the_next_poll(receiving
         piece = Piece(layer, 0, 1, start, count)
         size = count * 64
         bench.channel.send(lm.Arrived(Slice(piece, transfer_id, seq, size, size, slot=seq, dtype="float32")))
-    bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(0), 4, 56 * 64, 0.5, 1.0, 2.0, 2.5, 28))
+    bench.channel.send(
+        lm.Complete(transfer_id, kv.FirstToken(0), lm.Arrival(56 * 64, 28, 4, 0.5, 1.0, 2.0, 2.5))
+    )
     ticks: list[int] = []
 
     def tick() -> None:

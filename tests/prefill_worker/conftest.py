@@ -250,11 +250,8 @@ class Worker:
 
     def complete(self, commit: local.CommitOut) -> None:
         """So has its COMMIT."""
-        self.incoming.send(
-            local.Complete(
-                commit.transfer_id, commit.first_token, commit.frames, commit.size, 0.5, 1.0, 2.0, 2.5, 0
-            )
-        )
+        came = local.Arrival(commit.size, 0, commit.frames, 0.5, 1.0, 2.0, 2.5)
+        self.incoming.send(local.Complete(commit.transfer_id, commit.first_token, came))
 
     def settle(self) -> None:
         """Goes on, as the loop does, until nothing is in use."""

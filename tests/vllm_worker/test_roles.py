@@ -5,7 +5,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -385,7 +384,7 @@ class TestPrefixes:
         params = worker.fields[fetch]["extra_args"]["kv_transfer_params"]
         assert params["chunks"] == [each.hex() for each in self.NAMES]
         assert (params["remote_host"], params["decode_id"]) == ("10.0.0.5", fetch.hex())
-        worker.heard(Injected(fetch, FIRST, replace(STATS, tokens=128, injected_at=1.0)))
+        worker.heard(Injected(fetch, FIRST, structs.replace(STATS, tokens=128, injected_at=1.0)))
         await worker.settle()
         assert worker.fields.keys() == {fetch, P, D}, "vLLM has them, and caches the prefix first"
         await worker.says(fetch, output([5], "length"))
@@ -426,7 +425,7 @@ class TestPrefixes:
     async def test_a_fetch_that_has_just_ended_is_cancelled(self, worker: Worker) -> None:
         """Its end is heard, and the roles are not told of it yet."""
         fetch = self.fetch_of(worker)
-        worker.roles.heard(Injected(fetch, FIRST, replace(STATS, tokens=128, injected_at=1.0)))
+        worker.roles.heard(Injected(fetch, FIRST, structs.replace(STATS, tokens=128, injected_at=1.0)))
         for stream, attempt_id in ((7, P), (8, D)):
             worker.roles.handle(cancel(stream, attempt_id))
         await worker.says(fetch, output([5], "length"))

@@ -93,7 +93,7 @@ def test_an_encoder_makes_a_span_for_an_image(receiver: Receiver) -> None:
 def test_a_decode_makes_spans(receiver: Receiver) -> None:
     worker, now = Worker("decode", receiver), time.monotonic()
     origin = worker.submit()
-    stats = InjectStats(1000, 10, 3, now, now, now + 1, now + 3, now + 2, now + 3, now + 4)
+    stats = InjectStats(1000, 10, 3, now, now + 1, now + 3, now + 3, now, now + 2, now + 4)
     worker.journal.report(messages.KVInjected(origin, stats))
     worker.journal.report(messages.Decoded(origin, now + 4, now + 9, 6))
     phases = worker.journal.phases("mine")

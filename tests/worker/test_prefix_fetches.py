@@ -129,7 +129,7 @@ class World:
         made."""
         tokens, asked = chunks * CHUNK_TOKENS, self.now - seconds
         began = asked - connecting
-        stats = InjectStats(tokens * TOKEN_BYTES, tokens, 1, began, asked, asked + waited, 0, 0, 0, self.now)
+        stats = InjectStats(tokens * TOKEN_BYTES, tokens, 1, asked, asked + waited, 0, 0, began, 0, self.now)
         self.end(Injected(self.asked[-1], FirstToken(0), stats))
 
     @property
@@ -524,7 +524,7 @@ class SlowStore:
                     if world.now >= since + self.ANSWER + self._seconds(self.TOKENS, self.gb_per_s):
                         self.link.waited.add(self.ANSWER)
                         stats = InjectStats(
-                            0, self.TOKENS, 1, since, since, since + self.ANSWER, 0, 0, 0, world.now
+                            0, self.TOKENS, 1, since, since + self.ANSWER, 0, 0, since, 0, world.now
                         )
                         world.end(Injected(world.asked[-1], FirstToken(0), stats))
                     world.fetches.expire()
