@@ -28,7 +28,10 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
@@ -36,7 +39,7 @@ from baton.engine.execution.module_check import check_modules, reduced_settings
 from baton.engine.loader.families import FAMILIES
 from baton.engine.loader.modules import modules_config
 from baton.engine.models.transformers.interface import ERRORS
-from baton.engine.models.transformers.modules import modules_class, with_values
+from baton.engine.models.transformers.modules import modules_class, text_of, with_values
 
 LENGTHS = (1, 2, 17, 48, 90, 150, 333, 500)
 """Of prompts."""
@@ -50,6 +53,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": {"head_dim": 128, "num_experts": 8},
     "MinistralForCausalLM": {"head_dim": 128, "num_key_value_heads": 8},
     "NemotronForCausalLM": {"num_key_value_heads": 8},
+    "CTRLLMHeadModel": {"n_positions": 1024},
+    "OPTForCausalLM": {"word_embed_proj_dim": 64},
+    "WhisperForCausalLM": {"max_target_positions": 1024},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_group": 1, "topk_group": 1},
     "Lfm3ForCausalLM": {},
 }
@@ -69,7 +75,8 @@ With transformers {version}, {own} classes have a class of Baton, the modules of
 {modules} with Baton's attention, and {refused} are refused.
 
 - *own*: a class of Baton computes the model.
-- *modules*: a small random model in float32 was compared with transformers: the greedy tokens after
+- *modules*: the modules of transformers compute it; of a model that sees images, its text. A small
+  random model in float32 was compared with transformers: the greedy tokens after
   {prompts} prompts of 1 to {longest} tokens, in chunks of 64. *engine*: by one engine. *1P1D*: by a
   cluster of one prefill and one decode worker. *killed*: while the engine of its decode worker was
   killed.
@@ -91,12 +98,13 @@ class Verdict:
 
 
 def architectures() -> dict[str, str]:
-    """The type of each causal language model, by the name of its class."""
+    """The type of each model that generates text, by the name of its class."""
     found = dict[str, str]()
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         for name in OTHER.findall(path.read_text()):
             found.setdefault(name, path.parent.name)
-    for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    for kind, names in [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), *seeing.items()]:
         for name in [names] if isinstance(names, str) else names:
             found.setdefault(name, kind)
     return dict(sorted(found.items()))
@@ -132,7 +140,7 @@ def write_small(name: str, kind: str, directory: Path) -> Any:
         torch.manual_seed(0)
         model = with_values(json.dumps(settings))
     model.save_pretrained(directory)
-    words = {f"w{i}": i for i in range(settings["vocab_size"])}
+    words = {f"w{i}": i for i in range(text_of(settings)["vocab_size"])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()  # pyrefly: ignore[read-only]
     tokenizer.decoder = ByteLevel()  # pyrefly: ignore[read-only]
@@ -221,7 +229,7 @@ def compared(name: str, kind: str, *, cluster: bool) -> str:
         model = write_small(name, kind, directory)
         prompts = prompts_of(model.config.get_text_config().vocab_size)
         runs = {"engine": by_engine(directory, prompts)}
-        if cluster:
+        if cluster and model.config.get_text_config() is model.config:  # others have the same text models
             runs["1P1D"], runs["killed"] = asyncio.run(by_cluster(directory, prompts))
         for where, answers in runs.items():
             for difference in differences(model, prompts, answers):

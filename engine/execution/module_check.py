@@ -24,7 +24,7 @@ from baton.engine.loader.modules import modules_config
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.transformers.interface import ERRORS
 from baton.engine.models.transformers.model import ModulesModel, modules_of
-from baton.engine.models.transformers.modules import on_meta, with_values
+from baton.engine.models.transformers.modules import on_meta, text_of, with_values
 
 PROMPT, CUT, SHORT, BLOCK = 29, 11, 7, 16
 """Tokens of the prompt, of its first cut, of the prompt beside it, and of a block of the cache."""
@@ -101,8 +101,9 @@ def kinds_of(config: ModelConfig) -> set[Any]:
 
 def reduced_settings(config: ModelConfig) -> Sequence[Mapping[str, Any]]:
     """Settings of small models with the same classes, the smallest first."""
-    settings = json.loads(modules_of(config).settings)
-    settings["architectures"] = [config.architecture]
+    whole = json.loads(modules_of(config).settings)
+    whole["architectures"] = [config.architecture]
+    settings = dict(text_of(whole))
     layers = _layers_of_each_kind(config)
     fewer = _cut(settings, settings.get("num_hidden_layers", 0), layers)
     for name in fewer:
@@ -119,7 +120,8 @@ def reduced_settings(config: ModelConfig) -> Sequence[Mapping[str, Any]]:
         narrow["num_attention_heads"] = 4
         if kv_heads is not None:
             narrow["num_key_value_heads"] = 4 if alike else 1 if kv_heads == 1 else 2
-    return narrow, few
+    sees = text_of(whole) is not whole
+    return [{**whole, "text_config": each} if sees else each for each in (narrow, few)]
 
 
 def _known(tokens: Any) -> Any:

@@ -128,7 +128,14 @@ def read_config(directory: Path, *, images: bool = True, model_impl: str = "auto
 
         if model_impl == "auto" and not has_modules(values, str(path)):
             family_of(architecture, str(path))
-        eos_ids = _eos_ids(Settings(values, str(path)), generation)
+        if images and image_settings(values, processor_settings(read), str(path)) is not None:
+            raise ValueError(
+                f"{path}: modules of transformers compute {architecture} without images; add "
+                "--language-model-only"
+            )
+        text = values.get("text_config")
+        of_text = {**values, **text} if isinstance(text, Mapping) else values
+        eos_ids = _eos_ids(Settings(of_text, str(path)), generation)
         log.info("%s: modules of transformers compute %s", directory, architecture)
         return modules_config(values, eos_ids, str(path))
     return model_config_from_hf(values, generation, str(path), processor_settings(read), images=images)

@@ -23,10 +23,12 @@ from baton.engine.model_config import ModelConfig, ModulesConfig
 from baton.engine.models.transformers.interface import ERRORS
 from baton.engine.models.transformers.model import modules_of
 from baton.engine.models.transformers.modules import (
+    LeftOut,
     modules_class,
     on_meta,
     read_settings,
     record_calls,
+    text_of,
 )
 
 LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
@@ -47,25 +49,24 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
     """The configuration from a parsed `config.json`. Raises `ValueError` naming `source` and what is not
     supported."""
     architecture = Settings(values, source).architecture
-    if isinstance(values.get("text_config"), Mapping):
-        raise ValueError(
-            f"{source}: {architecture} is no text model; modules of transformers compute only text"
-        )
     plain = {name: value for name, value in values.items() if name != "quantization_config"}
     try:
         settings = json.dumps(read_settings(plain), sort_keys=True)
-        if kinds := [kind for kind in rope_types(json.loads(settings)) if kind in OF_LENGTH]:
+        if kinds := [kind for kind in rope_types(text_of(json.loads(settings))) if kind in OF_LENGTH]:
             raise ValueError(f"rope scaling {kinds[0]!r} is not supported")
         layers = record_calls(settings)
     except ERRORS as error:
-        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        what = (
+            str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {str(error).strip()}"
+        )
         raise ValueError(
             f"{source}: {architecture} cannot be served by modules of transformers: {what.splitlines()[0]}"
             f"{what_serves(architecture)}"
         ) from error
-    named = on_meta(settings).config  # some have other names in files
+    text = text_of(json.loads(settings))
+    named = on_meta(settings).config.get_text_config()  # some have other names in files
     names = "hidden_size", "max_position_embeddings", "tie_word_embeddings", "vocab_size"
-    read = Settings({**json.loads(settings), **{name: getattr(named, name, None) for name in names}}, source)
+    read = Settings({**text, **{name: getattr(named, name, None) for name in names}}, source)
     parameters = on_meta(settings).parameters()
     context = read.integer("max_position_embeddings", 2048)
     spans = tuple(layer.span for layer in layers)
@@ -85,7 +86,7 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
         tie_embeddings=bool(read.get("tie_word_embeddings")),
         attention_bias=False,
         eos_ids=tuple(eos_ids),
-        dtype=json.loads(settings).get("dtype"),
+        dtype=json.loads(settings).get("dtype") or text.get("dtype"),
         quantization=values.get("quantization_config") or None,
         spans=spans if any(span and span.length < context for span in spans) else (),
         modules=ModulesConfig(settings, layers, sum(x.numel() for x in parameters if x.dim() > 1)),
@@ -129,6 +130,7 @@ class ModulesCheckpoint(Checkpoint):
         """Of each tensor that a conversion makes, the first one."""
         self._last: tuple[str, Mapping[str, Any]] = "", {}
         prefix = model.base_model_prefix
+        left_out = tuple(f"{name}." for name, part in model.named_modules() if isinstance(part, LeftOut))
         for stored in sorted(files.names(), key=dot_natural_key):
             name, pattern = rename_source_key(stored, renamings, converters, prefix, state)
             if name not in state:
@@ -138,7 +140,7 @@ class ModulesCheckpoint(Checkpoint):
                 self._made_of.setdefault(name, []).append((pattern, stored))
                 for target in (targets := self._converter_of[pattern].target_patterns):
                     self._made_with[name.replace(targets[0], target)] = name
-            elif name in state or not self._is_further(name):
+            elif name in state or not (name.startswith(left_out) or self._is_further(name)):
                 self._stored[name] = stored
         parts = {name for name, _ in model.named_modules()} if files.config.quantization else set()
         for name, stored in self._stored.items():

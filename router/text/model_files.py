@@ -84,8 +84,9 @@ def context_length(model: str, revision: str | None) -> int:
     config = _read_json(path / "config.json")
     if isinstance(text := config.get("text_config"), dict):  # of a model that also sees images
         config = config | {key: value for key, value in text.items() if value is not None}
-    named = config.get("model_max_length", CONTEXTS.get(config.get("model_type", "")))  # of Kimi-Linear
-    length = config.get("max_position_embeddings", named)
+    names = "max_position_embeddings", "model_max_length", "n_positions"  # of Kimi-Linear, and of GPT-2
+    named = CONTEXTS.get(config.get("model_type", ""))
+    length = next((config[name] for name in names if name in config), named)
     if not isinstance(length, int) or length < 1:
         raise ValueError(f"{path / 'config.json'} has no max_position_embeddings")
     rope = config.get("rope_scaling") or config.get("rope_parameters")  # as the engine's loader

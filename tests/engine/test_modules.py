@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 
 from baton.engine import EngineConfig, SpeculativeConfig
 from baton.engine.execution.runner import ModelRunner
@@ -21,7 +22,7 @@ from baton.engine.model_config import Span
 from baton.engine.models.transformers.model import ModulesModel
 from baton.engine.models.transformers.replaced import Router
 from tests.engine.checkpoints import edit_json, load
-from tests.engine.conftest import request_of, save_tiny, tokens_of
+from tests.engine.conftest import TinyOf, request_of, save_tiny, tokens_of
 from tests.engine.test_models import scores
 
 LENGTHS = (1, 2, 17, 48, 90, 150, 333, 500)
@@ -66,6 +67,33 @@ def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
         ]
         for prompt, tokens in zip(prompts, tokens_of(engine, requests), strict=True):
             assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
+
+
+def test_of_a_model_that_sees_the_text_is_served(tmp_path: Path) -> None:
+    """Tensors of its tower are left out."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    }  # fmt: skip
+    text = {"model_type": "ministral3", "vocab_size": 200, "num_key_value_heads": 2, "head_dim": 16, **sizes}
+    seen = {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16, **sizes}
+    config = transformers.Mistral3Config(text_config=text, vision_config=seen)
+    torch.manual_seed(0)
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = list(range(3, 90))
+    engine = load(tmp_path, num_blocks=32, max_num_batched_tokens=64)
+    (tokens,) = tokens_of(engine, [request_of(0, prompt, max_tokens=8, ignore_eos=True)])
+    assert tokens == scores(model, prompt, tokens).argmax(-1).tolist()
+    assert read_config(tmp_path).vision is None
+
+
+def test_images_need_a_class_of_baton(tiny_of: TinyOf) -> None:
+    directory = tiny_of("Qwen3VL")
+    with pytest.raises(
+        ValueError, match="compute Qwen3VLForConditionalGeneration without images; add --lang"
+    ):
+        read_config(directory, model_impl="transformers")
+    assert read_config(directory, model_impl="transformers", images=False).modules is not None
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,7 @@ def test_the_context_of_a_model_that_also_sees_images_is_that_of_its_text_model(
     for config, context in (
         ({"text_config": {"max_position_embeddings": 4096}, "vision_config": {}}, 4096),
         ({"max_position_embeddings": 2048, "text_config": None}, 2048),
+        ({"n_positions": 1024}, 1024),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 8192),
     ):

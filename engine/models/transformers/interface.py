@@ -22,8 +22,8 @@ from baton.engine.model_config import ModuleAttention, Span
 SERVING, RECORDING = "baton", "baton_recording"
 """Names of attention, as transformers' `attn_implementation`."""
 ERRORS = (
-    AssertionError, AttributeError, IndexError, KeyError, RuntimeError, StrictDataclassError, TypeError,
-    ValueError,
+    AssertionError, AttributeError, ImportError, IndexError, KeyError, RuntimeError, StrictDataclassError,
+    TypeError, ValueError,
 )  # fmt: skip
 """What configurations and modules of transformers raise if something does not fit."""
 IGNORED = {

@@ -97,7 +97,8 @@ def body_of(whole: Any) -> tuple[str, Any]:
     from transformers import PreTrainedModel
 
     parts = {name: part for name, part in whole.named_modules() if name and isinstance(part, PreTrainedModel)}
-    decoder = whole.get_decoder()
+    sees = whole.config.get_text_config() is not whole.config
+    decoder = whole.base_model if sees else whole.get_decoder()
     return next((item for item in parts.items() if item[1] is decoder), next(iter(parts.items())))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from baton.engine.model_config import ModuleAttention
 from baton.engine.models.transformers.interface import RECORDING, SERVING, Calls, calling, register
@@ -15,6 +16,10 @@ from baton.engine.models.transformers.replaced import compute_experts
 
 TOKENS = 4
 """Of the pass that records calls."""
+
+
+class LeftOut(nn.Module):
+    """In place of a part that text never reaches, such as a tower of images. Text that does raises."""
 
 
 LAYER_TYPES = ("chunked_attention", "full_attention", "sliding_attention")
@@ -53,9 +58,15 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     settings = _floats(kind.config_class.from_dict(dict(values)).to_dict())
     settings["architectures"] = [architecture]
     settings.pop("transformers_version", None)
-    if other := sorted({*(settings.get("layer_types") or ())}.difference(LAYER_TYPES)):
+    if other := sorted({*(text_of(settings).get("layer_types") or ())}.difference(LAYER_TYPES)):
         raise ValueError(f"it has layers of type {', '.join(map(str, other))}")
     return settings
+
+
+def text_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of the text model, also of a model that sees images, too."""
+    text = settings.get("text_config")
+    return text if isinstance(text, Mapping) else settings
 
 
 def _floats(x: Any) -> Any:
@@ -68,7 +79,8 @@ def _floats(x: Any) -> Any:
 
 
 def build(settings: str, implementation: str = SERVING) -> Any:
-    """The modules of a causal language model on the device "meta". `settings`: JSON of `read_settings`."""
+    """The modules of a causal language model on the device "meta". `settings`: JSON of `read_settings`. Of a
+    model that sees images, too, those of its text."""
     register(compute_experts)
     values = json.loads(settings)
     kind = modules_class(values["architectures"][0], str(values.get("model_type", "")))
@@ -77,7 +89,24 @@ def build(settings: str, implementation: str = SERVING) -> Any:
         values, attn_implementation=implementation, experts_implementation=implementation
     )
     with torch.device("meta"):
-        return kind(config).eval()
+        whole = kind(config).eval()
+    if text_of(values) is not values:
+        _leave_out_encoders(whole)
+    return whole
+
+
+def _leave_out_encoders(whole: Any) -> None:
+    """Leaves the text model, what holds it, and the output projection."""
+    decoder = whole.get_decoder()
+    kept = {id(whole.get_output_embeddings()), id(decoder)}
+    holding = [part for part in whole.modules() if any(each is decoder for each in part.modules())]
+    kept |= {id(part) for part in holding}
+    for part in holding:
+        if part is decoder:
+            break
+        for name, child in list(part.named_children()):
+            if id(child) not in kept and next(child.parameters(), None) is not None:
+                part.set_submodule(name, LeftOut())
 
 
 on_meta = functools.lru_cache(maxsize=2)(build)
