@@ -478,7 +478,7 @@ def test_a_prefix_comes_from_another_cache(servers: tuple[Server, Server], cache
     prefix = Fetch("f", FETCH, 0, Source(*source.process.address, b""), [blocks], 80, 192, names)
     here.step(StepMetadata(fetches=[prefix]))
     [wanted] = source.told(1)
-    assert (wanted.chunks, wanted.first_chunk) == (names[1:], 1)
+    assert (wanted.chunks, wanted.first_chunk) == (tuple(names[1:]), 1)
     pin = Pinned("p", wanted.pin_id, [*[0] * 4, *there[4 : 4 + cached]], 64, stop)
     source.step(StepMetadata(pinned=[pin]))
     until(lambda: source.sent == {"p"} and here.received == {"f"}, source, here)
