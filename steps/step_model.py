@@ -52,7 +52,8 @@ def long_seconds(
         decode: of the step without prompts, D.
         fastest: of a step that only decodes. 0: not known.
         gap: the target. A gap counts as L² / (2 · gap) if D is longer.
-        gap_cost: what a second more in one gap of each request costs, in seconds of a first token. May be 0.
+        gap_cost: what a second more in one gap of each request costs, in seconds of a first token. 0: only
+            the bounds count, as of the only worker.
         prompts: how many wait for each token of a prompt, on average.
         fixed: as `StepModel.fixed` gives it.
     """

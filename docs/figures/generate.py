@@ -12,6 +12,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from docs.figures import frontier
+from docs.figures.style import MARKS, card
+
 HERE = Path(__file__).parent
 IMAGES = HERE.parent / "images"
 
@@ -58,30 +61,6 @@ class Dots:
         return value, low, high
 
 
-# Two colours each, for light and for dark pages. Marks differ in form, too.
-COLOURS = (
-    ("#2f6fdf", "#6ea8ff"), ("#c2570c", "#ff9d57"), ("#16803c", "#5fd38a"), ("#8b3fc7", "#cf9bff"),
-)  # fmt: skip
-MARKS = (
-    "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z", "M-4-4h8v8h-8z", "M0-5.4L5.2 4h-10.4z",
-    "M0-5.4L5.4 0 0 5.4-5.4 0z",
-)  # fmt: skip
-STYLE = """\
-text { font: 13px system-ui, sans-serif; fill: #24292f }
-.card { fill: #ffffff; stroke: #d0d7de }
-.soft { fill: #57606a }
-.grid { stroke: #d8dee4 }
-.one { stroke: #57606a; stroke-width: 1.5 }
-.better { fill: #16803c; fill-opacity: .07 }
-"""
-DARK = """\
-text { fill: #e6edf3 }
-.card { fill: #0d1117; stroke: #30363d }
-.soft { fill: #9198a1 }
-.grid { stroke: #30363d }
-.one { stroke: #9198a1 }
-.better { fill: #5fd38a; fill-opacity: .08 }
-"""
 WIDTH, LABELS, RIGHT, TOP, ROW, FOOT = 760, 250, 24, 84, 26, 46
 
 
@@ -95,26 +74,13 @@ def svg(figure: Dots) -> str:
     def x(value: float) -> str:
         return f"{LABELS + (value - first) / (last - first) * (WIDTH - LABELS - RIGHT):.1f}"
 
-    return "\n".join(_lines(figure, rows, first, last, height, x)) + "\n"
+    lines = _lines(rows, figure.series, first, last, height - FOOT, x)
+    return card(figure.title, figure.series, WIDTH, height, lines)
 
 
 def _lines(
-    figure: Dots, rows: Sequence[Any], first: float, last: float, height: int, x: Any
+    rows: Sequence[Any], series: Sequence[str], first: float, last: float, bottom: int, x: Any
 ) -> Iterator[str]:
-    bottom = height - FOOT
-    light = "\n".join(f".s{i} {{ fill: {a}; stroke: {a} }}" for i, (a, _) in enumerate(COLOURS))
-    dark = "\n".join(f".s{i} {{ fill: {b}; stroke: {b} }}" for i, (_, b) in enumerate(COLOURS))
-    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    yield f"<title>{escape(figure.title)}</title>"
-    yield f"<style>\n{STYLE}{light}\n@media (prefers-color-scheme: dark) {{\n{DARK}{dark}\n}}\n</style>"
-    yield f'<rect class="card" x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="6"/>'
-    yield f'<text x="16" y="26" font-weight="600">{escape(figure.title)}</text>'
-    left = 16.0
-    for i, name in enumerate(figure.series):
-        yield f'<path class="s{i}" d="{MARKS[i]}" transform="translate({left + 6:.0f} 48)"/>'
-        yield f'<text x="{left + 17:.0f}" y="52.5">{escape(name)}</text>'
-        left += 40 + 7.0 * len(name)
     size = f'width="{float(x(1)) - float(x(first)):.1f}" height="{bottom - TOP + 16}"'
     yield f'<rect class="better" x="{x(first)}" y="{TOP - 12}" {size}/>'
     for tenth in range(math.ceil(first * 10), int(last * 10) + 1):
@@ -135,10 +101,9 @@ def _lines(
             at = y + (place - (len(shown) - 1) / 2) * 5
             if low < high:
                 yield f'<path class="s{i}" stroke-width="1.5" d="M{x(low)} {at:.1f}H{x(high)}"/>'
-            told = escape(f"{label}, {figure.series[i]}: {value:.2f}")
+            told = escape(f"{label}, {series[i]}: {value:.2f}")
             move = f"translate({x(value)} {at:.1f})"
             yield f'<path class="s{i}" d="{MARKS[i]}" transform="{move}"><title>{told}</title></path>'
-    yield "</svg>"
 
 
 AGENTS = {
@@ -193,7 +158,11 @@ def figures() -> dict[Path, str]:
             for told, (known, load) in fixed.items()
         ],
     )
-    return {IMAGES / "agents.svg": svg(of_agents), IMAGES / "fixed-lengths.svg": svg(of_lengths)}
+    return {
+        IMAGES / "agents.svg": svg(of_agents),
+        IMAGES / "fixed-lengths.svg": svg(of_lengths),
+        IMAGES / "frontier.svg": frontier.svg(),
+    }
 
 
 def main() -> None:

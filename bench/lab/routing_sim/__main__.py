@@ -17,6 +17,9 @@ after another, at half of the load that the workers can serve, and at 0.8 of it 
 
 Agents: 16, 48 and 96 sessions at a time, and a public trace, on 2 workers, with prefix caches (`agents`).
 
+Frontier: first tokens against gaps, beside the rules of vLLM and SGLang (`frontier`). Short runs leave it
+out, unless --only names it.
+
 Profiles: what each value of `--optimize` gives on 2 workers, with a load that they can serve and with more.
 """
 
@@ -29,6 +32,7 @@ from pathlib import Path
 from baton.bench.lab.driver import Bench, Option, Run
 from baton.bench.lab.routing_sim.agents import add_agents
 from baton.bench.lab.routing_sim.baselines import POLICIES, Flips
+from baton.bench.lab.routing_sim.frontier import add_frontier
 from baton.bench.lab.routing_sim.traces import Sized, multi_turn, size
 from baton.bench.report import Row
 from baton.cluster.options.optimize import PROFILES
@@ -259,14 +263,17 @@ def add_prefill(run: Run) -> None:
 
 PARTS = {
     "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "split": add_split,
-    "profiles": add_profiles, "agents": add_agents,
+    "profiles": add_profiles, "agents": add_agents, "frontier": add_frontier,
 }  # fmt: skip
+
+
+LONG_PARTS = ("swing", "frontier")
 
 
 def measure(run: Run) -> None:
     run.parameters["seed"] = SEED
     only = run.args.only
-    for name in [only] if only else [part for part in PARTS if part != "swing" or not run.short]:
+    for name in [only] if only else [part for part in PARTS if part not in LONG_PARTS or not run.short]:
         PARTS[name](run)
 
 
