@@ -131,16 +131,15 @@ class Exit(_Message):
     """Free everything and exit with 0. Sent after Stopped, when the transfer process has closed its lanes."""
 
 
+OfWeights = StageWeights | ReplaceWeights | DropWeights
 ToEngine = (
     FromRouter
     | Detached
     | AskStatus
-    | StageWeights
+    | OfWeights
     | LoadAdapter
     | UnloadAdapter
     | HandBack
-    | ReplaceWeights
-    | DropWeights
     | Pause
     | SetMemory
     | TakeOver

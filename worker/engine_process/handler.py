@@ -18,6 +18,7 @@ class Handler:
         self._attempts = attempts
         self._send = send
         self._name = name
+        self._change_weights: Callable[[messages.OfWeights], None] = self._refuse_weights
 
     def handle(self, message: ToEngine) -> bool:
         """Returns False with Stop, the last message but Exit: all attempts have failed."""
@@ -62,9 +63,7 @@ class Handler:
     def _pause(self, message: messages.Pause) -> messages.Paused:
         raise NotImplementedError
 
-    def _change_weights(
-        self, message: messages.StageWeights | messages.ReplaceWeights | messages.DropWeights
-    ) -> None:
+    def _refuse_weights(self, message: messages.OfWeights) -> None:
         if isinstance(message, messages.StageWeights):
             why = f"{self._name}: its weights cannot be replaced; start the workers again"
             self._send(messages.WeightsStaged(message.question, 0, why))

@@ -53,6 +53,7 @@ class Roles(Handler):
         self._sender, self._receiver = shared.sender, shared.receiver
         self._roles = roles
         self._weights = WeightsChange(self.engine, context.link)
+        self._change_weights = self._weights.handle
         self._images = context.images
         self.fds = [self._sender.fileno(), self._receiver.fileno(), self._weights.fileno()]
         self.fds += [] if self._images is None else [self._images.fileno()]
@@ -110,11 +111,6 @@ class Roles(Handler):
         if message.abort:
             self._attempts.end_all(pb.FAILURE_CODE_ABORTED, message.abort)
         return messages.Paused(message.question, bool(steps.under_way), "")
-
-    def _change_weights(
-        self, message: messages.StageWeights | messages.ReplaceWeights | messages.DropWeights
-    ) -> None:
-        self._weights.handle(message)
 
     def _said(self, kind: str, content: Any, message: FromRouter) -> None:
         match kind:

@@ -30,7 +30,7 @@ class WeightsChange:
     def fileno(self) -> int:
         return self._done
 
-    def handle(self, message: StageWeights | ReplaceWeights | DropWeights) -> None:
+    def handle(self, message: messages.OfWeights) -> None:
         match message:
             case StageWeights(question, path):
                 assert self._staged is None, "the service drops weights before it asks for others"
