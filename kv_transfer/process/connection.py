@@ -13,11 +13,12 @@ import sys
 import termios
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.process.frames import SlotPipe
+from baton.kv_transfer.process.lane_messages import Begins, Ends, Gone, LaneClosed, Report, Said
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.protocol.frame import (
     HEADER_BYTES,
@@ -44,47 +45,14 @@ _EDGE_BYTES = MAX_TRAILER_BYTES + HEADER_BYTES  # between two payloads
 _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 
 
-class FrameOwner:
-    """What a connection reports to. No method blocks.
-
-    `Handshake` owns connections that carry no KV yet, and a `Mover` all others."""
-
-    def control(self, connection: "Connection", header: Header, payload: memoryview) -> None:
-        raise NotImplementedError
-
-    def closed(self, connection: "Connection", kind: str, why: str) -> None:
-        """The last call of a connection. `kind`: that of a FrameError or of `close_soon`, or "socket", or
-        "eof"."""
-        raise NotImplementedError
-
-    # ------------------------------------------------------------ KV frames that come
-
-    def kv_begins(self, connection: "Connection", s: Slice) -> None:
-        """A frame begins, in a slot that was taken for it. `kv_ends` follows."""
-        raise NotImplementedError
-
-    def kv_ends(
-        self, connection: "Connection", s: Slice, intact: bool | None, began: float, ended: float
-    ) -> None:
-        """The frame is over. `intact`: whether its checksum matched; None: the connection closed before.
-        `began`, `ended`: when its header and its end were seen (time.monotonic())."""
-        raise NotImplementedError
-
-    # ------------------------------------------------------------ KV frames that leave
-
-    def left(self, connection: "Connection", s: Slice, *, sent: bool) -> None:
-        """Needs the slot no more. `sent`: all of it was sent. Otherwise the connection closed before."""
-        raise NotImplementedError
-
-
 class Connection:
     def __init__(
-        self, sock: socket.socket, loop: Loop, owner: FrameOwner, trace: TraceWriter, *,
-        read: bytes = bytes(MAX_TRAILER_BYTES), unwritten: bytes = b"", keys: LaneKeys | None = None,
-        ahead: int = 0,
+        self, sock: socket.socket, loop: Loop, report: Callable[[Report], object], trace: TraceWriter,
+        number: int = 0, *, read: bytes = bytes(MAX_TRAILER_BYTES), unwritten: bytes = b"",
+        keys: LaneKeys | None = None, ahead: int = 0,
     ) -> None:  # fmt: skip
-        """`read`, `unwritten`, `keys`: what `leave` returned. `ahead`: bytes of short messages that are read
-        at once. It cannot `leave` then."""
+        """`report` gets reports with this number, and must not block. `read`, `unwritten`, `keys`: what
+        `leave` returned. `ahead`: bytes of short messages that are read at once. It cannot `leave` then."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -93,7 +61,8 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
         self.sock = sock
-        self.owner = owner
+        self._report = report
+        self._number = number
         self.slots: SlotPipe | None = None  # for slices that come; None: none may come
         self.sending: Arena | None = None  # of slices that leave
         self.max_payload = 0  # of a KV frame; 0 until HELLO agreed on one
@@ -223,11 +192,11 @@ class Connection:
         self.closed = True
         self.loop.forget(self.sock.fileno())
         self.sock.close()
-        if (s := self._coming) is not None:
+        if self._coming is not None:
             self._coming, self._payload = None, memoryview(b"")
-            self.owner.kv_ends(self, s, None, self._began, time.monotonic())
+            self._report(Ends(self._number, None, self._began, time.monotonic()))
         self._drop()
-        self.owner.closed(self, kind, why)
+        self._report(LaneClosed(self._number, kind, why[:512]))
 
     def _drop(self) -> None:
         unsent = [s for _, s, _ in self._out if s is not None]
@@ -238,7 +207,7 @@ class Connection:
         while self._slices:
             unsent.append(self._slices.popleft())
         for s in unsent:
-            self.owner.left(self, s, sent=False)
+            self._report(Gone(self._number, s.slot, sent=False))
 
     def _read(self) -> None:
         if self._edge_got == _EDGE_BYTES:  # read in another process
@@ -340,7 +309,7 @@ class Connection:
             self._began = self.kv_moved = time.monotonic()
             header.slot = self.slots.take()
             self._coming, self._payload = header, self.slots.arena.slot(header.slot)[:length]
-            self.owner.kv_begins(self, header)
+            self._report(Begins(self._number, header))
 
     def _end(self, header: Header | Slice) -> None:
         start = MAX_TRAILER_BYTES - self._reader.trailer_bytes
@@ -353,10 +322,10 @@ class Connection:
         if isinstance(header, Header):
             if not intact:
                 raise FrameError("control", f"{name}: payload checksum does not match")
-            self.owner.control(self, header, payload)
+            self._report(Said(self._number, header, bytes(payload)))
         else:
             now = time.monotonic()
-            self.owner.kv_ends(self, header, intact, self._began, now)
+            self._report(Ends(self._number, intact, self._began, now))
             self._trace.moved("recv", header, self._began, now)
 
     def _write(self) -> None:
@@ -377,7 +346,7 @@ class Connection:
                 self._out.popleft()
                 if s is not None:
                     self._trace.moved("send", s, began, time.monotonic())
-                    self.owner.left(self, s, sent=True)
+                    self._report(Gone(self._number, s.slot, sent=True))
         waiting = self._out or self._leaving is not None or self._control or self._slices
         self.loop.watch(self.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if waiting else 0), self.serve)
 

@@ -1,15 +1,19 @@
 """Lanes that have not authenticated. Any process on the network can open them, so their number is bounded."""
 
+import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.kv_transfer.process.connection import Connection, FrameOwner
+from baton.kv_transfer.process.connection import Connection
+from baton.kv_transfer.process.lane_messages import LaneClosed, Report, Said
+from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp_session import Session, refused_by_peer
 from baton.kv_transfer.protocol import messages as wire
-from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
+from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType
 from baton.kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
+from baton.kv_transfer.trace import TraceWriter
 
 _MOST_KNOWN = 4096  # addresses; the one whose last proof is oldest is forgotten first
 
@@ -76,69 +80,74 @@ class Handshakes:
         return [lane for lane, place in self._places.items() if now >= place.deadline]
 
 
-class Handshake(FrameOwner):
+class Handshake:
     """Runs the HELLO of `hello.py` on a connection, then hands it to its session as a lane."""
 
-    def __init__(self, places: Handshakes, session: Session | None, party: Initiator | Listener) -> None:
+    def __init__(
+        self, places: Handshakes, session: Session | None, party: Initiator | Listener, sock: socket.socket,
+        loop: Loop, trace: TraceWriter,
+    ) -> None:  # fmt: skip
         self.session = session  # None on the listening side, until the connection says which
+        self.connection = Connection(sock, loop, self._report, trace)
         self._places = places
         self._party = party
 
-    def control(self, connection: Connection, header: Header, payload: memoryview) -> None:
-        if connection.closing is not None:
-            return
-        try:
-            self._step(connection, wire.decode_hello(payload), payload)
-        except LaneRefused as e:
-            self._refuse(connection, e)
-        except wire.ProtocolError as e:
-            self._refuse(connection, LaneRefused("hello", str(e)))
+    def say(self, payload: bytes) -> None:
+        self.connection.push(FrameType.HELLO, NO_TRANSFER, payload)
 
-    def _step(self, connection: Connection, message: wire.Hello, payload: memoryview) -> None:
+    def _report(self, report: Report) -> None:
+        match report:
+            case Said(_, _, payload) if self.connection.closing is None:
+                try:
+                    self._step(wire.decode_hello(memoryview(payload)), payload)
+                except LaneRefused as e:
+                    self._refuse(e)
+                except wire.ProtocolError as e:
+                    self._refuse(LaneRefused("hello", str(e)))
+            case LaneClosed(_, kind, why):
+                self._closed(kind, why)
+
+    def _step(self, message: wire.Hello, payload: bytes) -> None:
         party = self._party
         if isinstance(message, wire.HelloRefused):
             raise LaneRefused(*refused_by_peer(message))
         if isinstance(party, Listener) and isinstance(message, wire.HelloOpen):
-            say(connection, wire.encode(party.answer(message, bytes(payload))))
+            self.say(wire.encode(party.answer(message, payload)))
         elif isinstance(party, Listener) and isinstance(message, wire.HelloProof):
             opened, peer = party.check(message)
             if party.keys is not None:
-                connection.encrypt(party.keys)
+                self.connection.encrypt(party.keys)
             self.session = self._places.join(opened, peer)
-            self._up(connection, self.session, opened.lane, peer)
+            self._up(self.session, opened.lane, peer)
         elif isinstance(party, Initiator) and isinstance(message, wire.HelloReply) and party.proof is None:
             try:
                 peer = party.reply(message)
             finally:
                 if party.proof is not None:
-                    say(connection, wire.encode(party.proof))
+                    self.say(wire.encode(party.proof))
                 if party.keys is not None:
-                    connection.encrypt(party.keys)
+                    self.connection.encrypt(party.keys)
             assert self.session is not None
-            self._up(connection, self.session, party.lane, peer)
+            self._up(self.session, party.lane, peer)
         else:
             raise LaneRefused("hello", f"unexpected {type(message).__name__}")
 
-    def _up(self, connection: Connection, session: Session, number: int, peer: wire.Identity) -> None:
-        self._places.proved(connection)
-        if connection in session.joining:
-            session.joining.remove(connection)
-        session.add(number, connection, peer)
+    def _up(self, session: Session, number: int, peer: wire.Identity) -> None:
+        self._places.proved(self.connection)
+        if self.connection in session.joining:
+            session.joining.remove(self.connection)
+        session.add(number, self.connection, peer)
 
-    def _refuse(self, connection: Connection, why: LaneRefused) -> None:
+    def _refuse(self, why: LaneRefused) -> None:
         self._places.counters.refuse(why.reason, why.detail)
-        say(connection, wire.encode(wire.HelloRefused(why.reason, why.detail[:512])))
-        connection.close_soon(why.reason, why.detail)
+        self.say(wire.encode(wire.HelloRefused(why.reason, why.detail[:512])))
+        self.connection.close_soon(why.reason, why.detail)
         if self.session is not None and isinstance(self._party, Initiator):
             self.session.end(why.reason, why.detail)
 
-    def closed(self, connection: Connection, kind: str, why: str) -> None:
-        self._places.closed(connection)
-        if kind not in ("eof", "socket") and connection.closing is None:
+    def _closed(self, kind: str, why: str) -> None:
+        self._places.closed(self.connection)
+        if kind not in ("eof", "socket") and self.connection.closing is None:
             self._places.counters.refuse(kind, f"in handshake: {why}")
         if self.session is not None:
             self.session.end("unreachable", why)
-
-
-def say(connection: Connection, payload: bytes) -> None:
-    connection.push(FrameType.HELLO, NO_TRANSFER, payload)

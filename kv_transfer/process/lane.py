@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 
-from baton.kv_transfer.process import mover
+from baton.kv_transfer.process import lane_messages as messages
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.slices import Slice
 
@@ -16,7 +16,7 @@ class LaneOwner:
     """A session, as its lanes report to it. No method blocks.
 
     Attributes:
-        begins, came: of a receiver, where its slices go, as by `kv_begins` and `kv_ends` of a `FrameOwner`.
+        begins, came: of a receiver, where its slices go with `Begins`, and with `Ends`.
     """
 
     begins: Callable[[Slice], object]
@@ -30,7 +30,7 @@ class LaneOwner:
         raise NotImplementedError
 
     def lane_closed(self, kind: str, why: str) -> None:
-        """The last call of a lane, as `FrameOwner.closed`."""
+        """The last call of a lane, as `LaneClosed`."""
         raise NotImplementedError
 
 
@@ -42,7 +42,7 @@ class Lane:
         closed_by: time.monotonic(). If it is open then, its mover hangs.
     """
 
-    def __init__(self, tell: Callable[[mover.ToMover], object], number: int, owner: LaneOwner) -> None:
+    def __init__(self, tell: Callable[[messages.ToMover], object], number: int, owner: LaneOwner) -> None:
         """`tell`: its mover, which knows it by `number`."""
         self.heard = time.monotonic()
         self.kv_moved = 0.0
@@ -61,42 +61,42 @@ class Lane:
 
     def push(self, kind: FrameType, transfer_id: bytes, payload: bytes) -> None:
         """A control message: it overtakes KV frames that have not begun."""
-        self._tell(mover.Say(self._number, kind, transfer_id, payload))
+        self._tell(messages.Say(self._number, kind, transfer_id, payload))
 
     def push_slice(self, s: Slice) -> None:
         """A slice of the arena. `LaneOwner.left` follows."""
         self.unsent += s.wire
         self._leaving[s.slot] = s
-        self._tell(mover.Move(self._number, s))
+        self._tell(messages.Move(self._number, s))
 
     def close_soon(self, kind: str, why: str) -> None:
         """Closes it after one attempt to write the queued control messages."""
         if self.closed_by == math.inf:
             self.closed_by = time.monotonic() + _CLOSES_WITHIN
-            self._tell(mover.Close(self._number, kind, why[:512]))
+            self._tell(messages.Close(self._number, kind, why[:512]))
 
-    def report(self, report: mover.FromMover) -> None:
-        if isinstance(report, mover.Begins | mover.Ends | mover.Said):
+    def report(self, report: messages.Report) -> None:
+        if isinstance(report, messages.Begins | messages.Ends | messages.Said):
             self.heard = time.monotonic()
-            if not isinstance(report, mover.Said):
+            if not isinstance(report, messages.Said):
                 self.kv_moved = self.heard
         match report:
-            case mover.Begins(_, s):
+            case messages.Begins(_, s):
                 self._coming = s
                 self._owner.begins(s)
-            case mover.Ends(_, intact, began, ended):
+            case messages.Ends(_, intact, began, ended):
                 assert self._coming is not None
                 s, self._coming = self._coming, None
                 self._owner.came(s, intact, began, ended)
-            case mover.Gone(_, slot, sent):
+            case messages.Gone(_, slot, sent):
                 s = self._leaving.pop(slot)
                 self.unsent -= s.wire
                 self._owner.left(s, sent=sent)
-            case mover.Said(_, header, payload):
+            case messages.Said(_, header, payload):
                 self._owner.control(self, header, memoryview(payload))
-            case mover.Heard(_, at, kv_moved):
+            case messages.Heard(_, at, kv_moved):
                 self.heard, self.kv_moved = at, kv_moved
-            case mover.LaneClosed(_, kind, why):
+            case messages.LaneClosed(_, kind, why):
                 assert self._coming is None
                 for s in self._leaving.values():  # the lane closed before the mover was told of them
                     self._owner.left(s, sent=False)

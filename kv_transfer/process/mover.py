@@ -13,114 +13,32 @@ from functools import partial
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.process.connection import Connection, FrameOwner
+from baton.kv_transfer.process.connection import Connection
 from baton.kv_transfer.process.frames import SlotPipe
+from baton.kv_transfer.process.lane_messages import (
+    Adopt,
+    Close,
+    Heard,
+    LaneClosed,
+    Move,
+    Report,
+    Said,
+    Say,
+    ToMover,
+)  # fmt: skip
 from baton.kv_transfer.process.loop import Loop
-from baton.kv_transfer.protocol.frame import FrameError, FrameType, Header, LaneKeys
-from baton.kv_transfer.protocol.local_messages import Local
-from baton.kv_transfer.slices import Slice
+from baton.kv_transfer.protocol.frame import FrameError
 from baton.kv_transfer.trace import TraceWriter
 
 _TICK = 0.25  # seconds between `Heard` reports of a lane
 _MOST_PENDING = 4096  # reports that may wait until the transfer process reads them
 
-# ---------------------------------------------------------------- transfer process → mover
 
-
-class Adopt(Local):
-    """Serve this lane, which is authenticated. Its state is that of `Connection.leave`. Its descriptor comes
-    with it, to a fork on the side channel."""
-
-    lane: int
-    max_payload: int
-    read: bytes
-    unwritten: bytes
-    keys: LaneKeys | None
-    sends: bool  # KV frames leave by this lane; else they come
-
-
-class Say(Local):
-    """Send a control message. To a fork: a PING."""
-
-    lane: int
-    kind: FrameType
-    transfer_id: bytes
-    payload: bytes
-
-
-class Move(Local):
-    """Send this slice. Answered by Gone, or by the lane's `LaneClosed`."""
-
-    lane: int
-    slice: Slice
-
-
-class Close(Local):
-    lane: int
-    kind: str
-    why: str
-
-
-# ---------------------------------------------------------------- mover → transfer process
-
-
-class Begins(Local):
-    """A slice begins to come, in a slot that was taken for it. Ends follows."""
-
-    lane: int
-    slice: Slice
-
-
-class Ends(Local):
-    """All of the slice came. `intact`: whether its checksum matched; None: the lane closed before."""
-
-    lane: int
-    intact: bool | None
-    began: float
-    ended: float
-
-
-class Gone(Local):
-    """The mover needs the slot no more. `sent`: its slice was sent. Otherwise the lane closed before."""
-
-    lane: int
-    slot: int
-    sent: bool
-
-
-class Said(Local):
-    """A control message came."""
-
-    lane: int
-    header: Header
-    payload: bytes
-
-
-class Heard(Local):
-    """When bytes last came on the lane, and when bytes of KV last moved (time.monotonic())."""
-
-    lane: int
-    at: float
-    kv_moved: float
-
-
-class LaneClosed(Local):
-    """The last report of a lane."""
-
-    lane: int
-    kind: str
-    why: str
-
-
-ToMover = Adopt | Say | Move | Close
-FromMover = Begins | Ends | Gone | Said | Heard | LaneClosed
-
-
-class Mover(FrameOwner):
+class Mover:
     """Serves the connections of lanes, in one thread: that of the transfer process, or of a fork."""
 
     def __init__(
-        self, loop: Loop, post: Callable[[FromMover], object], sending: Arena, slots: SlotPipe,
+        self, loop: Loop, post: Callable[[Report], object], sending: Arena, slots: SlotPipe,
         trace: TraceWriter, *, ahead: int = 0,
     ) -> None:  # fmt: skip
         """`post`: to the transfer process. `slots`: for frames that come. `ahead` as in `Connection`."""
@@ -131,7 +49,6 @@ class Mover(FrameOwner):
         self._trace = trace
         self._ahead = ahead
         self._connections: dict[int, Connection] = {}
-        self._numbers: dict[Connection, int] = {}
         self._ticked = time.monotonic()
 
     def tell(self, message: ToMover) -> None:
@@ -145,13 +62,12 @@ class Mover(FrameOwner):
 
     def adopt(self, m: Adopt, sock: socket.socket) -> None:
         connection = Connection(
-            sock, self._loop, self, self._trace, read=m.read, unwritten=m.unwritten, keys=m.keys,
-            ahead=self._ahead,
+            sock, self._loop, self._report, self._trace, m.lane, read=m.read, unwritten=m.unwritten,
+            keys=m.keys, ahead=self._ahead,
         )  # fmt: skip
         connection.max_payload = m.max_payload
         connection.slots, connection.sending = (None, self._sending) if m.sends else (self._slots, None)
         self._connections[m.lane] = connection
-        self._numbers[connection] = m.lane
         self._loop.wake(partial(connection.serve, select.EPOLLIN))
 
     def tick(self, now: float) -> None:
@@ -162,26 +78,10 @@ class Mover(FrameOwner):
                 self._post(Heard(number, connection.heard, connection.kv_moved))
         self._ticked = now
 
-    # ------------------------------------------------------------ FrameOwner
-
-    def kv_begins(self, connection: Connection, s: Slice) -> None:
-        self._post(Begins(self._numbers[connection], s))
-
-    def kv_ends(
-        self, connection: Connection, s: Slice, intact: bool | None, began: float, ended: float
-    ) -> None:
-        self._post(Ends(self._numbers[connection], intact, began, ended))
-
-    def left(self, connection: Connection, s: Slice, *, sent: bool) -> None:
-        self._post(Gone(self._numbers[connection], s.slot, sent))
-
-    def control(self, connection: Connection, header: Header, payload: memoryview) -> None:
-        self._post(Said(self._numbers[connection], header, bytes(payload)))
-
-    def closed(self, connection: Connection, kind: str, why: str) -> None:
-        number = self._numbers.pop(connection)
-        del self._connections[number]
-        self._post(LaneClosed(number, kind, why[:512]))
+    def _report(self, report: Report) -> None:
+        if isinstance(report, LaneClosed):
+            del self._connections[report.lane]
+        self._post(report)
 
 
 class ForkedMover(Mover):
@@ -231,7 +131,7 @@ class ForkedMover(Mover):
         else:  # the kernel has closed it
             self._post(LaneClosed(m.lane, "socket", "too many open files"))
 
-    def control(self, connection: Connection, header: Header, payload: memoryview) -> None:
-        if len(self._channel.pending) >= _MOST_PENDING:
+    def _report(self, report: Report) -> None:
+        if isinstance(report, Said) and len(self._channel.pending) >= _MOST_PENDING:
             raise FrameError("flood", "control messages come faster than they are read")
-        super().control(connection, header, payload)
+        super()._report(report)

@@ -14,6 +14,7 @@ import setproctitle
 from baton.kv_transfer.arena import Arena, channel_pair
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.process import lane_messages as messages
 from baton.kv_transfer.process import mover
 from baton.kv_transfer.process.connection import Connection
 from baton.kv_transfer.process.frames import SlotPipe
@@ -37,7 +38,7 @@ class MoverDied(Exception):
 class MoverHandle:
     """A mover, and its lanes by the numbers that it knows."""
 
-    def __init__(self, tell: Callable[[mover.ToMover], object]) -> None:
+    def __init__(self, tell: Callable[[messages.ToMover], object]) -> None:
         self.lanes: dict[int, Lane] = {}
         self._tell = tell
         self._adopted = 0
@@ -47,15 +48,15 @@ class MoverHandle:
         self._adopted += 1
         lane = self.lanes[self._adopted] = Lane(self._tell, self._adopted, owner)
         sock, read, unwritten, keys = connection.leave()
-        self._adopt(mover.Adopt(self._adopted, max_payload, read, unwritten, keys, sends), sock)
+        self._adopt(messages.Adopt(self._adopted, max_payload, read, unwritten, keys, sends), sock)
         return lane
 
-    def _adopt(self, message: mover.Adopt, sock: socket.socket) -> None:
+    def _adopt(self, message: messages.Adopt, sock: socket.socket) -> None:
         raise NotImplementedError
 
-    def _report(self, report: mover.FromMover) -> None:
+    def _report(self, report: messages.Report) -> None:
         lane = self.lanes[report.lane]
-        if isinstance(report, mover.LaneClosed):
+        if isinstance(report, messages.LaneClosed):
             del self.lanes[report.lane]
         lane.report(report)
 
@@ -68,7 +69,7 @@ class LocalMover(MoverHandle):
         self.tick = self._mover.tick
         super().__init__(self._mover.tell)
 
-    def _adopt(self, message: mover.Adopt, sock: socket.socket) -> None:
+    def _adopt(self, message: messages.Adopt, sock: socket.socket) -> None:
         self._mover.adopt(message, sock)
 
 
@@ -77,13 +78,13 @@ class ForkedMover(MoverHandle):
 
     def __init__(self, channel: socket.socket, side: socket.socket, pid: int) -> None:
         self.channel = Channel(
-            channel, mover.FromMover, gone=lambda why: MoverDied(f"mover {pid} is gone: {why}")
+            channel, messages.Report, gone=lambda why: MoverDied(f"mover {pid} is gone: {why}")
         )
         super().__init__(self.channel.post)
         self._side = side
         self._pid = pid
 
-    def _adopt(self, message: mover.Adopt, sock: socket.socket) -> None:
+    def _adopt(self, message: messages.Adopt, sock: socket.socket) -> None:
         socket.send_fds(self._side, [b"l"], [sock.fileno()])
         sock.close()
         self.channel.post(message)

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.kv_transfer.config import TransferConfig
-from baton.kv_transfer.process.connection import Connection
-from baton.kv_transfer.process.handshakes import Handshake, Handshakes, say
+from baton.kv_transfer.process.handshakes import Handshake, Handshakes
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.process.movers import ForkedMover, LocalMover
 from baton.kv_transfer.process.stats import TransferCounters
@@ -71,8 +70,9 @@ class TcpConnector:
                 self._secret, self._identity("receiver"), session.id, number, lanes, incarnation,
                 encrypt=self.config.encrypt,
             )  # fmt: skip
-            session.joining.append(self._adopt(sock, None, Handshake(self.handshakes, session, party)))
-            say(session.joining[-1], party.open)
+            handshake = self._handshake(sock, None, session, party)
+            session.joining.append(handshake.connection)
+            handshake.say(party.open)
         return session
 
     def accept(self, listener: socket.socket) -> bool:
@@ -86,7 +86,7 @@ class TcpConnector:
                 self.counters.refuse("accept", str(e))
                 return e.errno not in _SCARCE
             party = Listener(self._secret, self._identity("sender"), encrypt=self.config.encrypt)
-            self._adopt(sock, _network_of(address[0]), Handshake(self.handshakes, None, party))
+            self._handshake(sock, _network_of(address[0]), None, party)
         return True
 
     def _joined_session(self, opened: HelloOpen, peer: Identity) -> Session:
@@ -157,16 +157,18 @@ class TcpConnector:
             dtypes=config.layout.dtypes, slot_bytes=config.slot_bytes, memory=self.sessions.memory,
         )  # fmt: skip
 
-    def _adopt(self, sock: socket.socket, network: str | None, owner: Handshake) -> Connection:
+    def _handshake(
+        self, sock: socket.socket, network: str | None, session: Session | None, party: Initiator | Listener
+    ) -> Handshake:
         """`network`: where the peer connected from; None: this side connected."""
-        lane = Connection(sock, self._loop, owner, self._trace)
+        handshake = Handshake(self.handshakes, session, party, sock, self._loop, self._trace)
         deadline = time.monotonic() + self.config.deadlines.handshake
-        crowded_out = self.handshakes.add(lane, network, deadline)
+        crowded_out = self.handshakes.add(handshake.connection, network, deadline)
         if crowded_out is not None:
             self.counters.refuse("handshakes", "too many connections have not authenticated")
             crowded_out.close_soon("handshakes", "too many connections")
-        self._loop.wake(lane.serve)
-        return lane
+        self._loop.wake(handshake.connection.serve)
+        return handshake
 
 
 def use_cubic(sock: socket.socket) -> None:

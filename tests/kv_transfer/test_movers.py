@@ -14,7 +14,7 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.kv_transfer.process import lane as session_lane
-from baton.kv_transfer.process import link_rates, mover
+from baton.kv_transfer.process import lane_messages, link_rates
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
 from baton.kv_transfer.process.tcp_session import Sessions
 from baton.kv_transfer.wait import wait
@@ -263,9 +263,9 @@ def test_a_lane_that_a_mover_cannot_take(make_prefill: Any, until: Any) -> None:
 def test_a_lane_is_not_heard_by_what_it_sends() -> None:
     """A peer that says nothing is found silent, however much is sent to it."""
     lane = session_lane.Lane(lambda _: None, 1, stand_in(SendingSession, left=lambda *_, **__: None))
-    lane.report(mover.Heard(1, 5.0, 0.0))
+    lane.report(lane_messages.Heard(1, 5.0, 0.0))
     lane.push_slice(slice_of(4, slot=3))
-    lane.report(mover.Gone(1, 3, True))
+    lane.report(lane_messages.Gone(1, 3, True))
     assert (lane.heard, lane.unsent) == (5.0, 0)
 
 
@@ -291,25 +291,25 @@ def test_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
 
     def moves() -> list[tuple[int, int]]:
         """(lane, slot) that the movers were told since the last time."""
-        found = [(m.lane, m.slice.slot) for m in told if isinstance(m, mover.Move)]
+        found = [(m.lane, m.slice.slot) for m in told if isinstance(m, lane_messages.Move)]
         told.clear()
         return found
 
     sizes = enumerate((5000, 1000, 3000, 1000, 10))
     session.move([slice_of(size, slot=slot) for slot, size in sizes])
     assert moves() == [(0, 0), (1, 1), (2, 2), (1, 3)], "by unsent bytes, and two at most"
-    far[1].report(mover.Gone(1, 1, True))
+    far[1].report(lane_messages.Gone(1, 1, True))
     assert moves() == [(1, 4)], "it was that lane's turn"
-    far[0].report(mover.Gone(0, 0, True))
+    far[0].report(lane_messages.Gone(0, 0, True))
     session.move([slice_of(9000, slot=slot) for slot in (8, 5, 6, 7)])
     assert moves() == [(0, 5)], "lane 1 has least to send then, and as much as it may; 8 has ended"
     session.end("lost", "")
     assert sorted(dropped) == [6, 7], "those that no lane had"
     for number, lane in enumerate(far):
         for slot in list(lane._leaving):
-            lane.report(mover.Gone(number, slot, False))
+            lane.report(lane_messages.Gone(number, slot, False))
         assert -1 not in sent, "the session is over before its lanes are"
-        lane.report(mover.LaneClosed(number, "lost", ""))
+        lane.report(lane_messages.LaneClosed(number, "lost", ""))
     assert (sorted(dropped), sent) == ([2, 3, 4, 5, 6, 7], [1, 0, -1])
 
 
