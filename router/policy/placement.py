@@ -295,7 +295,6 @@ def handover(
     prefill: Offer,
     decode: int,
     costs: Mapping[str, float] | None = None,
-    alone: float = math.inf,
     arrives: float = 0.0,
 ) -> Plan:
     """The prefill worker computes the prompt, and the worker `decode` fetches the KV."""
@@ -308,12 +307,11 @@ def handover(
         encoding=prefill.encoding,
         order="prefill" if prefill.queues and prefill.row != decode else "together",
         costs={"first_token": prefill.first} if costs is None else costs,
-        alone=alone,
         arrives=arrives,
     )
 
 
-def _inline(place: Place, worker: Offer, reason: Reason, costs: Mapping[str, float], alone: float) -> Plan:
+def _inline(place: Place, worker: Offer, reason: Reason, costs: Mapping[str, float]) -> Plan:
     """One worker computes the prompt and decodes."""
     ranges = (Range(worker.row, 0, worker.request.tokens),)
     return Plan(
@@ -325,7 +323,6 @@ def _inline(place: Place, worker: Offer, reason: Reason, costs: Mapping[str, flo
         worker.encoding,
         reason=reason,
         costs=costs,
-        alone=alone,
     )
 
 
@@ -343,18 +340,17 @@ def place(prefill: Offer | None, decodes: Sequence[Offer], *, apart: bool = Fals
         late = max(0.0, offer.arrives - prefill.first) if prefill is not None else 0.0
         if late + offer.join_cost + cost < joined:
             joined, to = late + offer.join_cost + cost, offer
-    alone = best.first if best.pace.gap else math.inf
     if prefill is None:  # the only way to compute the prompt
-        return _inline("decode", best, "no_prefill", {"decode": inline}, alone)
+        return _inline("decode", best, "no_prefill", {"decode": inline})
     costs = {"handover": prefill.prompt_cost + prefill.memory_cost() + joined, "decode": inline}
     if prefill.room and prefill.pace.gap and not apart:
         costs["prefill"] = prefill.prompt_cost + prefill.decode_cost() + prefill.memory_cost(answer)
     least = min(costs.values())
     if least == costs["handover"]:
-        return handover(prefill, to.row, costs, alone, to.arrives)
+        return handover(prefill, to.row, costs, to.arrives)
     if least == inline:
-        return _inline("decode", best, _reason(best), costs, alone)
-    return _inline("prefill", prefill, "no_handover", costs, alone)
+        return _inline("decode", best, _reason(best), costs)
+    return _inline("prefill", prefill, "no_handover", costs)
 
 
 def place_without_room(prefills: Sequence[Offer]) -> Plan | None:
@@ -364,7 +360,7 @@ def place_without_room(prefills: Sequence[Offer]) -> Plan | None:
     if not roomy:
         return None
     cost, best = min(roomy, key=itemgetter(0))
-    return _inline("prefill", best, "no_room", {"prefill": cost}, best.first)
+    return _inline("prefill", best, "no_room", {"prefill": cost})
 
 
 def _reason(offer: Offer) -> Reason:

@@ -61,7 +61,6 @@ class Plan(NamedTuple):
         reason: why there is no handover. None: there is one, or none is needed.
         costs: the estimates, in seconds of a first token, with the harm to others. Infinite: not possible.
         waits: seconds in which each worker of a split begins steps, or waits for others.
-        alone: seconds until the first token, if one worker computes the prompt and goes on with the decode.
         arrives: seconds until its KV has come to the worker that decodes. 0: not known.
         gap_cost: of the request, as in `EngineRequest`. 0: not known.
         source: another worker that has more of the prompt cached.
@@ -77,7 +76,6 @@ class Plan(NamedTuple):
     reason: Reason | None = None
     costs: Mapping[str, float] = MappingProxyType({})
     waits: Mapping[int, float] = MappingProxyType({})
-    alone: float = math.inf
     arrives: float = 0.0
     gap_cost: float = 0.0
     source: PrefixSource | None = None

@@ -135,7 +135,8 @@ def _first(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | 
         draft = placement.handover(offer, decode)
     else:
         return Lack.PREFILL
-    if offer is not None and (shared := _split(request, offer, decode, draft.alone, fleet)) is not None:
+    spared = draft.costs["handover"] - min(draft.costs.values()) if "handover" in draft.costs else 0.0
+    if offer is not None and (shared := _split(request, offer, decode, spared, fleet)) is not None:
         return shared
     if request.interrupted and not draft.inline:
         return draft._replace(order="decode")
@@ -149,7 +150,7 @@ def _prefill_for(request: PrefillRequest, decode: int, fleet: Fleet, prefixes: P
         return Lack.TURN if fleet.settings.overflow else Lack.PREFILL
     if offer.row == decode:  # a worker does not fetch from itself, and there is no other
         return Lack.TURN if fleet.decodes else _inline(request.tokens, decode, "no_decode")
-    shared = _split(request, offer, decode, math.inf, fleet)
+    shared = _split(request, offer, decode, 0.0, fleet)
     return shared or placement.handover(offer, decode)
 
 
@@ -222,10 +223,10 @@ def _without_room(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> 
     return draft._replace(reason="no_decode") if draft is not None and fleet.lost_decode else draft
 
 
-def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fleet: Fleet) -> Plan | None:
+def _split(request: PrefillRequest, offer: Offer, decode: int, spared: float, fleet: Fleet) -> Plan | None:
     """Several workers compute the prompt, the first of them that of the offer. If `decode` has nothing to
     decode it may have the last range, so its KV need not be handed over. None: one worker computes the
-    prompt, since that takes about as long. `alone`: as in `split.split`.
+    prompt, since that takes about as long. `spared`: as in `split.split`.
 
     A worker that decodes takes no part: its requests would wait for other workers."""
     first = fleet.workers[offer.row]
@@ -265,9 +266,9 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, alone: float, fle
         layers=max(1, first.description.num_layers),
     )
     others = ((row, _split_worker(worker, first, waiting, fleet)) for waiting, row, worker in free)
-    draft = split.split(cost, chain([(first.row, of_first)], others), ends, alone)
+    draft = split.split(cost, chain([(first.row, of_first)], others), ends, spared)
     arrives = _split_arrives(request, draft, decode, fleet) if draft is not None else 0.0
-    if draft is None or _comes_late(draft, arrives, alone):
+    if draft is None or _comes_late(draft, arrives, spared):
         return None
     order = "prefill" if offer.queues and draft.ranges[-1].worker != decode else "together"
     return draft._replace(decode=decode, within=offer.within, order=order, arrives=arrives)
@@ -283,10 +284,10 @@ def _split_arrives(request: PrefillRequest, draft: Plan, decode: int, fleet: Fle
     return max(0.0, arrival - fleet.now)
 
 
-def _comes_late(draft: Plan, arrives: float, alone: float) -> bool:
+def _comes_late(draft: Plan, arrives: float, spared: float) -> bool:
     """Whether a split whose KV arrives then is no gain any more."""
     seconds, costs = draft.costs["split"], draft.costs
-    return arrives > seconds and arrives + costs["harm"] >= min(costs["unsplit"], alone)
+    return arrives > seconds and arrives + costs["harm"] >= costs["unsplit"] - spared
 
 
 def _split_worker(worker: Seen, first: Seen, waiting: float, fleet: Fleet) -> split.SplitWorker:

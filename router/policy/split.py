@@ -104,7 +104,7 @@ def split(
     cost: PromptCost,
     workers: Iterable[tuple[int, SplitWorker]],
     last: tuple[int, SplitWorker] | None = None,
-    alone: float = math.inf,
+    spared: float = 0.0,
 ) -> Plan | None:
     """Returns the plan with the earliest first token and the least harm. It names no decode worker. None: one
     worker is about as good.
@@ -116,7 +116,7 @@ def split(
         workers: and their rows, in the order in which they are taken. The first one has `cost.cached`. No
             more are read than may take part.
         last: the worker that decodes, if it may have the last range.
-        alone: seconds until a token, if one worker computes the whole prompt and decodes.
+        spared: how much less the best other plan costs than a handover by the first worker.
     """
     taken = list[tuple[int, SplitWorker]]()
     for each in workers:
@@ -126,7 +126,7 @@ def split(
                 break
     first = taken[0][1]
     unsplit = first.wait + cost.work(cost.cached, cost.tokens) / first.speed
-    best, least = None, min(unsplit, alone)
+    best, least = None, unsplit - spared
     for count in range(MOST_WORKERS, 1, -1):
         before = best
         ways = [taken[:count]] if count <= len(taken) else []

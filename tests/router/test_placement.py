@@ -501,7 +501,6 @@ def test_a_choice_explains_itself() -> None:
         "baton.cost_s.decode": decode.prompt_cost + decode.decode_cost(),
         "baton.cost_s.prefill": prefill.prompt_cost + prefill.decode_cost(),
     }
-    assert found.alone == decode.first
     assert "baton.cost_s.prefill" not in place(None, [decode]).attributes()
 
 

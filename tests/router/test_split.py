@@ -26,8 +26,8 @@ def idle(count: int, wait: float = 0.0, speed: float = SPEED) -> list[SplitWorke
     return [SplitWorker(wait if i else 0.0, speed, STEP, FLOOR) for i in range(count)]
 
 
-def split(cost: PromptCost, workers: list[SplitWorker], alone: float = math.inf) -> Plan | None:
-    return split_by_row(cost, enumerate(workers), alone=alone)
+def split(cost: PromptCost, workers: list[SplitWorker], spared: float = 0.0) -> Plan | None:
+    return split_by_row(cost, enumerate(workers), spared=spared)
 
 
 def ends(cost: PromptCost, workers: list[SplitWorker], plan: Plan) -> float:
@@ -116,11 +116,12 @@ def test_a_decode_worker_takes_the_place_of_one_that_shares_its_cpus() -> None:
     assert split_by_row(cost_of(30_000), [(0, on("a"))], last=(1, on("a"))) is None
 
 
-def test_a_plan_is_as_fast_as_a_worker_that_decodes() -> None:
+def test_a_plan_costs_less_than_the_best_other_one() -> None:
     plan = split(cost_of(8_000), idle(2))
     assert plan is not None
-    assert split(cost_of(8_000), idle(2), alone=plan.costs["split"] + 0.001) == plan
-    assert split(cost_of(8_000), idle(2), alone=plan.costs["split"] - 0.001) is None
+    gain = plan.costs["unsplit"] - plan.costs["split"]
+    assert split(cost_of(8_000), idle(2), spared=gain - 0.001) == plan
+    assert split(cost_of(8_000), idle(2), spared=gain + 0.001) is None
 
 
 def test_time_that_busy_workers_lose_counts_by_the_prompts_that_come() -> None:

@@ -93,7 +93,7 @@ def test_shared_prompts_come_earlier_and_others_hardly_later() -> None:
     )
     assert statistics.mean(x.ttft for x in shared) < 0.85 * statistics.mean(x.ttft for x in whole)
     assert statistics.mean(x.ttft_p99 for x in shared) < 1.1 * statistics.mean(x.ttft_p99 for x in whole)
-    assert statistics.mean(x.gap_p99 for x in shared) < statistics.mean(x.gap_p99 for x in whole)
+    assert statistics.mean(x.gap_p99 for x in shared) < 1.01 * statistics.mean(x.gap_p99 for x in whole)
 
 
 @pytest.mark.all
