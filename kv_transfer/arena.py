@@ -51,6 +51,7 @@ class Arena:
         size_of_fd = os.fstat(fd).st_size
         if size_of_fd != size:
             raise ValueError(f"arena fd {fd} has {size_of_fd} bytes, not {size} ({num_slots} × {slot_bytes})")
+        self.pinned = False  # by `device.host_pool.prepare`
         self._map = mmap.mmap(fd, size)
         self.memory = memoryview(self._map)[:slots]  # all slots, for pinning
         self.marks = memoryview(self._map)[slots:]  # see `peer_memory`

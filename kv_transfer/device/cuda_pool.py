@@ -38,6 +38,21 @@ class _Landing:
     free: Event  # after the last kernel that reads it
 
 
+def pin_arena(arena: Arena) -> None:
+    """In place: it is shared with the transfer process, so it cannot be torch's to allocate."""
+    if arena.pinned:
+        return
+    try:
+        pin(torch.frombuffer(arena.memory, dtype=torch.uint8))
+    except RuntimeError as error:
+        raise ValueError(
+            f"--advanced.kv-slots, --advanced.kv-slot-size: {arena.num_slots} slots of "
+            f"{arena.slot_bytes} bytes: {error}; "
+            "give the worker more memory of the host, or use fewer slots"
+        ) from error
+    arena.pinned = True
+
+
 class CudaPool:
     """Gathers and scatters on a side stream, between the pool and the pinned arena.
 
@@ -59,15 +74,7 @@ class CudaPool:
         self._exported: Slots | None = None  # slots that peers read, beside those of the arena
         self._landings: deque[_Landing] = deque()  # the one that is free first, first
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        # Pinned in place: it is shared with the transfer process, so it cannot be torch's to allocate.
-        try:
-            pin(self._arena)
-        except RuntimeError as error:
-            raise ValueError(
-                f"--advanced.kv-slots, --advanced.kv-slot-size: {arena.num_slots} slots of "
-                f"{arena.slot_bytes} bytes: {error}; "
-                "give the worker more memory of the host, or use fewer slots"
-            ) from error
+        pin_arena(arena)
         # Of high priority: few short programs, which would else wait for the end of a large matrix product.
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._pulls = torch.cuda.Stream(self._device, priority=-1)

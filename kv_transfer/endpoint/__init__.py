@@ -7,6 +7,7 @@ engine thread, and none blocks. The transfer process moves the bytes.
 from dataclasses import dataclass
 
 from baton.kv_transfer.arena import ArenaEnd, Arenas
+from baton.kv_transfer.device.host_pool import prepare
 from baton.kv_transfer.endpoint.other_ranks import NO_RANKS, OtherRanks
 from baton.kv_transfer.endpoint.receiver import Receiver
 from baton.kv_transfer.endpoint.sender import Sender
@@ -32,6 +33,11 @@ class Transport:
     def inherited(cls, arenas: Arenas, trace: TraceWriter) -> "Transport":
         """Of rank 0."""
         return cls(*arenas.ends(), trace, arenas.exports, arenas.adopts, OtherRanks(arenas.ranks()))
+
+    def prepare(self, device: str) -> None:
+        """As `device.host_pool.prepare`."""
+        for end in (self.sending, self.receiving):
+            prepare(end.arena, device)
 
     def sender(self, kv: PagedKV) -> Sender:
         return Sender(

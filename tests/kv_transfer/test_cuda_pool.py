@@ -16,10 +16,10 @@ from baton.kv_names.cache_kinds import ATTENTION, HEAD_STATE, STATE, CacheArray,
 from baton.kv_transfer import staging
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import ExportedMemory, PeerDeviceMemory, Slots
-from baton.kv_transfer.device import copy_kernels
+from baton.kv_transfer.device import copy_kernels, cuda_pool
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.cuda_pool import CudaPool
-from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.device.host_pool import HostPool, prepare
 from baton.kv_transfer.device.pool import Pool, Remainder, tensor_planes
 from baton.kv_transfer.endpoint.orders import Ready
 from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing
@@ -251,6 +251,18 @@ def test_an_arena_that_cannot_be_pinned_is_the_users_error(monkeypatch: pytest.M
         ValueError, match=r"--advanced.kv-slots.* 16 slots of 4096 bytes: cannot pin 65536 bytes"
     ):
         CudaPool(cache(PLAIN, 16, 1), Arena.create(SLOTS, SLOT_BYTES), exported=False)
+
+
+def test_a_standby_has_pinned_its_arena_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+    monkeypatch.setattr(cuda_pool, "pin", lambda memory: pinned.append(memory.numel()))
+    arena = Arena.create(SLOTS, SLOT_BYTES)
+    prepare(arena, "cpu")
+    assert pinned == []
+    prepare(arena, "cuda")
+    assert pinned == [SLOTS * SLOT_BYTES]
+    CudaPool(cache(PLAIN, 16, 1), arena, exported=False)
+    assert len(pinned) == 1
 
 
 def test_a_slice_that_is_wrong_or_late_is_found() -> None:

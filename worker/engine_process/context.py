@@ -73,6 +73,7 @@ class Context:
     def _wait_for_turn(self) -> None:
         engine = self.config.engine
         at_low_priority(partial(vocabulary_of, tokenizer_source(engine, str(checkpoint_path(engine)))))
+        self.transport.prepare(engine.device)
         self.link.send(messages.StandsBy())
         self.link.wait_for(messages.TakeOver)
         self.heartbeat.tick()

@@ -7,13 +7,24 @@ Its service runs `python -m baton.worker.engine_process.rank_process`.
 """
 
 import gc
+from collections.abc import Sequence
 from functools import partial
 
+from baton.kv_transfer.arena import Arena
 from baton.worker.engine_process.start import EXIT_START_FAILED, RankProcessConfig, stand_by, start
 
 
 def _nothing(layer: int) -> None:
     pass
+
+
+def _wait(config: RankProcessConfig, arenas: Sequence[Arena]) -> None:
+    from baton.kv_transfer.device.host_pool import prepare
+
+    for arena in arenas:
+        prepare(arena, config.engine.device)
+    assert config.files is not None
+    config.files.wait_for_turn(config.rank)
 
 
 def run(config: RankProcessConfig) -> int:
@@ -26,17 +37,19 @@ def run(config: RankProcessConfig) -> int:
 
     assert config.files is not None, "the engine has several ranks"
     gc.freeze()  # as in the engine process
-    wait = stand_by(config, partial(config.files.wait_for_turn, config.rank)) if config.standby else None
+    arenas = config.arenas
+    mapped = () if arenas is None else arenas.map()
+    wait = stand_by(config, partial(_wait, config, mapped)) if config.standby else None
     try:
         follower = Follower(config.engine, config.rank, config.files, config.kept_files, wait_for_turn=wait)
     except ValueError as error:
         config.files.fail(error)
         return EXIT_START_FAILED
     layer_done, kv = _nothing, paged_kv(follower)
-    if (arenas := config.arenas) is not None:
+    if arenas is not None:
         [rank0], units = arenas.ranks(), Units(kv.layout, kv.ranks)
         copier = RankCopier(
-            kv, rank0, *arenas.map(), exports=arenas.exports, adopts=arenas.adopts,
+            kv, rank0, *mapped, exports=arenas.exports, adopts=arenas.adopts,
             store=units.map(config.store_fds[0]) if config.store_fds else None,
             tiers=tiers_of_rank(config.engine, follower),
         )  # fmt: skip
