@@ -48,7 +48,17 @@ TOKENS = 12
 NEAR = 1e-3
 """Two tokens whose logits differ by less, by the largest logit, may change places by rounding."""
 OTHER = re.compile(r"^class (\w+ForCausalLM)\(", re.MULTILINE)
+QWEN = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+GLM = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    **{
+        f"Qwen{kind}ForConditionalGeneration": {"text_config": {"rope_parameters": QWEN}}
+        for kind in ("2VL", "2_5_VL")
+    },
+    **{
+        f"Glm{kind}ForConditionalGeneration": {"text_config": {"rope_parameters": GLM}}
+        for kind in ("4v", "46V")
+    },
     "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 128, "num_experts": 8},
     "MinistralForCausalLM": {"head_dim": 128, "num_key_value_heads": 8},

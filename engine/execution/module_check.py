@@ -120,6 +120,9 @@ def reduced_settings(config: ModelConfig) -> Sequence[Mapping[str, Any]]:
         narrow["num_attention_heads"] = 4
         if kv_heads is not None:
             narrow["num_key_value_heads"] = 4 if alike else 1 if kv_heads == 1 else 2
+    if heads is not None and "mrope_section" in (settings.get("rope_parameters") or {}):
+        size = settings.get("head_dim") or settings["hidden_size"] // heads  # whose sections have sizes
+        narrow |= {"head_dim": size, "hidden_size": narrow["num_attention_heads"] * size}
     sees = text_of(whole) is not whole
     return [{**whole, "text_config": each} if sees else each for each in (narrow, few)]
 
