@@ -207,6 +207,8 @@ async def test_a_decode_goes_on_after_the_first_token(
         assert decode.costs.step_table is not None
         if "one_process" in options:  # the test sees steps of its own process
             assert decode.server.bounded > 0, "prompts beside decodes"
+            one_decodes = (others[0], greedy | {"max_tokens": 60}, None)
+            await decode.answers([one_decodes, *((each, greedy, None) for each in prompts_of([400, 401], 3))])
         assert first != [tokens[:1] for tokens in generated(model, prompts, 1)], "sampled"
         continued = [prompt + token for prompt, token in zip(prompts, first, strict=True)]
         rest = generated(model, continued, TOKENS - 1)

@@ -94,12 +94,22 @@ def serve(model: str, arguments: dict[str, Any], questions: TextIO, answers: Tex
 
 
 def count_bounded_steps() -> list[int]:
-    """Returns a list with their number. None if the scheduler is in another process."""
+    """Returns a list with their number. None if the scheduler is in another process. In a worker, each step
+    has at most one prompt that it does not end."""
     from baton.vllm_worker.connector import BatonConnector
 
-    build, steps = BatonConnector.build_connector_meta, [0]
+    build, steps, prompts = BatonConnector.build_connector_meta, [0], dict[str, int]()
 
     def checked(self: BatonConnector, scheduler_output: Any) -> Any:
+        counts = scheduler_output.num_scheduled_tokens
+        prompts.update((new.req_id, len(new.prompt_token_ids)) for new in scheduler_output.scheduled_new_reqs)
+        for preempted in scheduler_output.preempted_req_ids or ():
+            prompts.pop(preempted, None)  # it computes its output again, too
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        going_on = [x for x in computed if computed[x] + counts[x] < prompts.get(x, 0)]
+        assert len(going_on) <= 1 or not self._settings.attach, going_on
         bound = self._vllm_config.scheduler_config.long_prefill_token_threshold
         largest = max(scheduler_output.num_scheduled_tokens.values(), default=0)
         if bound > 1:
