@@ -339,6 +339,8 @@ class Worker:
         for request in self._prompts:
             if not request.computable:  # the step under way has the last tokens, or a range has not begun
                 continue
+            if decodes and request.earliest_end(self, 0.0) > self._clock.now:
+                continue  # the decodes would wait for another worker
             if request.number not in self._leases:
                 if not self._begin(request):
                     return
