@@ -243,9 +243,7 @@ class AttemptPair:
         for row, attempt in attempts.items():
             last = attempt is prefill
             request = self._request(plan, self.output_ids, plan.within, last=not last or plan.decode is None)
-            if not last:
-                del request.prompt_ids[max(part.stop for part in plan.ranges if part.worker == row) :]
-                # What it samples means nothing.
+            if not last:  # what it samples means nothing
                 request.sampling.CopyFrom(pb.SamplingParams(top_p=1, repetition_penalty=1, max_tokens=1))
             submit = pb.SubmitPrefill(
                 prefill_id=attempt.id,
@@ -255,7 +253,8 @@ class AttemptPair:
                 content=None if plan.source is None else plan.source.message(pool.by_row),
                 plan=ranges,
             )
-            self._submit(attempt, pb.RouterMessage(prefill=submit))
+            stop = max(part.stop for part in plan.ranges if part.worker == row) if prefill.parts else None
+            self._submit(attempt, pb.RouterMessage(prefill=submit), stop=stop)
 
     def _submit_decode(self, plan: Plan) -> None:
         """The worker fetches the KV of the current prefill, and repeats its token. Without a prefill it
@@ -299,7 +298,7 @@ class AttemptPair:
         *,
         last: bool = False,
     ) -> pb.Request:
-        """Builds the message to a worker, without images. `output_ids` were emitted before.
+        """Builds the message to a worker, without prompt and images. `output_ids` were emitted before.
 
         `within`: seconds in which the prompt should be computed. 0: it is in no hurry.
         `last`: the worker generates no more than one token.
@@ -307,7 +306,6 @@ class AttemptPair:
         job = self.job
         request = pb.Request(
             request_id=self._id,
-            prompt_ids=job.prompt_ids,
             output_ids=output_ids,
             sampling=job.sampling,
             timeout_ms=max(1, int(1000 * self.context.entry.deadline.seconds_left)),
@@ -330,9 +328,18 @@ class AttemptPair:
             sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
         return request
 
-    def _submit(self, attempt: Attempt, message: pb.RouterMessage, *, computes_prompt: bool = True) -> None:
-        """`computes_prompt`: the worker needs images."""
+    def _submit(
+        self,
+        attempt: Attempt,
+        message: pb.RouterMessage,
+        *,
+        stop: int | None = None,
+        computes_prompt: bool = True,
+    ) -> None:
+        """`stop`: of the prompt that the worker gets; None: all of it. `computes_prompt`: it needs images."""
         request = message.prefill.request if message.HasField("prefill") else message.decode.request
+        # Last, since each message that has a message copies it.
+        request.prompt_ids.extend(self.job.prompt_ids[:stop])
         worker, cached = attempt.worker, attempt.plan.cached
         encodes = computes_prompt and not worker.description.image_fingerprint
         for image in self.job.images:
