@@ -3,12 +3,12 @@
 `sticky` prefers the worker that has the prefix cached. `round_robin` is the smallest policy.
 """
 
+import math
 import random
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -141,26 +141,51 @@ class PrefillRequest:
     """Of the weights that are to compute it. None: all workers have the same."""
 
 
-class PrefillSnapshot(NamedTuple):
+@dataclass(slots=True)
+class PrefillSnapshot:
     """The prefill workers at the time of one choice, made by `PrefillLoads`. Arrays are indexed by row.
 
-    A worker that must not be chosen has an infinite `wait` and nothing cached.
+    A worker that must not be chosen has an infinite wait and nothing cached.
     """
 
     ring: Ring
     """All workers that take work, including avoided ones."""
     rows: np.ndarray
     """int64[n], n ≥ 1: the rows that may be chosen, in order of their workers' names."""
-    wait: np.ndarray
-    """float64, seconds: time to compute the uncached tokens that are ahead, at measured speed."""
     speed: np.ndarray
     """float64, tokens/s."""
     cached: Overlap
     """The cached beginning of the request at each worker, as far as known."""
     load: Callable[[int], float]
     """Seconds in which the worker of a row copies to its device what it has cached below."""
-    mean_prompt: float = 0.0
+    mean_prompt: float
     """Tokens that a prompt needed to compute lately."""
+    now: float
+    least_wait: np.ndarray
+    wait_until: np.ndarray
+    """float64: the wait is at least the first, in seconds, and lasts until the second."""
+    moves: np.ndarray | None
+    """float64: seconds until the adapter of the request is on the device. None: it needs none."""
+    avoided: Collection[int]
+    """Rows that must not be chosen."""
+
+    @property
+    def wait(self) -> np.ndarray:
+        """float64, seconds: time to compute the uncached tokens that are ahead, at measured speed."""
+        wait = np.maximum(self.least_wait, self.wait_until - self.now)
+        if self.moves is not None:
+            wait += self.moves
+        if self.avoided:
+            wait[list(self.avoided)] = np.inf
+        return wait
+
+    def wait_of(self, row: int) -> float:
+        """That of one worker."""
+        if row in self.avoided:
+            return math.inf
+        least, left = self.least_wait.item(row), self.wait_until.item(row) - self.now
+        wait = left if left > least else least
+        return wait if self.moves is None else wait + self.moves.item(row)
 
     def compared(self, chosen: int, suits: Callable[[int], bool], rng: random.Random) -> list[int]:
         """The rows to compare in detail: `chosen`, and others that suit; of many, some at random."""
@@ -193,12 +218,14 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
        while others are idle: `bench.routing_sim` with 64 workers then has 71 % cache hits instead of 87 %. A
        document of thousands of tokens stays on few workers.
     """
-    wait, cached, rows = snapshot.wait, snapshot.cached, snapshot.rows
-    mean = float(np.add.reduce(wait if len(rows) == len(wait) else wait.take(rows))) / len(rows)
-    bound = mean * (1 + 1e-9)  # of equal waits the mean may be rounded down
-    home = -1
+    cached, home, bound = snapshot.cached, -1, -1.0
     for home in snapshot.ring.walk(request.key):
-        if wait.item(home) <= bound:  # at least one worker is not above the mean
+        if not (wait := snapshot.wait_of(home)):
+            break
+        if bound < 0:
+            rows = snapshot.rows  # of equal waits the mean may be rounded down
+            bound = float(np.add.reduce(snapshot.wait.take(rows))) / len(rows) * (1 + 1e-9)
+        if wait <= bound:  # at least one worker is not above the mean
             break
     if cached is NOTHING_CACHED or not (saved := cached.most - cached.of(home)):
         return home
@@ -206,7 +233,7 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
         return home
 
     def cost(row: int, hit: int) -> float:
-        return wait.item(row) + snapshot.load(row) + (request.tokens - hit) / snapshot.speed.item(row)
+        return snapshot.wait_of(row) + snapshot.load(row) + (request.tokens - hit) / snapshot.speed.item(row)
 
     # Routers that see the same costs send different sessions to different ones of equal workers.
     costs = ((cost(row, cached.most), (row ^ request.key) & _ROW, row) for row in cached.holders())

@@ -439,18 +439,17 @@ class PrefillLoads:
         rows, among = self._rows, self._among
         if not len(rows):
             return None
-        wait = np.maximum(self._least_wait, self._wait_until - now)
+        moves = None
         if request.adapter:
             moves = self._move_seconds.copy()
             moves[[*self._with_adapter.get(request.adapter, ())]] = 0.0
-            wait += moves
-        avoided = [row for row in avoid if among >> row & 1]
-        if 0 < len(avoided) < len(rows):
+        avoided = [row for row in avoid if among >> row & 1] if avoid else []
+        if len(avoided) == len(rows):
+            avoided = []
+        if avoided:
             rows = np.setdiff1d(rows, avoided, assume_unique=True)  # keeps the order of `rows`
             among &= ~sum(1 << row for row in avoided)
-            wait[avoided] = np.inf
         cached = self.index.overlap(request.chunks, request.tokens, self._block_size, among, self._stores)
-
         below_device = self._stores or self.index.has_offloaded
 
         def load(row: int) -> float:
@@ -458,7 +457,19 @@ class PrefillLoads:
                 return 0.0
             return self._load_seconds(row, request.chunks[: cached.of(row) // CHUNK_TOKENS])
 
-        return PrefillSnapshot(self._ring, rows, wait, self._speed, cached, load, self._prompts.value)
+        return PrefillSnapshot(
+            self._ring,
+            rows,
+            self._speed,
+            cached,
+            load,
+            self._prompts.value,
+            now,
+            self._least_wait,
+            self._wait_until,
+            moves,
+            avoided,
+        )
 
     def _load_seconds(self, row: int, chunks: Sequence[int]) -> float:
         """A worker computes what it would not load faster."""

@@ -32,6 +32,7 @@ def one(block_size: int = 16) -> tuple[PrefillLoads, int]:
 def look(loads: PrefillLoads, now: float, tokens: int = 100, chunks: list[int] = []) -> PrefillSnapshot:  # noqa: B006
     snapshot = loads.snapshot(PrefillRequest(key=1, tokens=tokens, chunks=chunks), now)
     assert snapshot is not None
+    assert [snapshot.wait_of(row) for row in snapshot.rows] == snapshot.wait[snapshot.rows].tolist()
     return snapshot
 
 
