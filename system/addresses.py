@@ -29,6 +29,12 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def split_addresses(address: str) -> list[tuple[str, int]]:
+    """The hosts of "HOST,HOST:PORT", each with the port. Raises ValueError without a port."""
+    hosts, port = split_address(address)
+    return [(host.strip("[]"), port) for host in hosts.split(",")]
+
+
 def numeric_address(name: str) -> str:
     """The address of a host name, an IPv4 address if it has one. Raises OSError if it has none."""
     found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)

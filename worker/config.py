@@ -144,7 +144,7 @@ class WorkerConfig(RoleConfig):
                 raise ValueError("--kv-store: vLLM's engine cannot use it; leave it out with --engine vllm")
         for source in self.kv_bind:
             _check_source(source)
-        if self.kv_host in _WILDCARDS:
+        if any(host in _WILDCARDS for host in (self.kv_host or "none").split(",")):
             raise ValueError(
                 f"--advanced.kv-host: {self.kv_host!r} is not an address that decode workers can connect "
                 "to; give the address of the network that carries KV"
@@ -196,31 +196,26 @@ class WorkerConfig(RoleConfig):
         return address
 
     def kv_address(self) -> str | None:
-        """Returns `kv_host` as a numeric address, or an address of the interface of that name: an IPv4
-        address if it has one.
+        """Returns `kv_host` as numeric addresses "HOST,HOST": of an interface its IPv4 address if it has one.
 
-        Raises ValueError if it is neither, or the interface has no address that reaches further than a link.
-        """
-        if self.kv_host is None:
-            return None
-        if (addresses := psutil.net_if_addrs().get(self.kv_host)) is None:
-            return _numeric("--advanced.kv-host", self.kv_host)
-        found = [each for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
-        # Only this machine knows which link an address such as fe80::1%eth0 is of.
-        routed = [each for each in found if "%" not in each.address]
-        if not routed:
-            raise ValueError(
-                f"--advanced.kv-host: the interface {self.kv_host} has no IP address; give an address"
-            )
-        return min(routed, key=lambda each: each.family != socket.AF_INET).address
+        Raises ValueError for what is neither, or an interface without an address that reaches further than a
+        link."""
+        return self.kv_host and ",".join(map(_card, self.kv_host.split(",")))
 
     def reachable_kv_host(self) -> str:
-        """Returns the numeric address that decode workers connect to. Raises ValueError if there is none."""
+        """Returns the numeric addresses that decode workers connect to, as `kv_address`. Raises ValueError if
+        there is none."""
         return self.kv_address() or _numeric("--host", self.reachable_host())
 
     def kv_listen_host(self) -> str:
-        """Returns the address on which KV lanes are accepted: perhaps a name, or a wildcard."""
+        """Returns the addresses on which KV lanes are accepted: perhaps a name, or a wildcard."""
         return self.kv_address() or self.host.strip("[]")
+
+    @property
+    def lane_sources(self) -> tuple[str, ...]:
+        """Interfaces or own addresses from which lanes go out, in turn. Empty: by route."""
+        cards = tuple((self.kv_address() or "").split(","))
+        return self.kv_bind or (cards if len(cards) > 1 else ())
 
     def logging(self, incarnation: int, process: str = "") -> dict[str, Any]:
         """Returns the logging configuration of the child `process`, or of the service process if it is ""."""
@@ -237,6 +232,18 @@ class WorkerConfig(RoleConfig):
             return None
         number = f"-{replacements + 1}" if replacements else ""
         return str(Path(self.trace_dir) / f"{self.role}-{self.index}-{process}{number}.trace")
+
+
+def _card(name: str) -> str:
+    """The numeric address of an interface, an address or a name."""
+    if (addresses := psutil.net_if_addrs().get(name)) is None:
+        return _numeric("--advanced.kv-host", name)
+    found = [each for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
+    # Only this machine knows which link an address such as fe80::1%eth0 is of.
+    routed = [each for each in found if "%" not in each.address]
+    if not routed:
+        raise ValueError(f"--advanced.kv-host: the interface {name} has no IP address; give an address")
+    return min(routed, key=lambda each: each.family != socket.AF_INET).address
 
 
 def _numeric(flag: str, host: str) -> str:

@@ -33,7 +33,10 @@ class WorkerOptions:
     host: str = opt("127.0.0.1", "Address at which routers reach this worker.", "ADDRESS")
     port: int = opt(0, "Port of gRPC, for routers.", "PORT", **PORT)
     kv_host: str | None = advanced(
-        None, "Address or interface of the network for KV.", "ADDRESS", shown="as --host"
+        None,
+        "Addresses or interfaces of the network for KV, of one card or several.",
+        "ADDRESS,…",
+        shown="as --host",
     )
     kv_port: int = opt(0, "Port of KV lanes.", "PORT", **PORT)
     metrics_port: int = opt(0, "Port of Prometheus metrics.", "PORT", **PORT)
@@ -207,7 +210,7 @@ class TransferOptions:
         None,
         "Interfaces or local addresses over which a worker spreads the lanes that it opens.",
         "NIC,NIC",
-        shown="by route",
+        shown="those of --advanced.kv-host, if it has several; by route",
     )
     kv_slot_size: str = advanced(
         "8MiB", "Size of a slice of KV and of a slot of the staging arena.", "SIZE", check=check_size

@@ -93,7 +93,7 @@ class TransferProcess:
         )
         make_sessions["sender"] = partial(SendingSession, self._prefill)
         make_sessions["receiver"] = partial(ReceivingSession, self._decode)
-        self._listener = listen_at(config.host, config.port)
+        self._listeners = listen_at(config.host, config.port)
         self._ticks = (0, time.monotonic())  # the engine's counter, and when it was seen to change
         self._next_tick = 0.0
         self._next_stats = 0.0
@@ -104,10 +104,10 @@ class TransferProcess:
         signal.signal(signal.SIGTERM, self._stop)
         self._watch_channels()
         self._loop.watch(self._service.fileno(), select.EPOLLIN, self._from_service)
-        self._watch_listener()
+        self._watch_listeners()
         for mover in self._forked:
             self._watch_mover(mover)
-        self._tell(spawn.Ready(self._listener.getsockname()[1]))
+        self._tell(spawn.Ready(self._listeners[0].getsockname()[1]))
         try:
             while not self._stopping:
                 busy = self._prefill.busy or self._decode.busy
@@ -162,12 +162,13 @@ class TransferProcess:
             call = partial(self._from_engine, channel, side.engine)
             self._loop.watch(channel.fileno(), select.EPOLLIN | room, call)
 
-    def _watch_listener(self) -> None:
-        self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
+    def _watch_listeners(self) -> None:
+        for listener in self._listeners:
+            self._loop.watch(listener.fileno(), select.EPOLLIN, partial(self._accept, listener))
 
-    def _accept(self, _: int) -> None:
-        if not self._connector.accept(self._listener):
-            self._loop.forget(self._listener.fileno())  # until the next tick: it stays readable
+    def _accept(self, listener: socket.socket, _: int) -> None:
+        if not self._connector.accept(listener):
+            self._loop.forget(listener.fileno())  # until the next tick: it stays readable
 
     def _tick(self, now: float) -> None:
         if self._heartbeat.ticks != self._ticks[0]:
@@ -179,7 +180,7 @@ class TransferProcess:
         self._decode.tick(now)
         for mover in self._forked:
             mover.check(now)
-        self._watch_listener()
+        self._watch_listeners()
         if now >= self._next_stats:
             self._next_stats = now + 1.0
             self._tell(self._stats())
@@ -257,11 +258,15 @@ def _flush_due(channel: Channel) -> float | None:
     return None
 
 
-def listen_at(host: str, port: int) -> socket.socket:
-    listener = listening_socket(host, port, backlog=128)
-    listener.setblocking(False)
-    use_cubic(listener)
-    return listener
+def listen_at(hosts: str, port: int) -> list[socket.socket]:
+    """On one port of each of "HOST,HOST"."""
+    listeners = list[socket.socket]()
+    for address in hosts.split(","):
+        listeners.append(listener := listening_socket(address, port, backlog=128))
+        listener.setblocking(False)
+        use_cubic(listener)
+        port = listener.getsockname()[1]
+    return listeners
 
 
 def main() -> int:

@@ -150,4 +150,6 @@ class Handshake:
         if kind not in ("eof", "socket") and self.connection.closing is None:
             self._places.counters.refuse(kind, f"in handshake: {why}")
         if self.session is not None:
+            if isinstance(self._party, Initiator):
+                self.session.fails(self._party.lane)
             self.session.end("unreachable", why)

@@ -1,8 +1,9 @@
 """The prefill workers that decode fetches from: connects, waits between attempts, and repeats ACKs."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from baton.kv_transfer.config import MAX_LANES, TransferConfig
 from baton.kv_transfer.process.stats import printable
@@ -10,13 +11,20 @@ from baton.kv_transfer.process.tcp_session import CROWDED, Session
 from baton.kv_transfer.protocol.acks import Acks
 from baton.kv_transfer.protocol.fetches import MENDABLE, PeerKey
 from baton.kv_transfer.protocol.messages import Ack
-from baton.system.addresses import split_address
+from baton.system.addresses import split_addresses
 
 log = logging.getLogger("baton.kv")
 
-# (address, incarnation, number of lanes): starts a session with that prefill worker. `session_up` or
-# `session_down` follows. OSError: the session cannot start.
-Connect = Callable[[tuple[str, int], int, int], Session]
+
+class Connect(Protocol):
+    """Starts a session with a prefill worker, as `TcpConnector.connect`. `session_up` or `session_down`
+    follows. OSError: the session cannot start."""
+
+    def __call__(
+        self, addresses: Sequence[tuple[str, int]], incarnation: int, lanes: int, avoid: Collection[int], /,
+        *, narrow: bool,
+    ) -> Session: ...  # fmt: skip
+
 
 _BACKOFF = (0.05, 1.0)  # seconds before lanes reopen: first and longest
 # This side ended the session, and all that was sent will arrive. Or the peer did, and had all ACKs: CROWDED.
@@ -41,6 +49,10 @@ class Peer:
     backoff: float = _BACKOFF[0]
     refused: int = 0  # attempts that could not start since a session was up
     used: float = 0.0  # when it last had a transfer
+    bad: set[int] = field(default_factory=set)  # pairs of cards that carried nothing, as in `Session.ways`
+    bad_at: float = 0.0  # when that was last seen
+    narrow: bool = False  # a session came up, and then no frame came: the next has small packets
+    mtu_told: bool = False
 
 
 class Peers:
@@ -78,12 +90,21 @@ class Peers:
             if transfers:
                 peer.used = now
             peer.acks.expire(now)
+            if peer.narrow and not peer.mtu_told and peer.session is not None and peer.session.kv_moved:
+                peer.mtu_told = True
+                log.error(
+                    "KV from %s comes in small packets only, which are slow: packets of full size are lost "
+                    "on the way. Use the same MTU on both hosts and between them.", printable(peer.address),
+                )  # fmt: skip
             wanted = transfers or bool(peer.acks.waiting)
             if peer.session is None and wanted:
                 self._connect(peer, now)
             elif peer.session is None:
                 del self._peers[peer.key]
-            elif not wanted and now >= peer.used + self._config.deadlines.idle_close:
+            elif not wanted and now >= (
+                (peer.bad_at if peer.bad else peer.used) + self._config.deadlines.idle_close
+            ):
+                peer.bad = set()  # the next lanes try all cards
                 peer.session.end("idle", "no transfer for a while")
 
     # ------------------------------------------------------------ what the connector reports
@@ -102,8 +123,14 @@ class Peers:
     def session_down(self, session: Session, reason: str, now: float) -> Peer:
         peer = self.by_session.pop(session.number)
         peer.session = None
+        if session.bad:
+            text = "no KV from %s over pairs of cards %s; others carry it"
+            log.warning(text, printable(peer.address), sorted(session.bad))
+            peer.bad, peer.bad_at = peer.bad | session.bad, now
         if peer.up:
             peer.up = False
+            # Perhaps packets of full size are lost on the way, and those of the handshake are not.
+            peer.narrow |= reason == "dead" and not session.kv_moved
             if reason in _CLEAN:
                 peer.acks.clear()
             else:
@@ -128,7 +155,8 @@ class Peers:
         wanted = self._config.lanes + bool(self._config.movers)  # lane 0 carries no KV then
         lanes = max(1, min(wanted, MAX_LANES, self._config.max_lanes // len(self._peers)))
         try:
-            peer.session = self._open_session(split_address(peer.address), peer.key, lanes)
+            addresses = split_addresses(peer.address)
+            peer.session = self._open_session(addresses, peer.key, lanes, peer.bad, narrow=peer.narrow)
         except (OSError, ValueError) as e:
             if not peer.refused:
                 log.warning("cannot connect to %s: %s", printable(peer.address), e)

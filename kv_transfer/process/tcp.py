@@ -3,11 +3,10 @@
 import contextlib
 import errno
 import ipaddress
-import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.process.handshakes import Handshake, Handshakes
@@ -21,6 +20,8 @@ from baton.kv_transfer.protocol.messages import HelloOpen, Identity, Ping, Side,
 from baton.kv_transfer.trace import TraceWriter
 
 _ACCEPTED_AT_ONCE = 64  # connections; the lanes have their turn before the next ones
+SMALL_SEGMENT = 1200
+"""Bytes of a TCP segment that each network carries: the least MTU of IPv6 is 1,280."""
 _SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -51,19 +52,36 @@ class TcpConnector:
 
     # ------------------------------------------------------------ opening
 
-    def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
-        """Start a session. `session_up` or `session_down` follows. OSError: the session cannot start."""
+    def connect(
+        self, addresses: Sequence[tuple[str, int]], incarnation: int, lanes: int, avoid: Collection[int],
+        *, narrow: bool,
+    ) -> Session:  # fmt: skip
+        """Starts a session. `session_up` or `session_down` follows. OSError: the session cannot start.
+
+        `addresses`: of the cards of the peer. Lanes take turns with them, and with the cards of this side. So
+        each way is a pair of cards. `avoid`: those that carried nothing lately. `narrow`: the peer sends
+        packets of `SMALL_SEGMENT`."""
         session = self._session("receiver", os.urandom(16), lanes)
-        session.address = f"{address[0]}:{address[1]}"
+        session.address = f"{addresses[0][0]}:{addresses[0][1]}"
+        sources = self.config.bind or (None,)
+        all_ways = range(max(len(addresses), len(sources)))
+        ways = [way for way in all_ways if way not in avoid] or [*all_ways]
         sockets: list[socket.socket] = []
-        try:
-            sources = itertools.cycle(self.config.bind or (None,))
-            for source in itertools.islice(sources, lanes):
-                sockets.append(connecting(address, source))
-        except OSError:
-            for sock in sockets:
-                sock.close()
-            raise
+        while len(sockets) < lanes:
+            way = ways[len(sockets) % len(ways)]
+            try:
+                address, source = addresses[way % len(addresses)], sources[way % len(sources)]
+                sockets.append(connecting(address, source, SMALL_SEGMENT if narrow else 0))
+            except OSError:
+                ways.remove(way)
+                if ways:
+                    session.bad.add(way)
+                    continue
+                for sock in sockets:
+                    sock.close()
+                raise
+            if len(all_ways) > 1:
+                session.ways.append(way)
         self.sessions.by_id[session.id] = session
         for number, sock in enumerate(sockets):
             party = Initiator(
@@ -129,7 +147,12 @@ class TcpConnector:
             age = int(self._tick_age(now) * 1000)
             ping = encode(Ping(min(age, (1 << 32) - 1)))
         for session in list(self.sessions.by_id.values()):
-            if len(session.lanes) < session.lane_count and now >= session.opened + limits.handshake:
+            # If lanes over other cards are up, one that is not need not be waited for.
+            others = session.lanes and len({*session.ways}) > 1
+            patience = limits.handshake / 5 if others else limits.handshake
+            if len(session.lanes) < session.lane_count and now >= session.opened + patience:
+                for number in set(range(session.lane_count)).difference(session.lanes):
+                    session.fails(number)
                 self.counters.expire("handshake", f"{session.name}: {len(session.lanes)} lanes came up")
                 session.end("unreachable" if not session.up else "lost", "not all lanes came up")
             elif session.lanes and now >= min(x.heard for x in session.lanes.values()) + limits.peer_dead:
@@ -185,11 +208,11 @@ def _network_of(host: str) -> str:
     return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
 
 
-def connecting(address: tuple[str, int], source: str | None) -> socket.socket:
+def connecting(address: tuple[str, int], source: str | None, segment: int = 0) -> socket.socket:
     """A socket that connects or is connected. OSError: the connect cannot start.
 
     `source`: the interface that the lane uses, or an address of this machine. Addresses are numeric: a name
-    lookup would block all lanes.
+    lookup would block all lanes. `segment`: most bytes of a packet to here. 0: as the interface says.
     """
     infos = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     family, kind, protocol, _, sockaddr = infos[0]
@@ -197,6 +220,8 @@ def connecting(address: tuple[str, int], source: str | None) -> socket.socket:
     sock.setblocking(False)
     use_cubic(sock)
     try:
+        if segment:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
         if source is not None and source in (name for _, name in socket.if_nameindex()):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, source.encode())
         elif source is not None:

@@ -99,6 +99,8 @@ class Session(LaneOwner, Generic[H]):
         self.kv_lanes: list[Lane] = []
         self.joining: list[Connection] = []  # that this side opened, until they are authenticated or closed
         self.address = "an unknown address"  # where this side connected to
+        self.ways: list[int] = []  # of each lane that this side opened: its pair of cards, by number
+        self.bad: set[int] = set()  # those that carry nothing, as far as is known
         self.peer: wire.Identity | None = None  # known from `session_up` on
         self.transport = "tcp"  # how most of its KV comes
         self.slot_bytes = 0  # the largest payload that both sides take
@@ -139,10 +141,24 @@ class Session(LaneOwner, Generic[H]):
         if self.ended:
             return
         self.ended = True
+        self._note_silent()
         self._sessions.ended(self, reason, detail)
         for lane in (*self.joining, *self.lanes.values()):
             lane.close_soon(reason, detail)
         self._over()
+
+    def fails(self, lane: int) -> None:
+        """The lane cannot be opened, or is silent. If others could be, its card was lost."""
+        if self.ways and self.lanes:
+            self.bad.add(self.ways[lane])
+
+    def _note_silent(self) -> None:
+        if not self.ways:
+            return
+        quiet = time.monotonic() - self._sessions.config.deadlines.peer_dead / 2
+        for number, lane in self.lanes.items():
+            if lane.heard < quiet:
+                self.fails(number)
 
     def _over(self) -> None:
         if self.ended and self._open == 0:

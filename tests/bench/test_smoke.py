@@ -54,6 +54,7 @@ SHORT = (
 ELSEWHERE = {
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
+    "link": "needs root, and takes minutes",
     "routing_sim": "test_runs_routing_sim",
     "speculation": "takes minutes on a CPU",
     "vllm": "tests/vllm_worker/test_bench.py",

@@ -1,6 +1,7 @@
 """Lanes have Linux's own congestion control on both ends, whatever the machine's is."""
 
 import socket
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def machines_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("machines_own")
 def test_both_ends_of_a_lane() -> None:
-    with socket.socket() as plain, listen_at("127.0.0.1", 0) as listener:
+    with socket.socket() as plain, closing(listen_at("127.0.0.1", 0)[0]) as listener:
         assert congestion_control(plain) == b"reno"
         with connecting(listener.getsockname(), None) as near:
             wait([listener.fileno()], None)

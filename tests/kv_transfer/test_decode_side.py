@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Collection, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -48,6 +49,7 @@ class Peer:
         self.number = number
         self.said: list[tuple[Any, bytes]] = []
         self.ended = ""
+        self.bad = set[int]()
 
     def send(self, message: Any, transfer_id: bytes = b"") -> None:
         self.said.append((message, transfer_id))
@@ -65,10 +67,15 @@ class Network:
     def __init__(self, *, refuses: bool = False) -> None:
         self.refuses = refuses  # at once
         self.attempts: list[tuple[tuple[str, int], int]] = []
+        self.tried: list[tuple[set[int], bool]] = []  # ways to avoid, and whether packets are small
         self.session: Peer | None = None  # the last
 
-    def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
-        self.attempts.append((address, lanes))
+    def connect(
+        self, addresses: Sequence[tuple[str, int]], incarnation: int, lanes: int, avoid: Collection[int], /,
+        *, narrow: bool,
+    ) -> Session:  # fmt: skip
+        self.attempts.append((addresses[0], lanes))
+        self.tried.append((set(avoid), narrow))
         if self.refuses:
             raise ConnectionRefusedError("no process listens")
         self.session = Peer(len(self.attempts))
@@ -331,6 +338,45 @@ def committed(world: Side, *transfers: bytes) -> Peer:
     return session
 
 
+def test_lanes_leave_out_a_card_that_carries_nothing_and_try_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Side(monkeypatch, Network())
+    world.fetch(b"t" * 16)
+    world.up().bad = {1}
+    world.down("dead")
+    world.fetch(b"u" * 16)
+    session = world.up()
+    world.complete(b"u" * 16)
+    world.side.engine(lm.InjectedIn(b"u" * 16))
+    world.side.tick(world.now + 59)
+    assert not session.ended
+    world.side.tick(world.now + 60)
+    assert session.ended == "idle"
+    world.down("idle")
+    world.fetch(b"v" * 16)
+    assert [avoid for avoid, _ in world.network.tried] == [set(), {1}, set()]
+
+
+def test_small_packets_are_tried_where_lanes_come_up_and_no_frame_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = Side(monkeypatch, Network())
+    for transfer, moved, reason in ((b"t", 3.0, "dead"), (b"u", 0.0, "eof"), (b"v", 0.0, "dead")):
+        world.fetch(transfer * 16)
+        world.up().kv_moved = moved
+        world.down(reason)
+    world.fetch(b"w" * 16)
+    session = world.up()
+    assert [narrow for _, narrow in world.network.tried] == [False, False, False, True]
+    world.side.tick(world.now)
+    assert "MTU" not in caplog.text
+    session.kv_moved = 1.0
+    world.side.tick(world.now)
+    world.side.tick(world.now)
+    assert caplog.text.count("Use the same MTU") == 1
+
+
 def test_small_frames_behind_a_lost_packet_are_not_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel has them all when the packet comes again: each is there when its header is read."""
     monkeypatch.setattr(link_rates, "ENOUGH", (1, 0.0))
@@ -341,7 +387,7 @@ def test_small_frames_behind_a_lost_packet_are_not_fast(monkeypatch: pytest.Monk
         s = kv_slice(world.slots, transfer)
         world.side.arrivals.begins(session, s)
         world.side.came(session, s, True, now, now)
-    assert world.side.links(101.0) == {9: (pytest.approx(2 * 256 / 1.0), 0)}
+    assert world.side.links(101.0)[9][:2] == (pytest.approx(2 * 256 / 1.0), 0)
 
 
 def test_a_transfer_whose_bytes_come_is_slow_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

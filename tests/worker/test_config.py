@@ -95,6 +95,12 @@ def test_decode_workers_get_a_numeric_address(flag: str) -> None:
 def test_kv_host_may_name_an_interface() -> None:
     assert config(kv_host="lo").reachable_kv_host() == "127.0.0.1"
     assert config(kv_host="10.1.2.3").reachable_kv_host() == "10.1.2.3"
+    cards = config(kv_host="lo,10.1.2.3")
+    assert (cards.reachable_kv_host(), cards.lane_sources) == (
+        "127.0.0.1,10.1.2.3",
+        ("127.0.0.1", "10.1.2.3"),
+    )
+    assert config(kv_host="10.1.2.3").lane_sources == ()
     assert config(host="10.0.0.1").reachable_kv_host() == "10.0.0.1"
 
 

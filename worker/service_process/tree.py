@@ -278,7 +278,8 @@ class WorkerTree:
         if images is not None:
             assert self._images is not None, "the engine fetches images as it was told"
             await self._start_transfer(self._images, images)
-        return f"{url_host(config.reachable_kv_host())}:{port}"
+        hosts = config.reachable_kv_host().split(",")
+        return f"{','.join(map(url_host, hosts))}:{port}"
 
     async def _start_transfer(self, transfer: Transfer, start: TransferConfig) -> int:
         """Returns the port of its lanes."""
@@ -325,7 +326,7 @@ class WorkerTree:
             lanes=config.kv_lanes,
             # An image takes at least one block of an encoder: no more could be on their way.
             max_pins=engine.description.num_blocks if config.role == "encode" else MOST_PINS,
-            bind=config.kv_bind,
+            bind=config.lane_sources,
             encrypt=config.kv_encrypt,
             exports=self._exported,
             reader=config.kv_connector if config.reader else "",

@@ -4,7 +4,7 @@
     host 0 ── veth ─┤ bridge, in a namespace of its own
     host 1 ── veth ─┘
 
-A host has one link to the bridge, with a token bucket (TBF) for each direction.
+A host has one link to the bridge or several, its cards, with a token bucket (TBF) for each direction.
 """
 
 import contextlib
@@ -36,12 +36,22 @@ def _set_network(descriptor: int) -> None:
 
 
 class Host:
-    """One of `Hosts`."""
+    """One of `Hosts`.
+
+    Attributes:
+        address: IPv4, of its first card.
+        addresses: of all of its cards.
+        address6: IPv6, of the first one.
+    """
 
     def __init__(self, network: "Hosts", number: int) -> None:
-        self.address = f"{network.prefix}.{number + 1}"
-        self._space, self._port, self._bridge = f"{network.name}h{number}", f"h{number}", network.name
-        network.link(self._port, self._space, "eth0", self.address)
+        self.addresses = [f"{prefix}.{number + 1}" for prefix in network.prefixes]
+        self.address, self.address6 = self.addresses[0], f"{network.prefix6}{number + 1}"
+        self._space, self._bridge = f"{network.name}h{number}", network.name
+        self._cards = [(f"eth{card}", f"h{number}c{card}") for card in range(len(self.addresses))]
+        for (device, port), address in zip(self._cards, self.addresses, strict=True):
+            network.link(port, self._space, device, address)
+        _run("ip", "-n", self._space, "address", "add", f"{self.address6}/64", "dev", "eth0", "nodad")
 
     def enter(self) -> None:
         """Moves the calling thread, and the processes that it starts from now on, to this host. Other threads
@@ -60,24 +70,38 @@ class Host:
                 _set_network(before.fileno())
 
     def limit(self, *, sends: float = 0.0, receives: float = 0.0) -> None:
-        """Bytes/s of its link. 0: as many as the machine carries."""
-        for space, device, rate in (
-            (self._space, "eth0", sends), (self._bridge, self._port, receives)
-        ):  # fmt: skip
-            _run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", "pfifo", "limit", "1000")
-            if rate:
-                bucket = max(256 << 10, int(rate / 250))  # what a clock of 250 Hz lets through at once
-                _run(
-                    "tc", "-n", space, "qdisc", "replace", "dev", device, "root", "tbf",
-                    "rate", f"{8 * rate:.0f}bit", "burst", str(bucket), "latency", "50ms",
-                )  # fmt: skip
+        """Bytes/s of each of its cards. 0: as many as the machine carries."""
+        for device, port in self._cards:
+            for space, end, rate in ((self._space, device, sends), (self._bridge, port, receives)):
+                _run("tc", "-n", space, "qdisc", "replace", "dev", end, "root", "pfifo", "limit", "1000")
+                if rate:
+                    bucket = max(256 << 10, int(rate / 250))  # what a clock of 250 Hz lets through at once
+                    _run(
+                        "tc", "-n", space, "qdisc", "replace", "dev", end, "root", "tbf",
+                        "rate", f"{8 * rate:.0f}bit", "burst", str(bucket), "latency", "50ms",
+                    )  # fmt: skip
 
-    def cut(self) -> None:
-        """Nothing passes its link, in either direction, and neither end is told."""
-        _run("ip", "-n", self._bridge, "link", "set", self._port, "nomaster")
+    def cut(self, card: int = 0) -> None:
+        """Nothing passes the link of a card, in either direction, and neither end is told."""
+        _run("ip", "-n", self._bridge, "link", "set", self._cards[card][1], "nomaster")
 
-    def mend(self) -> None:
-        _run("ip", "-n", self._bridge, "link", "set", self._port, "master", "bridge")
+    def mend(self, card: int = 0) -> None:
+        _run("ip", "-n", self._bridge, "link", "set", self._cards[card][1], "master", "bridge")
+
+    def lose(self, other: "Host") -> None:
+        """Nothing that it sends to the first card of the other host arrives, and neither is told."""
+        nobody = "02:00:00:00:00:01"
+        _run("ip", "-n", self._space, "neigh", "replace", other.address, "lladdr", nobody, "dev", "eth0")
+
+    def find(self, other: "Host") -> None:
+        """Undoes `lose`."""
+        _run("ip", "-n", self._space, "neigh", "flush", "to", other.address, "dev", "eth0")
+
+    def lose_large(self, mtu: int) -> None:
+        """Packets of its first card with more bytes vanish on the way, and it is not told."""
+        device, port = self._cards[0]
+        _run("ip", "-n", self._space, "link", "set", device, "gso_max_segs", "1")  # longer ones would pass
+        _run("ip", "-n", self._bridge, "link", "set", port, "mtu", str(mtu))
 
 
 class Hosts:
@@ -87,15 +111,17 @@ class Hosts:
         hosts: as made.
     """
 
-    def __init__(self, count: int) -> None:
-        """Raises NoHosts."""
+    def __init__(self, count: int, cards: int = 1) -> None:
+        """`cards`: of each host, each in a network of its own. Raises NoHosts."""
         if os.geteuid():
             raise NoHosts("hosts on one machine need root: this user may make no network namespaces")
         if missing := [name for name in ("ip", "tc") if shutil.which(name) is None]:
             raise NoHosts(f"hosts on one machine need {' and '.join(missing)} (iproute2)")
         self.name = f"bt{random.getrandbits(32):08x}"
         # RFC 2544 keeps 198.18.0.0/15 for measurements within a laboratory.
-        self.prefix = f"198.{18 + random.getrandbits(1)}.{random.randrange(256)}"
+        first = random.randrange(256 - cards)
+        self.prefixes = [f"198.{18 + random.getrandbits(1)}.{first + card}" for card in range(cards)]
+        self.prefix6 = f"fd00:{random.getrandbits(16):x}:{random.getrandbits(16):x}::"
         self.hosts: list[Host] = []
         self._count = count
         self._spaces = [self.name, *(f"{self.name}h{number}" for number in range(count))]
@@ -107,7 +133,9 @@ class Hosts:
                 _run("ip", "netns", "add", space)
                 _run("ip", "-n", space, "link", "set", "lo", "up")
             _run("ip", "-n", self.name, "link", "add", "bridge", "up", "type", "bridge")
-            self.link("out", "", self.name, f"{self.prefix}.254")
+            for card, prefix in enumerate(self.prefixes):
+                self.link(f"out{card}", "", f"{self.name}{card}", f"{prefix}.254")
+            _run("ip", "address", "add", f"{self.prefix6}fe/64", "dev", f"{self.name}0", "nodad")
             self.hosts = [Host(self, number) for number in range(self._count)]
             unless_it_is_up.pop_all()
         return self

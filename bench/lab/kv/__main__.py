@@ -11,6 +11,7 @@
 `….cpu`, `….raw.cpu`   CPU seconds for each GB, of all processes
 
 `kv.link.0.2GBs`       over a link of so many bytes between two network namespaces (`--only link`; needs root)
+`kv.link.2x0.2GBs`     over two of them, against one
 
 `kv.nixl.64MiB`        as the first, with --kv-connector nixl, against lanes, if NIXL is installed here
 
@@ -42,6 +43,7 @@ from baton.kv_transfer.nixl import memory as nixl
 PARTS = ("tcp", "encrypted", "nixl", "exported", "link")
 SIZES = (64, 256)  # MiB
 LINKS = (0.1, 0.2, 0.4)  # GB/s
+TWO_LINKS = 0.2  # GB/s, of each
 
 
 Way = Pair | RawPair | exported.PlainCopy
@@ -106,7 +108,7 @@ def without_sockets(run: Run, variant: str, settings: Settings) -> None:
 
 def over_links(run: Run, settings: Settings) -> None:
     try:
-        network = Hosts(2)
+        network = Hosts(2, cards=2)
     except NoHosts as e:
         print(e, file=sys.stderr)
         sys.exit(EXIT_CANNOT_MEASURE)
@@ -119,6 +121,11 @@ def over_links(run: Run, settings: Settings) -> None:
             for rate in LINKS:
                 sender.limit(sends=rate * 1e9)
                 compare(run, f"kv.link.{rate}GBs", pair, raw, SIZES[0], 0.95, to_row=f"kv.link.{rate}GBs.raw")
+            two = replace(settings, sender=sender, cards=2, sources=tuple(here.addresses))
+            with closing(Pair(two)) as cards:
+                sender.limit(sends=TWO_LINKS * 1e9)
+                name = f"kv.link.2x{TWO_LINKS}GBs"
+                compare(run, name, cards, pair, SIZES[0], 1.8, to_row=f"{name}.one", other="one link")
 
 
 def measure(run: Run) -> None:

@@ -43,8 +43,15 @@ class Settings:
     sender: Host | None = None
     """Where the prefill worker runs. The caller is on another host."""
 
+    cards: int = 1
+    """Of the sender's, which its transfer process listens on, and of the caller's."""
+    sources: tuple[str, ...] = ()
+    """The caller's addresses from which lanes go out."""
+
     def address_of(self, role: str) -> str:
-        return self.sender.address if self.sender is not None and role == "prefill" else "127.0.0.1"
+        if self.sender is None or role == "decode":
+            return "127.0.0.1"
+        return ",".join(self.sender.addresses[: self.cards])
 
     def device_of(self, role: str) -> str:
         """Each engine has a GPU of its own if there are two."""
@@ -75,7 +82,7 @@ class Side:
             exports=settings.transport in ("shared_memory", "cuda_ipc"),
             reader="nixl" if settings.transport in ("nixl", "nixl_cuda") else "",
             reader_device=device if nixl_on_gpus else None,
-            host=settings.address_of(role),
+            host=settings.address_of(role), bind=settings.sources if role == "decode" else (),
         )  # fmt: skip
         self.process = kv.spawn_transfer(
             config,
