@@ -160,7 +160,7 @@ figures: venv  ## figures of docs, after a change of docs/figures/*.json or docs
 	$(BIN)/python -m docs.figures.generate
 	$(BIN)/python -m docs.lab.generate
 
-models: venv  ## docs/lab/models.md, after a change of transformers: some 40 minutes
+models: venv  ## docs/lab/models.md, after a change of transformers: an hour or two
 	$(BIN)/python -m docs.lab.models --cluster --page docs/lab/models.md
 
 reference: venv  ## docs/reference, after a change of options or of the HTTP API

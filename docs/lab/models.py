@@ -88,8 +88,8 @@ With transformers {version}, {own} classes have a class of Baton, the modules of
 - *modules*: the modules of transformers compute it; of a model that sees images, its text. A small
   random model in float32 was compared with transformers: the greedy tokens after
   {prompts} prompts of 1 to {longest} tokens, in chunks of 64. *engine*: by one engine. *1P1D*: by a
-  cluster of one prefill and one decode worker. *killed*: while the engine of its decode worker was
-  killed.
+  cluster of one prefill and one decode worker, of classes of text alone. *killed*: while the engine
+  of its decode worker was killed.
 - *refused*: why, with the default settings of the class.
 
 | class | computed by | compared, or why not |
@@ -117,7 +117,7 @@ def architectures() -> dict[str, str]:
     for kind, names in [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), *seeing.items()]:
         for name in [names] if isinstance(names, str) else names:
             found.setdefault(name, kind)
-    return dict(sorted(found.items()))
+    return dict(sorted((name, kind) for name, kind in found.items() if kind != "auto"))
 
 
 def settings_of(name: str, kind: str) -> dict[str, Any]:
@@ -291,7 +291,8 @@ def main() -> None:
             if args.known is not None:
                 args.known.write_text(json.dumps(known, indent=1, sort_keys=True))
     if args.page is not None:
-        args.page.write_text(page_of({name: Verdict(**each) for name, each in sorted(known.items())}))
+        named = {name: Verdict(**known[name]) for name in architectures() if name in known}
+        args.page.write_text(page_of(named))
 
 
 if __name__ == "__main__":
