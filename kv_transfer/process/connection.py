@@ -42,6 +42,7 @@ _BURST = 4 << 20  # bytes that one lane moves before the others of its loop have
 _MOST_VIEWS = 1000  # written at once; the kernel takes 1,024
 _MOST_CONTROL = 16384  # messages that wait for a peer to read
 _EDGE_BYTES = MAX_TRAILER_BYTES + HEADER_BYTES  # between two payloads
+_AHEAD_BYTES = 16 << 10
 _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 
 
@@ -49,10 +50,11 @@ class Connection:
     def __init__(
         self, sock: socket.socket, loop: Loop, report: Callable[[Report], object], trace: TraceWriter,
         number: int = 0, *, read: bytes = bytes(MAX_TRAILER_BYTES), unwritten: bytes = b"",
-        keys: LaneKeys | None = None, ahead: int = 0,
+        keys: LaneKeys | None = None, ahead: bool = False,
     ) -> None:  # fmt: skip
         """`report` gets reports with this number, and must not block. `read`, `unwritten`, `keys`: what
-        `leave` returned. `ahead`: bytes of short messages that are read at once. It cannot `leave` then."""
+        `leave` returned. `ahead`: many short messages come, so several are read at once, and it cannot
+        `leave`. KV would begin at odd addresses, so its copies would take longer."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -98,7 +100,7 @@ class Connection:
         self._edge = memoryview(bytearray(_EDGE_BYTES))  # the trailer of one frame, the header of the next
         self._edge[: len(read)] = read
         self._edge_got = len(read)
-        self._ahead_room = memoryview(bytearray(ahead))
+        self._ahead_room = memoryview(bytearray(_AHEAD_BYTES * ahead))
         self._ahead = self._ahead_room[:0]  # bytes that follow those in _edge
         self._header: Header | Slice | None = None  # of the frame being received
         self._payload = memoryview(b"")

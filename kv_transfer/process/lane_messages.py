@@ -20,6 +20,7 @@ class Adopt(Local):
     unwritten: bytes
     keys: LaneKeys | None
     sends: bool  # KV frames leave by this lane; else they come
+    ahead: bool  # as in `Connection`
 
 
 class Say(Local):

@@ -39,15 +39,14 @@ class Mover:
 
     def __init__(
         self, loop: Loop, post: Callable[[Report], object], sending: Arena, slots: SlotPipe,
-        trace: TraceWriter, *, ahead: int = 0,
+        trace: TraceWriter,
     ) -> None:  # fmt: skip
-        """`post`: to the transfer process. `slots`: for frames that come. `ahead` as in `Connection`."""
+        """`post`: to the transfer process. `slots`: for frames that come."""
         self._loop = loop
         self._post = post
         self._sending = sending
         self._slots = slots
         self._trace = trace
-        self._ahead = ahead
         self._connections: dict[int, Connection] = {}
         self._ticked = time.monotonic()
 
@@ -63,7 +62,7 @@ class Mover:
     def adopt(self, m: Adopt, sock: socket.socket) -> None:
         connection = Connection(
             sock, self._loop, self._report, self._trace, m.lane, read=m.read, unwritten=m.unwritten,
-            keys=m.keys, ahead=self._ahead,
+            keys=m.keys, ahead=m.ahead,
         )  # fmt: skip
         connection.max_payload = m.max_payload
         connection.slots, connection.sending = (None, self._sending) if m.sends else (self._slots, None)

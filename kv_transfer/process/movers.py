@@ -27,7 +27,6 @@ from baton.processes.children import become
 
 log = logging.getLogger("baton.kv")
 
-_AHEAD_BYTES = 16 << 10  # of control messages, which are short and many
 _STOPS_WITHIN = 3.0  # seconds that a mover takes at most to end
 
 
@@ -43,12 +42,14 @@ class MoverHandle:
         self._tell = tell
         self._adopted = 0
 
-    def adopt(self, connection: Connection, owner: LaneOwner, max_payload: int, *, sends: bool) -> Lane:
+    def adopt(
+        self, connection: Connection, owner: LaneOwner, max_payload: int, *, sends: bool, ahead: bool
+    ) -> Lane:
         """Hands over an authenticated connection. No KV frame may be under way."""
         self._adopted += 1
         lane = self.lanes[self._adopted] = Lane(self._tell, self._adopted, owner)
         sock, read, unwritten, keys = connection.leave()
-        self._adopt(messages.Adopt(self._adopted, max_payload, read, unwritten, keys, sends), sock)
+        self._adopt(messages.Adopt(self._adopted, max_payload, read, unwritten, keys, sends, ahead), sock)
         return lane
 
     def _adopt(self, message: messages.Adopt, sock: socket.socket) -> None:
@@ -65,7 +66,7 @@ class LocalMover(MoverHandle):
     """In the thread of the transfer process. It has lane 0 of each session, and without forks all lanes."""
 
     def __init__(self, loop: Loop, sending: Arena, slots: SlotPipe, trace: TraceWriter) -> None:
-        self._mover = mover.Mover(loop, self._report, sending, slots, trace, ahead=_AHEAD_BYTES)
+        self._mover = mover.Mover(loop, self._report, sending, slots, trace)
         self.tick = self._mover.tick
         super().__init__(self._mover.tell)
 

@@ -72,7 +72,8 @@ class Sessions:
         """An authenticated lane goes on in the fork with the fewest; lane 0, which has messages, does not."""
         forks = self._forked if number else ()
         mover = min(forks, key=lambda x: len(x.lanes), default=self._local)
-        return mover.adopt(connection, session, session.slot_bytes, sends=session.side == "sender")
+        sends = session.side == "sender"
+        return mover.adopt(connection, session, session.slot_bytes, sends=sends, ahead=number == 0)
 
     def kv_lanes(self, lanes: Mapping[int, Lane]) -> list[Lane]:
         """Those of forks; all if no fork has one."""

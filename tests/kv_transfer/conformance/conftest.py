@@ -95,8 +95,7 @@ class Kind:
         return self.name
 
 
-TCP = Kind("tcp", _bent_on_a_lane)
-TCP_WITH_MOVERS = Kind("tcp with movers", _bent_on_a_lane, {"movers": 3})
+TCP = Kind("tcp", _bent_on_a_lane, {"movers": 2})  # in forks; encrypted lanes are in the transfer process
 ENCRYPTED = Kind("tcp+aes", _bent_on_a_lane, {"encrypt": True}, found=("tag", "lost"))
 KIND = "cuda_ipc" if DEVICE == "cuda" else "shared_memory"
 EXPORTED = Kind(KIND, _bent_in_memory, {"exports": True}, KIND)
