@@ -36,8 +36,6 @@ _MOST_FILLS = 10
 _OF_REST = 0.7
 """Of the time in which all workers compute what is left. With 1, two tries are usual, but two workers finish
 2,000 tokens 5 % later: the last range may end later than the search allows."""
-_LEAST_MORE = CHUNK_TOKENS / 4
-"""Tokens: the least that the second try computes more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,21 +155,18 @@ def best_of(
     None: the plan would not end before `least`.
 
     The search begins when they could have computed the prompt without waits for each other. While a part is
-    left then, they get most of the time in which all of them compute that part. Each computes whole chunks,
-    so that may be little. The least that they get more doubles with each try."""
+    left then, they get most of the time in which all of them compute that part, and at least a chunk more."""
     workers = [worker for _, worker in chosen]
     until, speed = _without_waits(cost, workers), sum(worker.speed for worker in workers)
     if cost.cached:
         until = max(until, workers[0].wait + workers[0].floor + CHUNK_TOKENS / workers[0].speed)
-    least_more = _LEAST_MORE
     for _ in range(_MOST_FILLS):
         if until >= least:
             return None
         filled = fill(cost, workers, None if last is None else len(chosen) - 1, until)
         if not isinstance(filled, int):
             break
-        until += max(_OF_REST * cost.work(filled, cost.tokens), least_more) / speed
-        least_more *= 2
+        until += max(_OF_REST * cost.work(filled, cost.tokens), CHUNK_TOKENS) / speed
     else:
         return None
     ranges, seconds, idle = filled

@@ -37,12 +37,11 @@ def ends(cost: PromptCost, workers: list[SplitWorker], plan: Plan) -> float:
     own = [cost.cached if number == 0 else 0 for number in range(len(workers))]
     began = ended = -math.inf
     for part in plan.ranges:
-        worker = workers[part.worker]
+        worker, lacks = workers[part.worker], max(part.start, cost.cached) - own[part.worker]
         for start in range(max(part.start, cost.cached), part.stop, worker.step):
             work = cost.work(start, min(part.stop, start + worker.step))
             spent = worker.floor + work / worker.speed
             began = max(free[part.worker], began + spent / cost.layers + HOP_SECONDS)
-            lacks = start - own[part.worker]
             comes = worker.link_wait + lacks / worker.link if lacks else 0.0
             ended = free[part.worker] = max(began + spent, ended, comes)
         own[part.worker] += part.stop - max(part.start, cost.cached)
