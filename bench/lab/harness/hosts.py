@@ -97,11 +97,12 @@ class Host:
         """Undoes `lose`."""
         _run("ip", "-n", self._space, "neigh", "flush", "to", other.address, "dev", "eth0")
 
-    def lose_large(self, mtu: int) -> None:
-        """Packets of its first card with more bytes vanish on the way, and it is not told."""
-        device, port = self._cards[0]
-        _run("ip", "-n", self._space, "link", "set", device, "gso_max_segs", "1")  # longer ones would pass
-        _run("ip", "-n", self._bridge, "link", "set", port, "mtu", str(mtu))
+    def lose_large(self, other: "Host", mtu: int) -> None:
+        """Packets to the other host with more bytes vanish on the way, and it is not told."""
+        for (device, _), (_, port) in zip(self._cards, other._cards, strict=True):
+            # Longer ones would pass, since a bridge looks at what the device can cut.
+            _run("ip", "-n", self._space, "link", "set", device, "gso_max_segs", "1")
+            _run("ip", "-n", self._bridge, "link", "set", port, "mtu", str(mtu))
 
 
 class Hosts:
