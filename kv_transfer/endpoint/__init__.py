@@ -7,7 +7,6 @@ engine thread, and none blocks. The transfer process moves the bytes.
 from dataclasses import dataclass
 
 from baton.kv_transfer.arena import ArenaEnd, Arenas
-from baton.kv_transfer.device.host_pool import prepare
 from baton.kv_transfer.endpoint.other_ranks import NO_RANKS, OtherRanks
 from baton.kv_transfer.endpoint.receiver import Receiver
 from baton.kv_transfer.endpoint.sender import Sender
@@ -36,6 +35,8 @@ class Transport:
 
     def prepare(self, device: str) -> None:
         """As `device.host_pool.prepare`."""
+        from baton.kv_transfer.device.host_pool import prepare  # torch: in engine processes only
+
         for end in (self.sending, self.receiving):
             prepare(end.arena, device)
 
