@@ -67,7 +67,7 @@ class LinkRates:
     def recent(self, now: float) -> dict[int, tuple[float, float]]:
         """Of each link that was measured lately: bytes/s, and the share of its time in which frames came."""
         return {
-            peer: (link.rate, link.busy_at(now) / SHARE_OF)
+            peer: (link.rate, min(1.0, link.busy_at(now) / SHARE_OF))  # a sum may be rounded up
             for peer, link in self._links.items()
             if link.rate and now < link.ended + RECENT
         }

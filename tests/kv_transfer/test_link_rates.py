@@ -1,5 +1,7 @@
 """What a link carries, from the frames that come."""
 
+import random
+
 import pytest
 
 from baton.kv_transfer.process.link_rates import ENOUGH, FORGOTTEN, MOST, RECENT, SHARE_OF, LinkRates
@@ -38,6 +40,16 @@ def test_the_share_of_a_link_is_that_of_the_last_seconds() -> None:
     assert links.recent(100.0 + 3 * SHARE_OF)[1][1] < 0.05
     links.came(1, 3000 * MIB, 200.0, 300.0)
     assert links.recent(300.0)[1][1] == pytest.approx(1.0, rel=0.01)
+
+
+def test_the_share_of_a_full_link_is_never_more_than_all() -> None:
+    links, numbers, now, shares = LinkRates(), random.Random(0), 0.0, []
+    for _ in range(40):
+        seconds = numbers.choice([numbers.random() * 0.01, numbers.random() * 5, numbers.random() * 60])
+        links.came(1, 1 << 24, now, now + seconds)
+        now += seconds
+        shares.append(links.recent(now)[1][1])
+    assert 0.999 < max(shares) <= 1.0
 
 
 def test_a_link_without_frames_for_long_is_measured_anew() -> None:
