@@ -144,7 +144,7 @@ class WorkerConfig(RoleConfig):
                 raise ValueError("--kv-store: vLLM's engine cannot use it; leave it out with --engine vllm")
         for source in self.kv_bind:
             _check_source(source)
-        if any(host in _WILDCARDS for host in (self.kv_host or "none").split(",")):
+        if self.kv_host is not None and not {*_WILDCARDS}.isdisjoint(self.kv_host.split(",")):
             raise ValueError(
                 f"--advanced.kv-host: {self.kv_host!r} is not an address that decode workers can connect "
                 "to; give the address of the network that carries KV"

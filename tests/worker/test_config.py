@@ -40,6 +40,8 @@ def config(**fields: Any) -> WorkerConfig:
         ),
         ({"kv_bind": ("no-such-nic",)}, "--advanced.kv-bind: 'no-such-nic'.*lo"),
         ({"kv_host": "0.0.0.0"}, "--advanced.kv-host: '0.0.0.0'"),
+        ({"kv_host": ""}, "--advanced.kv-host: ''"),
+        ({"kv_host": "lo,"}, "--advanced.kv-host: 'lo,'"),
         ({"kv_host": "no such host"}, "--advanced.kv-host: 'no such host' is neither"),
         ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),
         ({"deadlines": TransferDeadlines(engine_dead=0)}, "--failure-timeout: 0"),
