@@ -156,9 +156,10 @@ class Session(LaneOwner, Generic[H]):
     def _note_silent(self) -> None:
         if not self.ways:
             return
-        quiet = time.monotonic() - self._sessions.config.deadlines.peer_dead / 2
-        for number, lane in self.lanes.items():
-            if lane.heard < quiet:
+        since = time.monotonic() - self._sessions.config.deadlines.peer_dead / 2
+        silent = [number for number, lane in self.lanes.items() if lane.heard < since]
+        if len(silent) < len(self.lanes):  # else the peer is lost, and no card
+            for number in silent:
                 self.fails(number)
 
     def _over(self) -> None:

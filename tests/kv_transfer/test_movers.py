@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
+from baton.kv_transfer.config import TransferConfig, TransferDeadlines
 from baton.kv_transfer.process import lane as session_lane
 from baton.kv_transfer.process import lane_messages, link_rates
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
@@ -267,6 +268,21 @@ def test_a_lane_is_not_heard_by_what_it_sends() -> None:
     lane.push_slice(slice_of(4, slot=3))
     lane.report(lane_messages.Gone(1, 3, True))
     assert (lane.heard, lane.unsent) == (5.0, 0)
+
+
+@pytest.mark.parametrize(("heard", "bad"), [((1e9, 0.0), {1}), ((0.0, 0.0), set())])
+def test_a_card_is_lost_if_its_lane_is_silent_and_another_one_is_heard(
+    heard: tuple[float, float], bad: set[int]
+) -> None:
+    config = stand_in(TransferConfig, deadlines=TransferDeadlines())
+    sessions = stand_in(Sessions, ended=lambda *_: None, config=config)
+    session = SendingSession(stand_in(PrefillSide), sessions, 1, b"s" * 16, 2)
+    session.ways, session._open = [0, 1], 2
+    for number, at in enumerate(heard):
+        session.lanes[number] = lane = session_lane.Lane(lambda _: None, number, session)
+        lane.heard = at
+    session.end("dead", "silent")
+    assert session.bad == bad
 
 
 def test_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
