@@ -179,8 +179,7 @@ class Frontend:
 
         Args:
             headers: of HTTP, or the metadata of gRPC. They may name the client's conversation and its trace,
-                how long it waits for its turn, and for
-                the answer.
+                how long it waits for its turn, and for the answer.
             history: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
             timeout: seconds until the deadline of a gRPC call. Headers and body may have a lower limit.
 

@@ -8,8 +8,8 @@ from baton.rpc import worker_pb2 as pb
 
 TRY_AGAIN = 600.0
 """Seconds after which a link without KV counts as not known, until a plan uses it. It may have been mended,
-and only KV measures it. So one request shows it, and not all that come until the next report. Its second
-token may be late by a second, which a minute would not be worth."""
+and only KV measures it. So one request in ten minutes tries the link, and its second token may be late by a
+second."""
 
 
 @dataclass(slots=True)
