@@ -1,0 +1,18 @@
+"""The page of formats of checkpoints."""
+
+from docs.lab.format_tools import TOOLS
+from docs.lab.formats import PACKAGES, PATH
+
+
+def test_the_page_has_each_format_of_each_tool_and_none_is_wrong() -> None:
+    page = PATH.read_text()
+    assert TOOLS.keys() == PACKAGES.keys()
+    for kinds in TOOLS.values():
+        assert all(f" | {kind} | " in page for kind in kinds)
+    assert "WRONG" not in page
+
+
+def test_int8_activations_of_the_tool_change_little() -> None:
+    """Baton leaves activations of W8A8 as they are: logits differ by at most a tenth."""
+    (row,) = [line for line in PATH.read_text().splitlines() if " | W8A8 | " in line]
+    assert float(row.partition("activations ")[2].rstrip(" |")) < 0.1
