@@ -67,7 +67,7 @@ def test_a_worker_twice_as_slow_gets_less(monkeypatch: pytest.MonkeyPatch) -> No
         computed[name] += request.tokens
     assert computed["0"] < 0.7 * computed["1"]
     assert computed["3"] < 0.5 * computed["2"]
-    assert sum(found.ttft for found in slow) < 1.7 * sum(found.ttft for found in usual)
+    assert sum(found.ttft for found in slow) < 1.75 * sum(found.ttft for found in usual)
     assert sum(found.ttft_p99 for found in slow) < 3 * sum(found.ttft_p99 for found in usual)
 
 
