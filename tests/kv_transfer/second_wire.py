@@ -227,6 +227,9 @@ class FakePrefill:
     def accept(self) -> Lane:
         self.listener.settimeout(WITHIN)
         lane = Lane(self.listener.accept()[0])
+        while lane.sock.recv(4, socket.MSG_PEEK) != b"BtKV":  # a client of another server that had the port
+            lane.sock.close()
+            lane = Lane(self.listener.accept()[0])
         _, _, _, opened = lane.read()
         lane.number = unpack(opened)[2]
         nonce, mine = os.urandom(32), identity("sender", **self.about)
