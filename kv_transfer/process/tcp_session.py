@@ -225,7 +225,7 @@ class Session(LaneOwner, Generic[H]):
             self._sessions.counters.expire(
                 "engine_dead", f"{self.name}: no tick for {message.tick_age_ms} ms"
             )
-            self.end("dead", "the peer's engine hangs")
+            self.end("lost", "the peer's engine hangs")
 
 
 def refused_by_peer(message: wire.HelloRefused) -> tuple[str, str]:

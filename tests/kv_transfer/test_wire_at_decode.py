@@ -4,12 +4,14 @@ The transfer or the session ends with a reason and a counter, nothing leaks, and
 """
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import baton.kv_transfer as kv
+from baton.kv_transfer.process.tcp import SMALL_SEGMENT
 from baton.kv_transfer.wait import wait
 
 from . import second_wire as wire
@@ -211,5 +213,7 @@ def test_a_peer_that_falls_silent(fetching: Any, until: Any) -> None:
 def test_a_peer_whose_engine_hangs(fetching: Any) -> None:
     decode, fake, lane, _, _ = fetching(engine_dead=10.0)
     lane.say(wire.PING, [11_000])
-    kv_refetched(decode, fake)
+    again = kv_refetched(decode, fake)
     assert decode.stats().deadlines == {"engine_dead": 1}
+    segment = again.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+    assert segment > SMALL_SEGMENT, "its engine hangs, and no packet is lost"
