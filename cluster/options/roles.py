@@ -213,7 +213,7 @@ class TransferOptions:
         shown="those of --advanced.kv-host, if it has several; by route",
     )
     kv_slot_size: str = advanced(
-        "8MiB", "Size of a slice of KV and of a slot of the staging arena.", "SIZE", check=check_size
+        "2MiB", "Size of a slice of KV and of a slot of the staging arena.", "SIZE", check=check_size
     )
     kv_slots: int = advanced(
         64, "Slots of each of a worker's two staging arenas: one sends, one receives.", "N", check=between(1)
