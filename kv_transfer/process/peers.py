@@ -124,9 +124,10 @@ class Peers:
         peer = self.by_session.pop(session.number)
         peer.session = None
         if session.bad:
-            text = "no KV from %s over pairs of cards %s; others carry it"
+            text = "no KV comes from %s over pairs of cards %s"
             log.warning(text, printable(peer.address), sorted(session.bad))
-            peer.bad, peer.bad_at = peer.bad | session.bad, now
+            tried_again = not peer.bad.isdisjoint(session.ways)  # since all were bad
+            peer.bad, peer.bad_at = session.bad if tried_again else peer.bad | session.bad, now
         if peer.up:
             peer.up = False
             # Perhaps packets of full size are lost on the way, and those of the handshake are not.

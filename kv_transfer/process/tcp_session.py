@@ -149,8 +149,8 @@ class Session(LaneOwner, Generic[H]):
         self._over()
 
     def fails(self, lane: int) -> None:
-        """The lane cannot be opened, or is silent. If others could be, its card was lost."""
-        if self.ways and self.lanes:
+        """The lane cannot be opened, or is silent: perhaps its card was lost."""
+        if self.ways:
             self.bad.add(self.ways[lane])
 
     def _note_silent(self) -> None:

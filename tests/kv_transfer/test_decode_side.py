@@ -49,6 +49,7 @@ class Peer:
         self.number = number
         self.said: list[tuple[Any, bytes]] = []
         self.ended = ""
+        self.ways = list[int]()
         self.bad = set[int]()
 
     def send(self, message: Any, transfer_id: bytes = b"") -> None:

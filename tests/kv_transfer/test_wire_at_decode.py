@@ -210,6 +210,20 @@ def test_a_peer_that_falls_silent(fetching: Any, until: Any) -> None:
     assert isinstance(ended(decode, until), kv.Injected)
 
 
+def test_kv_comes_over_the_card_that_is_left_if_the_other_one_refuses(make_decode: Any, until: Any) -> None:
+    """Lanes take turns with the cards, so the only lane is tried over the first one, and then over the
+    second."""
+    fake, decode = wire.FakePrefill(), make_decode(lanes=1)
+    blocks = decode.reserved[b"d"] = decode.allocate(10)
+    decode.receiver.fetch(
+        b"d", prefill_id=b"p" * 16, kv_address=f"127.0.0.3,{fake.address}", incarnation=5, attempt=0,
+        block_ids=blocks, num_tokens=10,
+    )  # fmt: skip
+    lane = fake.accept()
+    serve(lane, asked(lane))
+    assert isinstance(ended(decode, until), kv.Injected)
+
+
 def test_a_peer_whose_engine_hangs(fetching: Any) -> None:
     decode, fake, lane, _, _ = fetching(engine_dead=10.0)
     lane.say(wire.PING, [11_000])
