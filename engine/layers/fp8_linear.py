@@ -27,6 +27,8 @@ from baton.engine.layers.weights import OUTPUT, PlainFormat, Stack, Weights
 ALIGNED = 16
 """Both dimensions of W must be multiples of this."""
 
+SCALES = torch.float32, torch.bfloat16, torch.float16
+
 KEPT_PLAIN = ("gate", "router", "kv_b_proj")
 """Quantizing on load leaves these in the model's dtype: products that matter most for their size, and what
 `dense` reads."""
@@ -154,12 +156,12 @@ def row_reader(values: str, scales: str) -> Reader:
         if not weights.has(f"{name}.{scales}"):
             return None
         if weights.has(f"{name}.input_scale"):
-            weights.stored(f"{name}.input_scale", None, torch.float32, torch.bfloat16)
+            weights.stored(f"{name}.input_scale", None, *SCALES)
         codes = weights.stored(f"{name}.{values}", (rows, columns), FP8)
         shape = weights.shape(f"{name}.{scales}") or ()
         by_row = shape in ((rows.size,), (rows.size, 1))
         parts = (rows, unsharded(1))[: len(shape)] if by_row else None
-        found = weights.stored(f"{name}.{scales}", parts, torch.float32, torch.bfloat16)
+        found = weights.stored(f"{name}.{scales}", parts, *SCALES)
         if not by_row and found.numel() != 1:
             raise ValueError(
                 f"{weights.source}: {name}.{scales} is {list(found.shape)}; "
@@ -185,7 +187,7 @@ def block_reader(suffix: str) -> Reader:
         values = weights.stored(f"{name}.weight", (rows, columns), FP8)
         by_row = rows.size > 1 and (weights.shape(f"{name}.{suffix}") or ())[:1] == (rows.size,)
         blocks = rows if by_row else rows.in_groups(FP8_GROUP), columns.in_groups(FP8_GROUP)
-        scales = weights.stored(f"{name}.{suffix}", blocks, torch.float32, torch.bfloat16)
+        scales = weights.stored(f"{name}.{suffix}", blocks, *SCALES)
         if by_row:
             return Scaled(values, scales.float().T)
         first = rows.start % FP8_GROUP

@@ -22,9 +22,11 @@ PACKINGS = {
     "auto_round:auto_gptq": 1,
     "auto_round:auto_awq": None,
     "auto_round:llm_compressor": None,
+    "auto_round:fp8": None,
     "auto_round:fp8_static": None,
 }
 """By how much the zeros of integers in columns are less."""
+FP8 = "auto_round:fp8", "auto_round:fp8_static"
 
 
 def auto_round(settings: Mapping[str, Any], source: str, device: torch.device) -> ByModule:
@@ -61,7 +63,7 @@ def _format(packing: str, settings: Mapping[str, Any], source: str, device: torc
         strategy = "tensor_group" if kind == "nv_fp" else "group"
         kept = {"num_bits": bits, "type": "float", "strategy": strategy, **settings}
         return FLOATS[f"{kind}{bits}"](kept, source, device)
-    if packing == "auto_round:fp8_static":
+    if kind == "fp" or packing in FP8:  # those of FP8 with plain activations name no packing
         require(settings, source, bits=(8,), data_type=("fp",))
         return fp8_formats.fp8(settings, source, device)
     require(settings, source, bits=BITS, data_type=("int", None))
