@@ -1,21 +1,30 @@
 """Does a served model answer as well as the same model in transformers?
 
-A prefill and a decode worker serve the embedded model as real processes. Each form of serving gets the same
-questions, in tokens:
+A prefill and a decode worker serve the model as real processes. Each form of serving gets the same questions,
+in tokens. It gives fixed answers: the right choice and two more questions with theirs. A grammar
+(`structured_outputs`) permits nothing else, so the decode worker computes each token, and transformers reads
+the same tokens:
+
+    likelihood log probability of an answer, less that of transformers: mean of the pairs, with two standard
+               errors to each side
+    answer     how far the log probability of a token of an answer is from that of transformers
+    kl         Kullback-Leibler divergence, before each token of eight answers, from the distribution of
+               transformers: of the 20 most probable tokens and the rest, so it is a lower bound
+
+Without --fixed also:
 
     accuracy   share of multiple-choice questions whose right choice has the largest sum of log probabilities,
                as lm-eval's `acc`. They are those of a prompt
     generated  share of questions whose right choice a greedy answer begins with, as in lm-eval
     prompt     how far the log probability of a token of a choice is from that of transformers
-    answer     the same of tokens that the decode worker gives, greedily: transformers reads the same tokens
-    kl         Kullback-Leibler divergence, before each token of these answers, from the distribution of
-               transformers: of the 20 most probable tokens and the rest, so it is a lower bound
 
 `….max` is the largest of all tokens.
 
     float32    the dtype of transformers
     killed     the same, while the engine of the decode worker is killed in the middle of the answers
+    drafts     the same with drafts by lookup
     fp8_kv     KV in 8 bits on both workers
+    fp8        weights of 8 bits, the rest in bfloat16
     int4       weights of 4 bits, the rest in bfloat16
 
 `--tasks FILE` takes other questions, a line of JSON each: {"query": …, "choices": […], "gold": index}.
@@ -25,7 +34,7 @@ lm-eval makes the same three of a multiple-choice task. A query and a choice are
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +47,8 @@ from baton.bench.lab.driver import Bench, Option, Run
 from baton.bench.lab.harness.cluster import LocalCluster, served
 from baton.bench.lab.harness.streams import Case, Stream, new_session, read, until
 from baton.bench.report import Row
-from baton.cluster.model import embedded_path
+from baton.cluster.model import EMBEDDED_NAME, embedded_path
+from baton.router.text.tokenizer import load_tokenizer
 from baton.steps.quantiles import percentile
 from baton.system.lines import bounded_lines
 
@@ -47,10 +57,12 @@ SIMPLE = ("--advanced.num-blocks", "600", "--no-enable-prefix-caching")
 FORMS: dict[str, tuple[str, ...]] = {
     "float32": ("--dtype", "float32"),
     "killed": ("--dtype", "float32"),
+    "drafts": ("--dtype", "float32", "--speculative-config", '{"method": "ngram"}'),
     "fp8_kv": ("--dtype", "float32", "--kv-cache-dtype", "fp8"),
+    "fp8": ("--dtype", "bfloat16", "--quantization", "fp8"),
     "int4": ("--dtype", "bfloat16", "--quantization", "int4"),
 }
-ANSWERS, ANSWER_TOKENS = 8, 24
+STATEMENTS, KL_ANSWERS = 3, 8
 GENERATED_TOKENS = 6
 """Of an answer to a question: a choice has at most three."""
 ALTERNATIVES = 20
@@ -61,11 +73,12 @@ class Question(NamedTuple):
     query: list[int]
     choices: list[list[int]]
     gold: int
+    text: str
     answer: str
     """The right choice."""
 
 
-def questions(path: Path, tokenizer: Any, count: int | None) -> list[Question]:
+def questions(path: Path, encode: Callable[[str], list[int]], count: int | None) -> list[Question]:
     """The first `count` questions, in tokens. Raises `ValueError` naming the line that has another form."""
     questions = []
     try:
@@ -77,8 +90,8 @@ def questions(path: Path, tokenizer: Any, count: int | None) -> list[Question]:
         try:
             record = json.loads(line)
             query, choices, gold = record["query"], record["choices"], int(record["gold"])
-            choice_ids = [tokenizer(query + choice)["input_ids"] for choice in choices]
-            questions.append(Question(tokenizer(query)["input_ids"], choice_ids, gold, choices[gold]))
+            choice_ids = [encode(query + choice) for choice in choices]
+            questions.append(Question(encode(query), choice_ids, gold, query, choices[gold]))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
                 f'--tasks {path}: line {number} is not {{"query", "choices", "gold"}}: {error}'
@@ -86,20 +99,42 @@ def questions(path: Path, tokenizer: Any, count: int | None) -> list[Question]:
     return questions
 
 
+def fixed_answers(tasks: Sequence[Question], encode: Callable[[str], list[int]]) -> list[Case]:
+    """A request for each question, whose answer begins with the right choice."""
+    cases = []
+    for i, question in enumerate(tasks):
+        following = (tasks[(i + n) % len(tasks)] for n in range(1, STATEMENTS))
+        answer = ". ".join((question.answer, *(each.text + each.answer for each in following)))
+        tokens = len(encode(question.text + answer)) - len(question.query)
+        cases.append(
+            greedy(question.query, tokens, ignore_eos=False, structured_outputs={"choice": [answer]})
+        )
+    return cases
+
+
+def greedy(prompt: list[int], tokens: int, **fields: Any) -> Case:
+    options = json.dumps({"prompt": prompt, "logprobs": 0, **fields})
+    return Case("", tokens, temperature=0.0, seed=1, options=options)
+
+
 class Reference:
     """The model in transformers."""
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        self._model: Any = model.eval()
+        at: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+        folder = path.parent if path.is_file() else path
+        self.tokenizer = load_tokenizer(str(path))
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **at).eval()
+        self._known = dict[tuple[int, ...], list[float]]()
 
-    @torch.inference_mode()
     def logprobs(self, ids: Sequence[int], first: int) -> list[float]:
-        """Of the tokens from position `first` on."""
-        return self.distributions(ids, first).gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
+        """Of the tokens from position `first` on. They are kept: most forms of serving give the same."""
+        if (known := self._known.get((first, *ids))) is None:
+            taken = torch.tensor(ids[first:])[:, None]
+            known = self._known[first, *ids] = self.distributions(ids, first).gather(1, taken)[:, 0].tolist()
+        return known
 
     @torch.inference_mode()
     def distributions(self, ids: Sequence[int], first: int) -> torch.Tensor:
@@ -113,7 +148,7 @@ class Reference:
         output_ids = self._model.generate(
             input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=tokens, do_sample=False
         )
-        return self.tokenizer.decode(output_ids[0, len(ids) :])
+        return self.tokenizer.decode(output_ids[0, len(ids) :].tolist())
 
 
 async def prompt_logprobs(
@@ -175,21 +210,15 @@ def right(scores: Sequence[Sequence[Sequence[float]]], tasks: Sequence[Question]
     ]
 
 
-async def answered(
-    cluster: LocalCluster, prompts: Sequence[list[int]], tokens: int = ANSWER_TOKENS, *, kill: bool = False
-) -> list[Stream]:
-    """Greedy answers that run side by side. `kill`: the engine of the decode worker dies when each has four
+async def answered(cluster: LocalCluster, cases: Sequence[Case], *, kill: bool = False) -> list[Stream]:
+    """Answers that run side by side. `kill`: the engine of the decode worker dies when half of them have four
     tokens. Raises RuntimeError if one fails."""
-    cases = [
-        Case("", tokens, temperature=0.0, seed=1, options=json.dumps({"prompt": prompt, "logprobs": 0}))
-        for prompt in prompts
-    ]
     streams = [Stream(case) for case in cases]
 
     def begun() -> bool:
-        if any(stream.ended for stream in streams):
-            raise RuntimeError("an answer ended before the engine was killed: measure again")
-        return all(len(stream.token_ids) >= 4 for stream in streams)
+        if sum(stream.ended > 0 for stream in streams) * 2 > len(streams):
+            raise RuntimeError("most answers ended before the engine was killed: measure again")
+        return sum(len(stream.token_ids) >= 4 for stream in streams) * 2 >= len(streams)
 
     async with new_session() as http:
         reading = [asyncio.create_task(read(http, cluster.url, each.case, into=each)) for each in streams]
@@ -203,52 +232,61 @@ async def answered(
 
 
 def measure(run: Run) -> None:
-    path = embedded_path()
-    reference = Reference(path)
-    tasks = questions(run.args.tasks or TASKS, reference.tokenizer, 6 if run.short else None)
-    expected = [
-        [reference.logprobs(choice, len(question.query)) for choice in question.choices] for question in tasks
-    ]
-    for form in [run.args.only] if run.args.only else FORMS:
-        compare(run, form, path, tasks, expected, reference)
+    for path in run.args.model or [embedded_path()]:
+        name = path.name.removesuffix(".gguf") if run.args.model else EMBEDDED_NAME
+        reference = Reference(path)
+        tasks = questions(run.args.tasks or TASKS, reference.tokenizer.encode, 6 if run.short else None)
+        for form in [run.args.only] if run.args.only else FORMS:
+            compare(run, form, f"quality.{name}.{form}".lower(), path, tasks, reference)
 
 
 def compare(
-    run: Run,
-    form: str,
-    path: Path,
-    tasks: Sequence[Question],
-    expected: Sequence[Sequence[Sequence[float]]],
-    reference: Reference,
+    run: Run, form: str, name: str, path: Path, tasks: Sequence[Question], reference: Reference
 ) -> None:
-    """`expected`: the log probabilities of the tokens of each choice in transformers."""
-    best = sum(right(expected, tasks)) / len(tasks)
-    with served(run, *SIMPLE, model=str(path), on_cpu=FORMS[form], name=form) as cluster:
-        prompts = [question.choices[question.gold] for question in tasks[:ANSWERS]]
-        streams = asyncio.run(answered(cluster, prompts, kill=form == "killed"))
-        scores = asyncio.run(scored(cluster.url, tasks))
-        generated = asyncio.run(answered(cluster, [each.query for each in tasks], GENERATED_TOKENS))
+    """`name`: of the rows."""
+    fixed = fixed_answers(tasks, reference.tokenizer.encode)
+    with served(run, *SIMPLE, model=str(path), on_cpu=FORMS[form], name=name) as cluster:
+        streams = asyncio.run(answered(cluster, fixed, kill=form == "killed"))
         answers = [
-            ([*prompt, *each.token_ids], len(prompt)) for prompt, each in zip(prompts, streams, strict=True)
+            ([*question.query, *stream.token_ids], len(question.query))
+            for question, stream in zip(tasks, streams, strict=True)
         ]
-        apart = asyncio.run(divergences(cluster.url, answers, reference))
-    name = f"quality.{form}"
+        apart = asyncio.run(divergences(cluster.url, answers[:KL_ANSWERS], reference))
+        if form == "drafts":
+            accepted = cluster.of("decode")[0].metric("vllm:spec_decode_num_accepted_tokens_total")
+            run.add(Row(f"{name}.accepted", accepted, "drafts"))
+        if not run.args.fixed:
+            add_choices(run, name, cluster, tasks, reference)
+    pairs = [
+        np.subtract(stream.logprobs, reference.logprobs(*answer))
+        for stream, answer in zip(streams, answers, strict=True)
+    ]
+    less = [pair.sum() for pair in pairs]
+    mean, error = float(np.mean(less)), 2 * float(np.std(less, ddof=1)) / len(less) ** 0.5
+    run.add(Row(f"{name}.likelihood", mean, "nats an answer, less", low=mean - error, high=mean + error))
+    _add(run, f"{name}.answer", np.abs(np.concatenate(pairs)).tolist())
+    _add(run, f"{name}.kl", apart)
+
+
+def add_choices(
+    run: Run, name: str, cluster: LocalCluster, tasks: Sequence[Question], reference: Reference
+) -> None:
+    expected = [
+        [reference.logprobs(choice, len(question.query)) for choice in question.choices] for question in tasks
+    ]
+    best = sum(right(expected, tasks)) / len(tasks)
+    scores = asyncio.run(scored(cluster.url, tasks))
     share = sum(right(scores, tasks)) / len(tasks)
     run.add(Row(f"{name}.accuracy", share, "share", ratio=share / best, ratio_to="transformers"))
+    _add(run, f"{name}.prompt", [abs(a - b) for a, b in zip(flat(scores), flat(expected), strict=True)])
+    generated = asyncio.run(answered(cluster, [greedy(each.query, GENERATED_TOKENS) for each in tasks]))
     reference_texts = [reference.answer(each.query, GENERATED_TOKENS) for each in tasks]
-    hits, best = (
+    hits, most = (
         sum(text.strip().startswith(each.answer.strip()) for text, each in zip(texts, tasks, strict=True))
         for texts in ([stream.text for stream in generated], reference_texts)
     )
-    ratio = hits / best if best else None
+    ratio = hits / most if most else None
     run.add(Row(f"{name}.generated", hits / len(tasks), "share", ratio=ratio, ratio_to="transformers"))
-    pairs = zip(flat(scores), flat(expected), strict=True)
-    _add(run, f"{name}.prompt", [abs(a - b) for a, b in pairs])
-    off = list[float]()
-    for (ids, first), stream in zip(answers, streams, strict=True):
-        off += [abs(a - b) for a, b in zip(stream.logprobs, reference.logprobs(ids, first), strict=True)]
-    _add(run, f"{name}.answer", off)
-    _add(run, f"{name}.kl", apart)
 
 
 def flat(scores: Sequence[Sequence[Sequence[float]]]) -> list[float]:
@@ -265,6 +303,14 @@ BENCH = Bench(
     measure,
     __doc__,
     options=(
+        Option(
+            "--model",
+            "a folder or a file of GGUF; may be repeated (default: the embedded model)",
+            action="append",
+            type=Path,
+            metavar="PATH",
+        ),
+        Option("--fixed", "the fixed answers alone", default=False),
         Option("--tasks", "questions (default: 48 of its own)", type=Path, metavar="FILE"),
         Option("--only", "this form of serving", choices=FORMS),
     ),
