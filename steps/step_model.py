@@ -45,8 +45,7 @@ def long_seconds(
 
         L = B + √(B² + 2 · B · D · prompts / gap_cost)
 
-    The result is at least the target of a gap. Beyond that, it is at most as many times D as the target is
-    times the fastest step, and `with_room`.
+    The result is at least the target of a gap. Beyond that, it is at most D · gap / fastest, and `with_room`.
 
     Args:
         decode: of the step without prompts, D.

@@ -183,7 +183,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             now, tokens = time.monotonic(), 0 if "decode_id" in params else request.num_prompt_tokens
             due = now + params.get("first_token_within", math.inf)
             gap_cost = params.get("gap_cost", 0.0) if request.max_tokens > 1 else None
-            self._steps.expect(request.request_id, tokens, due, gap_cost)
+            # One whose prompt was computed here takes no part of other prompts' steps.
+            priority = math.inf if "first_token" in params else request.priority
+            self._steps.expect(request.request_id, tokens, due, gap_cost, priority)
             self._bound_prompts(now)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

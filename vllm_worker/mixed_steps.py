@@ -2,7 +2,8 @@
 
 vLLM has one bound that may change with each step: how many tokens of each prompt are in it. It would compute
 all prompts side by side, and each as late as the last one. So a prompt begins when those before it leave room
-for all of it, or are computed (`may_begin`).
+for all of it, or are computed (`may_begin`). vLLM cannot stop a prompt that has begun, so one of a lower
+priority number is computed beside it.
 
 Where no CUDA graph holds a whole step with a chunk, Python launches the attention of each layer. Then a small
 chunk takes as long as one of some hundred tokens. A chunk computes at least as long as it waits for that. A
@@ -56,7 +57,7 @@ class _Prompt:
     due: float
     gap_cost: float | None
     left: int
-    begun: bool = False
+    priority: float
 
 
 @dataclass(slots=True)
@@ -107,6 +108,7 @@ class MixedSteps:
         self._start(None)
         self._context = 0  # of the last step
         self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token
+        self._begun: dict[str, _Prompt] = {}  # of these, those with blocks
         # The gap costs of requests that decode, and of those that will when their KV has come.
         self._decoding: dict[str, float] = {}
         self._coming: dict[str, float] = {}
@@ -178,12 +180,14 @@ class MixedSteps:
     def encode_token_seconds(self) -> float:
         return self._encoding.value
 
-    def expect(self, request_id: str, tokens: int, due: float, gap_cost: float | None) -> None:
+    def expect(
+        self, request_id: str, tokens: int, due: float, gap_cost: float | None, priority: float = 0
+    ) -> None:
         """vLLM has a new request, and computes so many tokens of its prompt. 0: another worker does.
         `due`: when its first token should come. `gap_cost`: as in `EngineRequest`. None: vLLM samples
-        one token only."""
+        one token only. `priority`: vLLM's, of which the lowest goes first."""
         if tokens:
-            self._prompts[request_id] = _Prompt(tokens, due, gap_cost, tokens)
+            self._prompts[request_id] = _Prompt(tokens, due, gap_cost, tokens, priority)
         else:
             self._coming[request_id] = gap_cost or 0.0
 
@@ -197,21 +201,22 @@ class MixedSteps:
             return True
         if any(not step.decodes and step.prompt_tokens > self._graph for step in self._under_way):
             return False  # its launch would delay the end of that step
-        ahead = sum(each.left for each in self._prompts.values() if each.begun and each is not prompt)
-        return may_join(prompt.tokens - cached, ahead, self._room)
+        ahead = [each.left for each in self._begun.values() if each.priority <= prompt.priority]
+        behind = len(self._begun) - len(ahead)
+        return may_join(prompt.tokens - cached, sum(ahead), self._room // (1 + behind))
 
     def begun(self, request_id: str) -> None:
         """vLLM has given the request its blocks. The step that is scheduled now computes it."""
         if (prompt := self._prompts.get(request_id)) is not None:
-            prompt.begun = True
+            self._begun[request_id] = prompt
 
     def preempted(self, request_id: str) -> None:
         """It begins again."""
-        if (prompt := self._prompts.get(request_id)) is not None:
-            prompt.begun = False
+        self._begun.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
+        self._begun.pop(request_id, None)
         self._decoding.pop(request_id, None)
         self._coming.pop(request_id, None)
         self._prefixes.discard(request_id)
@@ -233,6 +238,7 @@ class MixedSteps:
         prompt.left = prompt.tokens - computed - count
         if prompt.left <= 0:
             del self._prompts[request_id]
+            self._begun.pop(request_id, None)
             if prompt.gap_cost is not None:
                 self._decoding[request_id] = prompt.gap_cost
 
@@ -306,12 +312,11 @@ class MixedSteps:
     def bound(self, now: float) -> int:
         """Most tokens of each prompt in a step that is scheduled now. 0: all that the step has room for. So a
         step that should only decode has as many tokens of each prompt as of a decode."""
-        rows, limit, prompts = (
-            len(self._decoding) + len(self._coming),
-            self._meters.chunk_limit,
-            self._prompts.values(),
-        )
-        shares = max(1, sum(prompt.begun for prompt in prompts))
+        rows, limit = len(self._decoding) + len(self._coming), self._meters.chunk_limit
+        prompts = self._prompts.values()
+        least = min((prompt.priority for prompt in self._begun.values()), default=-math.inf)
+        joins = any(prompt.priority < least for prompt in prompts)  # beside those that have begun
+        shares = max(1, len(self._begun) + joins)
         if not rows or not self._most:
             self._room = self._alone_step or FULL_STEP
             return self._alone_step and max(self._alone_step // shares, self._chunk, self._rows)

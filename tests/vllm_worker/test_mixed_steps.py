@@ -42,8 +42,16 @@ class VLLM:
         self.left: dict[str, int] = {}
         self.total: dict[str, int] = {}
 
-    def ask(self, request_id: str, tokens: int, within: float = math.inf, *, decodes: bool = True) -> None:
-        self.steps.expect(request_id, tokens, self.now + within, COSTLY if decodes else None)
+    def ask(
+        self,
+        request_id: str,
+        tokens: int,
+        within: float = math.inf,
+        *,
+        decodes: bool = True,
+        priority: int = 0,
+    ) -> None:
+        self.steps.expect(request_id, tokens, self.now + within, COSTLY if decodes else None, priority)
         self.left[request_id] = self.total[request_id] = tokens
 
     def step(self, *, decodes: bool = True) -> dict[str, int]:
@@ -96,6 +104,19 @@ def test_a_prompt_waits_for_those_before_it() -> None:
     assert steps == [{"a": 512}, {"a": 388, "c": 100}, {"b": 300}], "one that fits beside the rest goes on"
     vllm.steps.finished("d")
     assert vllm.steps.may_begin("handed over", 0), "it decodes"
+
+
+def test_a_prompt_of_a_lower_priority_number_waits_for_no_other() -> None:
+    """It shares the bound with a prompt that has begun."""
+    vllm = VLLM(usual=512)
+    vllm.ask("long", 100_000, decodes=False)
+    assert vllm.step(decodes=False) == {"long": 512}
+    vllm.ask("alike", 300, decodes=False)
+    for name in ("first", "second"):
+        vllm.ask(name, 300, decodes=False, priority=-1)
+    steps = [vllm.step(decodes=False) for _ in range(5)]
+    first, second = ([{"long": 256, name: part} for part in (256, 44)] for name in ("first", "second"))
+    assert steps == [*first, *second, {"long": 512}]
 
 
 def test_a_prompt_that_begins_again_lets_others_begin() -> None:
