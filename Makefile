@@ -164,7 +164,7 @@ models: venv  ## docs/lab/models.md, after a change of transformers: an hour or 
 	$(BIN)/python -m docs.lab.models --cluster --page docs/lab/models.md
 
 formats: venv  ## docs/lab/formats.md, after a release of a tool that quantizes: some 30 minutes; needs npm
-	$(BIN)/python -m docs.lab.formats --page docs/lab/formats.md
+	$(BIN)/python -m docs.lab.formats --page $(addprefix --only ,$(TOOLS))
 
 reference: venv  ## docs/reference, after a change of options or of the HTTP API
 	$(BIN)/python -m docs.reference.generate

@@ -194,30 +194,61 @@ class Ids:
         pass
 
 
-def rounded(form: str, scheme: str = "W4A16", *, own: bool = True, **more: Any) -> Write:
-    """`own`: auto-round reads the form without another tool. Else the weights are those of its own form."""
+def rounded(form: str, scheme: str = "W4A16", *, read: str | None = None, **more: Any) -> Write:
+    """`read`: the form of the same weights that is read. None: this form."""
 
     def write(plain: Path, folder: Path) -> None:
         from auto_round import AutoRound
+        from transformers import AutoRoundConfig
 
         model = model_of(plain, dtype=torch.float32)
         texts = [{"input_ids": ids[None]} for ids in samples(model.config.vocab_size)]
-        settings = {"iters": 0, "nsamples": SAMPLES, "seqlen": LENGTH, "group_size": 32} | more
+        sizes = {"group_size": 32} if scheme.startswith("W") else {}
+        settings = {"iters": 0, "nsamples": SAMPLES, "seqlen": LENGTH} | sizes | more
         tool = AutoRound(model, Ids(), scheme=scheme, dataset=texts, device_map="cpu", **settings)
         tool.quantize_and_save(str(folder), format=form)
-        from transformers import AutoRoundConfig
-
         (config,) = folder.rglob("config.json")  # in a folder that is named by the settings
         for file in [] if config.parent == folder else [*config.parent.iterdir()]:
             file.rename(folder / file.name)
-        if own:
-            backend = "torch" if more.get("sym") is False else "auto"
-            read_back(plain, folder, by_product, quantization_config=AutoRoundConfig(backend=backend))
+        if read is not None:
+            rounded(read, scheme, **more)(plain, folder / "read")
+            (folder / "read" / "exact").rename(folder / "exact")
+        elif form == "llm_compressor":
+            save_exact(plain, folder, decompressed(folder))
+        elif more.get("sym") is False:
+            save_exact(plain, folder, asymmetric_values(folder, awq=form != "auto_round:auto_gptq"))
         else:
-            rounded("auto_round", scheme, **more)(plain, folder / "own")
-            (folder / "own" / "exact").rename(folder / "exact")
+            read_back(plain, folder, of_auto_round, quantization_config=AutoRoundConfig())
 
     return write
+
+
+def asymmetric_values(folder: Path, *, awq: bool) -> dict[str, torch.Tensor]:
+    """Weights of 4 bits in groups of 32. The tool reads them on GPUs alone."""
+    from safetensors.torch import load_file
+
+    stored, values = load_file(folder / "model.safetensors"), {}
+    places = (0, 4, 1, 5, 2, 6, 3, 7) if awq else range(8)
+
+    def unpacked(words: torch.Tensor) -> torch.Tensor:
+        return torch.stack([words.long() >> 4 * place & 15 for place in places], dim=-1).flatten(1)
+
+    for name in [name for name in stored if name.endswith(".qweight")]:
+        words, zeros, scales = (
+            stored[name.replace("qweight", part)] for part in ("qweight", "qzeros", "scales")
+        )
+        codes = unpacked(words) if awq else unpacked(words.T).T
+        zeros = unpacked(zeros) + (not awq)
+        scales, zeros = (each.repeat_interleave(32, dim=0) for each in (scales.float(), zeros))
+        values[name.removesuffix(".qweight")] = ((codes - zeros) * scales).T
+    return values
+
+
+def of_auto_round(module: Any, size: int) -> torch.Tensor:
+    """In float32, also of floats, which the tool multiplies in bfloat16."""
+    module.dtype = torch.float32
+    online = getattr(module.float(), "dequant_weight_online", None)
+    return by_product(module, size) if online is None else online()
 
 
 BY_LAYER = {
@@ -233,7 +264,22 @@ AUTO_ROUND: dict[str, Write] = {
     "auto_round W2": rounded("auto_round", "W2A16"),
     "auto_round W3": rounded("auto_round", "W3A16"),
     "auto_round W4, layers of 8 and 16 bits": rounded("auto_round", **BY_LAYER),
-    "auto_gptq W4": rounded("auto_gptq", own=False),
+    "auto_round:auto_gptq W4 asymmetric": rounded("auto_round:auto_gptq", sym=False),
+    "auto_round MXFP4": rounded("auto_round", "MXFP4"),
+    "auto_round MXFP8": rounded("auto_round", "MXFP8"),
+    "auto_round NVFP4": rounded("auto_round", "NVFP4"),
+    "auto_round MXINT4": rounded("auto_round", "MXINT4"),
+    "auto_round FP8_STATIC": rounded("auto_round", "FP8_STATIC"),
+    "auto_round FPW8A16": rounded("auto_round", "FPW8A16", read="llm_compressor"),
+    "auto_round FP8_BLOCK": rounded("auto_round", "FP8_BLOCK", read="llm_compressor"),
+    "fp8 FP8_BLOCK": rounded("fp8", "FP8_BLOCK", read="llm_compressor"),
+    "auto_gptq W4": rounded("auto_gptq", read="auto_round"),
+    "auto_awq W4": rounded("auto_awq", read="auto_round"),
+    "auto_awq W4 asymmetric": rounded("auto_awq", sym=False),
+    "llm_compressor INT8_W8A8": rounded("llm_compressor", "INT8_W8A8"),
+    "llm_compressor NVFP4": rounded("llm_compressor", "NVFP4"),
+    "llm_compressor FP8_STATIC": rounded("llm_compressor", "FP8_STATIC"),
+    "llm_compressor FPW8A16": rounded("llm_compressor", "FPW8A16"),
 }
 
 
@@ -465,11 +511,13 @@ TOOLS: dict[str, dict[str, Write]] = {
 
 
 def main(tool: str, plain: Path, to: Path, kinds: list[str]) -> None:
-    torch.set_num_threads(2)  # GPTQModel needs more than one
+    torch.set_num_threads(2 if tool == "gptqmodel" else 1)  # GPTQModel needs more than one
     for kind in kinds or TOOLS[tool]:
-        folder = to / kind
+        folder = to / f"{kind}.part"
+        shutil.rmtree(folder, ignore_errors=True)
         try:
             TOOLS[tool][kind](plain, folder)
+            folder.rename(to / kind)
         except Exception as error:  # noqa: BLE001 - it is a row of the page
             traceback.print_exc()
             shutil.rmtree(folder, ignore_errors=True)

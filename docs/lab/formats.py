@@ -1,11 +1,10 @@
-"""Which checkpoints of which tools Baton reads: `python -m docs.lab.formats [--page PAGE] [--only TOOL]`.
+"""Which checkpoints of which tools Baton reads: `python -m docs.lab.formats [--page] [--only TOOL]`.
 
 Each tool quantizes a tiny model in an environment of its own (`format_tools.py`). The greedy tokens of Baton,
 in float32, must be those of transformers with the weights that the tool itself reads from its checkpoint.
 """
 
 import argparse
-import json
 import logging
 import os
 import re
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,16 +90,18 @@ class Row(NamedTuple):
 
 def environment(tool: str, at: Path) -> tuple[list[str], dict[str, str]]:
     """The interpreter with this tool and the packages of Baton, and its variables."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(at)], check=True)
-    (packages,) = at.glob("lib/*/site-packages")
-    (packages / "baton.pth").write_text(sysconfig.get_path("purelib"))
     python = str(at / "bin" / "python")
-    install = [python, "-m", "pip", "install", "--quiet", "--no-warn-conflicts", *PACKAGES[tool]]
-    subprocess.run(install, check=True, timeout=900)
+    if not at.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(at)], check=True)
+        (packages,) = at.glob("lib/*/site-packages")
+        (packages / "baton.pth").write_text(sysconfig.get_path("purelib"))
+        install = [python, "-m", "pip", "install", "--quiet", "--no-warn-conflicts", *PACKAGES[tool]]
+        subprocess.run(install, check=True, timeout=900)
     variables = {
         **os.environ,
         "GPTQMODEL_CPU_WORKERS": "2",
         "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling for one tiny model takes longer than all else
         "CUDA_VISIBLE_DEVICES": "",
     }
     if tool == "llama.cpp":
@@ -177,16 +178,29 @@ def activations(folder: Path, model: Any) -> Iterator[str]:
 def rows(tool: str, at: Path, plain_model: Path) -> Iterator[Row]:
     python, variables = environment(tool, at / "venv")
     to = at / "checkpoints"
-    to.mkdir()
-    command = [*python, format_tools.__file__, tool, str(plain_model), str(to)]
+    to.mkdir(exist_ok=True)
+    kinds = format_tools.TOOLS[tool]
+    missing = [kind for kind in kinds if not ((to / kind).exists() or (to / f"{kind}.error").exists())]
+    command = [*python, format_tools.__file__, tool, str(plain_model), str(to), *missing]
     log = at / "log"
     with log.open("w") as file:
-        subprocess.run(command, check=True, env=variables, stdout=file, stderr=file, timeout=1800)
-    name = VERSIONS.get(tool, PACKAGES[tool][0].replace("==", " "))
-    for kind in format_tools.TOOLS[tool]:
+        if missing:
+            subprocess.run(command, check=True, env=variables, stdout=file, stderr=file, timeout=1800)
+    for kind in kinds:
         failed = to / f"{kind}.error"
         found = f"not written: {plain(failed.read_text(), to)}" if failed.exists() else verdict(to / kind)
-        yield Row(name, kind, found)
+        yield Row(name_of(tool), kind, found)
+
+
+def name_of(tool: str) -> str:
+    return VERSIONS.get(tool, PACKAGES[tool][0].replace("==", " "))
+
+
+def recorded(page: str, tool: str) -> list[Row]:
+    """The rows of a tool on the page, also of another version."""
+    name = name_of(tool).rpartition(" ")[0]
+    cells = (line[2:-2].split(" | ", 2) for line in page.splitlines() if line.startswith(f"| {name} "))
+    return [Row(*each) for each in cells]
 
 
 def page_of(found: list[Row]) -> str:
@@ -194,38 +208,35 @@ def page_of(found: list[Row]) -> str:
     return PAGE.format(prompts=len(LENGTHS), rows="\n".join(map(str, found)), others=others)
 
 
-def measure(tools: Mapping[str, Any] | list[str]) -> list[Row]:
+def measure(tool: str, kept: Path | None = None) -> list[Row]:
+    """`kept`: a folder for the environment and the checkpoints. What it has is not made again."""
     found = []
-    for tool in tools:
-        with tempfile.TemporaryDirectory() as place:
-            plain_model = Path(place) / "plain"
-            plain_model.mkdir()
+    with tempfile.TemporaryDirectory() as place:
+        at = Path(place) if kept is None else kept / tool
+        plain_model = at / "plain"
+        if not plain_model.exists():
+            plain_model.mkdir(parents=True)
             write_plain(plain_model, tool)
-            for row in rows(tool, Path(place), plain_model):
-                print(row, flush=True)
-                found.append(row)
+        for row in rows(tool, at, plain_model):
+            print(row, flush=True)
+            found.append(row)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", action="append", choices=PACKAGES)
-    parser.add_argument("--page", type=Path)
-    parser.add_argument("--known", type=Path, help="rows of earlier runs", metavar="JSON")
+    parser.add_argument("--page", action="store_true", help="write the page; rows of other tools stay")
+    parser.add_argument("--kept", type=Path, help="continue a run that kept its files here", metavar="FOLDER")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    known: dict[str, list[Row]] = {}
-    if args.known and args.known.exists():
-        known = {
-            tool: [Row(*row) for row in found] for tool, found in json.loads(args.known.read_text()).items()
-        }
-    for tool in args.only or [tool for tool in PACKAGES if tool not in known]:
-        known[tool] = measure([tool])
-        if args.known:
-            args.known.write_text(json.dumps(known, indent=1))
-    if args.page:
-        args.page.write_text(page_of([row for tool in PACKAGES for row in known[tool]]))
+    for tool in args.only or PACKAGES:
+        found = measure(tool, args.kept)
+        if args.page:
+            page = PATH.read_text()
+            known = {each: found if each == tool else recorded(page, each) for each in PACKAGES}
+            PATH.write_text(page_of([row for rows in known.values() for row in rows]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The page of formats of checkpoints."""
 
 from docs.lab.format_tools import TOOLS
-from docs.lab.formats import PACKAGES, PATH
+from docs.lab.formats import PACKAGES, PATH, page_of, recorded
 
 
 def test_the_page_has_each_format_of_each_tool_and_none_is_wrong() -> None:
@@ -10,6 +10,11 @@ def test_the_page_has_each_format_of_each_tool_and_none_is_wrong() -> None:
     for kinds in TOOLS.values():
         assert all(f" | {kind} | " in page for kind in kinds)
     assert "WRONG" not in page
+
+
+def test_rows_of_tools_that_are_not_run_stay() -> None:
+    page = PATH.read_text()
+    assert page_of([row for tool in PACKAGES for row in recorded(page, tool)]) == page
 
 
 def test_int8_activations_of_the_tool_change_little() -> None:

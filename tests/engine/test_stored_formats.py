@@ -393,5 +393,5 @@ def test_changed_settings_give_the_same_tokens_or_are_refused(kind: str, tmp_pat
 def test_the_page_says_what_becomes_of_the_checkpoints_of_tools(tool: str) -> None:
     """How far rounded activations are depends on the machine."""
     page = {line.partition("; activations")[0].rstrip(" |") for line in formats.PATH.read_text().splitlines()}
-    for row in formats.measure([tool]):
+    for row in formats.measure(tool):
         assert str(row).partition("; activations")[0].rstrip(" |") in page
