@@ -295,7 +295,7 @@ class Sizing:
         except RuntimeError as error:
             if modules is None or isinstance(error, torch.OutOfMemoryError):
                 raise
-            name, what = self.model_config.architecture, str(error).splitlines()[0]
+            name, what = self.model_config.architecture, (str(error) or repr(error)).splitlines()[0]
             log.warning("CUDA graphs cannot capture the modules of %s, so steps run without: %s", name, what)
 
     def _measure(self, encoding: int) -> MemoryUse:

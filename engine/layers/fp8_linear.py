@@ -165,7 +165,7 @@ def row_reader(values: str, scales: str) -> Reader:
         if not by_row and found.numel() != 1:
             raise ValueError(
                 f"{weights.source}: {name}.{scales} is {list(found.shape)}; "
-                f"one value or [{rows.size}, 1] are supported"
+                f"one value, [{rows.size}] or [{rows.size}, 1] are supported"
             )
         return Scaled(codes, found.float().view(1, -1).expand(1, rows.length))
 

@@ -56,9 +56,8 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
             raise ValueError(f"rope scaling {kinds[0]!r} is not supported")
         layers = record_calls(settings)
     except ERRORS as error:
-        what = (
-            str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {str(error).strip()}"
-        )
+        what = str(error).strip() or repr(error)
+        what = what if isinstance(error, ValueError) else f"{type(error).__name__}: {what}"
         raise ValueError(
             f"{source}: {architecture} cannot be served by modules of transformers: {what.splitlines()[0]}"
             f"{what_serves(architecture)}"

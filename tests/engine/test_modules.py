@@ -1,11 +1,12 @@
 """Models that transformers' modules compute with Baton's attention: their tokens are transformers' own."""
 
+import json
 import logging
 import random
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import PlainFormat, Weights
 from baton.engine.loader import open_checkpoint
 from baton.engine.loader.hf_config import read_config
+from baton.engine.loader.modules import modules_config
 from baton.engine.model_config import Span
 from baton.engine.models.transformers.model import ModulesModel
 from baton.engine.models.transformers.replaced import Router
@@ -125,21 +127,36 @@ def test_the_exact_mode_is_refused(tiny_path: Path) -> None:
         load(tiny_path, model_impl="transformers", batch_invariant=True)
 
 
-@pytest.mark.parametrize("impl", ["baton", "transformers"])
+@pytest.mark.parametrize(
+    ("impl", "error", "told"),
+    [
+        ("baton", RuntimeError("not permitted"), ""),
+        ("transformers", RuntimeError("not permitted\nmore"), "not permitted"),
+        ("transformers", NotImplementedError(), "NotImplementedError()"),
+    ],
+)
 def test_steps_run_without_graphs_that_cannot_be_captured(
-    impl: str, tiny_path: Path, caplog: pytest.LogCaptureFixture
+    impl: str, error: Exception, told: str, tiny_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Own classes can: there the error ends the start."""
     runner = Mock(spec=ModelRunner)
-    runner.capture.side_effect = RuntimeError("operation not permitted when stream is capturing\nmore")
+    runner.capture.side_effect = error
     shape = read_config(tiny_path, model_impl=impl)
     sizing = Sizing(EngineConfig(str(tiny_path)), runner, Mock(), shape, None, lambda *_: None)
     with nullcontext() if impl == "transformers" else pytest.raises(RuntimeError, match="not permitted"):
         sizing.capture()
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-            "CUDA graphs cannot capture the modules of LlamaForCausalLM, so steps run without: "
-            "operation not permitted when stream is capturing"
+            f"CUDA graphs cannot capture the modules of LlamaForCausalLM, so steps run without: {told}"
         ]
+
+
+def test_an_error_without_words_is_named(tiny_path: Path) -> None:
+    values = json.loads((tiny_path / "config.json").read_text())
+    with (
+        patch("baton.engine.loader.modules.record_calls", side_effect=ValueError),
+        pytest.raises(ValueError, match=r"cannot be served by modules of transformers: ValueError\(\)"),
+    ):
+        modules_config(values, [2], "config.json")
 
 
 def test_drafts_do_not_change_tokens(tiny_path: Path) -> None:
