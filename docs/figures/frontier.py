@@ -22,7 +22,7 @@ SIDES = {"Baton, by gap target": None, "vLLM, chunks of 512": "vllm", "SGLang": 
 WIDTH, HEIGHT = 760, 372
 LEFT, TOP, WIDE, HIGH = 52, 84, 304, 224
 """Of a panel."""
-WAIT, GAP = 600.0, 200.0
+WAIT, GAP = 750.0, 200.0
 """Ends of the axes, in ms."""
 
 Points = Mapping[str, tuple[float, float]]
@@ -51,7 +51,7 @@ def _panel(found: Points, panel: str, left: int) -> Iterator[str]:
     bottom = TOP + HIGH
 
     def at(point: tuple[float, float]) -> tuple[str, str]:
-        wait, gap = min(point[0], WAIT), min(point[1], GAP)
+        wait, gap = point
         return f"{left + WIDE * wait / WAIT:.1f}", f"{bottom - HIGH * gap / GAP:.1f}"
 
     for i in range(6):

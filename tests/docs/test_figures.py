@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from docs.figures import frontier
 from docs.figures.generate import HERE, Dots, figures, ratios, svg
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,13 @@ SHORT = re.compile(
 def test_the_plots_are_drawn_from_the_results() -> None:
     stale = [path.name for path, text in figures().items() if path.read_text() != text]
     assert not stale, "run `make figures`"
+
+
+def test_the_axes_of_the_frontier_hold_all_points() -> None:
+    cases = {name for names in frontier.PANELS.values() for name in names}
+    drawn = {name: point for name, point in frontier.points().items() if name.startswith(tuple(cases))}
+    assert len(drawn) > 20
+    assert {x: y for x, y in drawn.items() if y[0] > frontier.WAIT or y[1] > frontier.GAP} == {}
 
 
 def measured(lengths: str, rate: str, four: str, *names: str) -> list[float]:
