@@ -41,9 +41,19 @@ def prose(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in plain.split("\n\n"))
 
 
-def described(each: Any, context: typer.Context) -> tuple[str, str] | None:
-    """The panel of an option, and a line with its names, meaning and default. None: `--help` hides it."""
-    record = each.get_help_record(context)
+def record_of(each: Any, context: typer.Context) -> Any:
+    """What `--help` says of an option, also of one that it hides. typer gives the same option again."""
+    hidden, each.hidden = each.hidden, False
+    try:
+        return each.get_help_record(context)
+    finally:
+        each.hidden = hidden
+
+
+def described(each: Any, context: typer.Context, *, hidden: bool = False) -> tuple[str, str] | None:
+    """The panel of an option, and a line with its names, meaning and default. None: `--help` hides it.
+    `hidden`: also then."""
+    record = record_of(each, context) if hidden else each.get_help_record(context)
     if record is None:
         return None
     names, text = record
@@ -72,8 +82,7 @@ def advanced() -> Iterator[str]:
         context = typer.Context(command, info_name=name)
         for each in command.params:
             if each.opts[0].startswith(ADVANCED):
-                each.hidden = False
-                panel, line = described(each, context) or ("", "")
+                panel, line = described(each, context, hidden=True) or ("", "")
                 users.setdefault((panel, line.replace(ADVANCED, "")), []).append(f"`{name}`")
     lines = sorted((panel, ", ".join(names), line) for (panel, line), names in users.items())
     for panel, of_panel in groupby(lines, key=lambda each: each[0]):
@@ -144,9 +153,8 @@ def chart_options() -> str:
         for each in group.commands[name].params:
             if each.param_type_name != "option" or not each.envvar:
                 continue
-            each.hidden = False
             kind = "switch" if each.is_flag else "values" if each.multiple else "value"
-            choices = re.search(r" <([\w-]+(?:\|[\w-]+)+)>$", each.get_help_record(context)[0])
+            choices = re.search(r" <([\w-]+(?:\|[\w-]+)+)>$", record_of(each, context)[0])
             own = parameters.flag(each.name)
             flags = {
                 flag: "flags" if flag == own else "aliases" for flag in (*each.opts, *each.secondary_opts)
