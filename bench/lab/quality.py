@@ -45,7 +45,7 @@ import torch
 
 from baton.bench.lab.driver import Bench, Option, Run
 from baton.bench.lab.harness.cluster import LocalCluster, served
-from baton.bench.lab.harness.streams import Case, Stream, new_session, read, until
+from baton.bench.lab.harness.streams import Case, Stream, greedy, new_session, read, until
 from baton.bench.report import Row
 from baton.cluster.model import EMBEDDED_NAME, embedded_path
 from baton.router.text.tokenizer import load_tokenizer
@@ -107,14 +107,11 @@ def fixed_answers(tasks: Sequence[Question], encode: Callable[[str], list[int]])
         answer = ". ".join((question.answer, *(each.text + each.answer for each in following)))
         tokens = len(encode(question.text + answer)) - len(question.query)
         cases.append(
-            greedy(question.query, tokens, ignore_eos=False, structured_outputs={"choice": [answer]})
+            greedy(
+                question.query, tokens, logprobs=0, ignore_eos=False, structured_outputs={"choice": [answer]}
+            )
         )
     return cases
-
-
-def greedy(prompt: list[int], tokens: int, **fields: Any) -> Case:
-    options = json.dumps({"prompt": prompt, "logprobs": 0, **fields})
-    return Case("", tokens, temperature=0.0, seed=1, options=options)
 
 
 class Reference:
@@ -279,7 +276,9 @@ def add_choices(
     share = sum(right(scores, tasks)) / len(tasks)
     run.add(Row(f"{name}.accuracy", share, "share", ratio=share / best, ratio_to="transformers"))
     _add(run, f"{name}.prompt", [abs(a - b) for a, b in zip(flat(scores), flat(expected), strict=True)])
-    generated = asyncio.run(answered(cluster, [greedy(each.query, GENERATED_TOKENS) for each in tasks]))
+    generated = asyncio.run(
+        answered(cluster, [greedy(each.query, GENERATED_TOKENS, logprobs=0) for each in tasks])
+    )
     reference_texts = [reference.answer(each.query, GENERATED_TOKENS) for each in tasks]
     hits, most = (
         sum(text.strip().startswith(each.answer.strip()) for text, each in zip(texts, tasks, strict=True))

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import openai
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -34,6 +33,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
+from baton.bench.lab.harness.streams import greedy_tokens
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.engine.execution.module_check import check_modules, reduced_settings
 from baton.engine.loader.families import FAMILIES
@@ -209,27 +209,14 @@ async def by_cluster(directory: Path, prompts: list[list[int]]) -> list[list[lis
         with LocalCluster(
             Path(place), prefill=1, decode=1, worker_flags=[*FLAGS, *named], router_flags=flags
         ) as cluster:
-            first = await asyncio.to_thread(lambda: asyncio.run(_ask(cluster, prompts)))
-            again = asyncio.create_task(_ask(cluster, prompts))
+            first = await greedy_tokens(cluster.url, prompts, TOKENS)
+            again = asyncio.create_task(greedy_tokens(cluster.url, prompts, TOKENS))
             decode = cluster.of("decode")[0]
             await asyncio.to_thread(decode.kill, "engine")
             second = await again
             if leaks := await asyncio.to_thread(leaks_when_idle, cluster.url):
                 raise RuntimeError(f"left when idle: {leaks}")
     return [first, second]
-
-
-async def _ask(cluster: LocalCluster, prompts: list[list[int]]) -> list[list[int]]:
-    async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
-
-        async def ask(prompt: list[int]) -> list[int]:
-            answer = await client.completions.create(
-                model="small", prompt=prompt, max_tokens=TOKENS, temperature=0.0,
-                extra_body={"return_token_ids": True, "ignore_eos": True},
-            )  # fmt: skip
-            return getattr(answer.choices[0], "token_ids")  # noqa: B009
-
-        return await asyncio.gather(*map(ask, prompts))
 
 
 def compared(name: str, kind: str, *, cluster: bool) -> str:

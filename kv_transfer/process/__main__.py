@@ -136,7 +136,7 @@ class TransferProcess:
             handle(message)
         self._watch_channels()
 
-    def _watch_mover(self, mover: movers.ForkedMover) -> None:
+    def _watch_mover(self, mover: movers.ForkedMoverHandle) -> None:
         room = select.EPOLLOUT if mover.channel.full else 0
         self._loop.watch(mover.channel.fileno(), select.EPOLLIN | room, mover.serve)
 

@@ -74,7 +74,7 @@ class LocalMover(MoverHandle):
         self._mover.adopt(message, sock)
 
 
-class ForkedMover(MoverHandle):
+class ForkedMoverHandle(MoverHandle):
     """In a fork. Its reports come late, but in order."""
 
     def __init__(self, channel: socket.socket, side: socket.socket, pid: int) -> None:
@@ -121,11 +121,11 @@ class ForkedMover(MoverHandle):
 
 def fork(
     config: TransferConfig, sending: Arena, slots: SlotPipe, inherited: Sequence[socket.socket]
-) -> list[ForkedMover]:
+) -> list[ForkedMoverHandle]:
     """Forks `config.movers` movers, which close the sockets in `inherited`.
 
     Call it before this process has threads."""
-    handles: list[ForkedMover] = []
+    handles: list[ForkedMoverHandle] = []
     for number in range(config.movers):
         (ours, theirs), (near, far) = channel_pair(), channel_pair()
         parent_pid = os.getpid()
@@ -136,7 +136,7 @@ def fork(
             become(parent_pid, partial(_child, not_mine, moves))
         theirs.close()
         far.close()
-        handles.append(ForkedMover(ours, near, pid))
+        handles.append(ForkedMoverHandle(ours, near, pid))
     return handles
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.process.handshakes import Handshake, Handshakes
 from baton.kv_transfer.process.loop import Loop
-from baton.kv_transfer.process.movers import ForkedMover, LocalMover
+from baton.kv_transfer.process.movers import ForkedMoverHandle, LocalMover
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp_session import Session, Sessions
 from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType
@@ -35,7 +35,7 @@ class TcpConnector:
     def __init__(
         self, config: TransferConfig, memory: str, secret: bytes, make_sessions: Mapping[Side, MakeSession],
         counters: TransferCounters, trace: TraceWriter, tick_age: Callable[[float], float], loop: Loop,
-        local: LocalMover, forked: Sequence[ForkedMover],
+        local: LocalMover, forked: Sequence[ForkedMoverHandle],
     ) -> None:  # fmt: skip
         """`memory`: as in `Identity`. `make_sessions`: by this process's side of the session."""
         self.config = config

@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import openai
-
 from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle
+from baton.bench.lab.harness.streams import greedy_tokens
 
 from .recovery import FLAGS
 
@@ -28,14 +27,10 @@ async def served(
         decode_flags=decode,
         router_flags=["--advanced.no-overflow", *named],
     ) as cluster:
-        async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
 
-            async def ask(prompt: list[int]) -> list[int]:
-                answer = await client.completions.create(
-                    model="m", prompt=prompt, max_tokens=count, temperature=0.0,
-                    extra_body={"return_token_ids": True, "ignore_eos": True},
-                )  # fmt: skip
-                return getattr(answer.choices[0], "token_ids")  # noqa: B009
+        async def ask(prompt: list[int]) -> list[int]:
+            [tokens] = await greedy_tokens(cluster.url, [prompt], count)
+            return tokens
 
-            yield ask
+        yield ask
         assert await asyncio.to_thread(leaks_when_idle, cluster.url) == {}

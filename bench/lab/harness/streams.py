@@ -47,6 +47,11 @@ class Case:
         return fields | json.loads(self.options) | more
 
 
+def greedy(prompt: Sequence[int], tokens: int, **fields: Any) -> Case:
+    """A prompt of token ids. `fields`: more of the request."""
+    return Case("", tokens, 0.0, seed=1, options=json.dumps({"prompt": [*prompt], **fields}))
+
+
 def cases(count: int, max_tokens: int, *, repeat: int = 1) -> list[Case]:
     """Makes cases; every second one is greedy. `repeat` makes prompts longer."""
     return [
@@ -137,6 +142,16 @@ async def read(
     stream = into or Stream(case)
     data, headers = json.dumps(case.body(**more)).encode(), {"x-request-id": name} if name else {}
     return await post(http, f"{url}/v1/completions", data, stream, headers)
+
+
+async def greedy_tokens(url: str, prompts: Iterable[Sequence[int]], count: int) -> list[list[int]]:
+    """The `count` token ids behind each prompt, all asked for at once. Raises RuntimeError if an answer
+    fails."""
+    async with new_session() as http:
+        answers = await asyncio.gather(*(read(http, url, greedy(ids, count)) for ids in prompts))
+    if failed := next((answer for answer in answers if answer.failed), None):
+        raise RuntimeError(f"status {failed.status}: {failed.error or 'the answer has no end'}")
+    return [answer.token_ids for answer in answers]
 
 
 async def post(
