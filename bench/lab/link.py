@@ -2,11 +2,13 @@
 
 The hosts are network namespaces (needs root). A prefill and a decode worker have one each, and one worker
 alone has the same prompts at the same times. Each worker has one core. A token of the model has 0.26 MB of
-KV. In each round both sides are measured, one after the other. Some requests before show what the link
-carries.
+KV. In each round both sides are measured, one after the other: the bench takes some 2 × ROUNDS × SECONDS.
+Some requests before show what the link carries.
 
-`link.half.ttft`    first tokens, mean and p99, over those of one worker
-`link.half.second`  the times from there to the second tokens, likewise
+`link.half.ttft`    time until the first token, mean and p99, over that of one worker
+`link.half.second`  time until the second token, likewise
+`link.half.gap`     from the first to the second token. A full queue makes it longer: a plan lets a second
+                    token come late if the first one comes sooner by as much
 `link.half.handed`  share of the requests whose KV went over the link
 """
 
@@ -48,11 +50,18 @@ class Side:
 
             return await asyncio.gather(*map(one, starts, prompts))
 
-    def first(self) -> list[float]:
-        return [stream.ttft for stream in self.streams]
+    def times(self) -> dict[str, list[float]]:
+        """By the names of rows, of each request."""
+        first, gaps = zip(*((stream.ttft, stream.gaps[0]) for stream in self.streams), strict=True)
+        return {"ttft": [*first], "second": [*map(sum, zip(first, gaps, strict=True))], "gap": [*gaps]}
 
-    def second(self) -> list[float]:
-        return [stream.gaps[0] for stream in self.streams]
+
+def starts_of(draw: random.Random, rate: float, seconds: float) -> list[float]:
+    """When the requests of a round begin, at `rate` a second: one at least."""
+    starts = [draw.uniform(0.0, min(seconds, 1 / rate))]
+    while (now := starts[-1] + draw.expovariate(rate)) < seconds:
+        starts.append(now)
+    return starts
 
 
 def prompts_of(draw: random.Random, count: int, tokens: int) -> list[str]:
@@ -66,22 +75,20 @@ async def rounds(run: Run, apart: Side, alone: Side) -> None:
         await side.serve(warm_up, prompts_of(random.Random(0), WARM_UP, args.tokens))
     for number in range(args.rounds):
         draw = random.Random(number + 1)
-        starts, now = list[float](), 0.0
-        for _ in range(args.requests):
-            starts.append(now := now + draw.expovariate(args.rate))
-        prompts = prompts_of(draw, args.requests, args.tokens)
+        starts = starts_of(draw, args.rate, args.seconds)
+        prompts = prompts_of(draw, len(starts), args.tokens)
         for side in (apart, alone) if number % 2 else (alone, apart):
             side.streams += await side.serve(starts, prompts)
 
 
 def report(run: Run, apart: Side, alone: Side) -> None:
     run.failed |= any(stream.failed for side in (apart, alone) for stream in side.streams)
-    for name, ours, base in (
-        ("ttft", apart.first(), alone.first()), ("second", apart.second(), alone.second()),
-    ):  # fmt: skip
+    bases = alone.times()
+    for name, ours in apart.times().items():
+        base, goal = bases[name], None if name == "gap" else MOST
         for part, of in (("mean", statistics.mean), ("p99", lambda x: percentile(x, 0.99))):
             row = f"link.half.{name}.{part}"
-            run.add_ratio(row, [of(ours)], "ms", [of(base)], "one worker", scale=1e3, goal=MOST)
+            run.add_ratio(row, [of(ours)], "ms", [of(base)], "one worker", scale=1e3, goal=goal)
             run.add(Row(f"{row}.alone", of(base) * 1e3, "ms"))
     workers = status(apart.cluster.url)["workers"]
     handed = sum(worker["status"].get("handovers", 0) for worker in workers)
@@ -101,9 +108,6 @@ def measure(run: Run) -> None:
     flags = ("--advanced.num-blocks", str(24 * (run.args.tokens + ANSWER) // 16), "--kv-connector", "tcp")
     with network:
         cores = [{first}, {others[-1] if others else first}]
-        bytes_per_s = run.args.rate * run.args.tokens * 2 * 2 * 128 * 128 * 4 / 2
-        network.hosts[0].limit(sends=bytes_per_s)
-        run.parameters["link_bytes_per_s"] = round(bytes_per_s)
         with (
             served(run, *flags, shape=SHAPE, name="apart", hosts=network.hosts, cpus=cores) as apart,
             served(
@@ -111,6 +115,10 @@ def measure(run: Run) -> None:
                 router_flags=["--advanced.decode-only"],
             ) as alone,
         ):  # fmt: skip
+            token = status(apart.url)["workers"][0]["description"]["kv_token_bytes"]
+            bytes_per_s = run.args.rate * run.args.tokens * token / 2
+            network.hosts[0].limit(sends=bytes_per_s)
+            run.parameters["link_bytes_per_s"] = round(bytes_per_s)
             sides = Side(apart), Side(alone)
             asyncio.run(rounds(run, *sides))
             report(run, *sides)
@@ -123,7 +131,7 @@ BENCH = Bench(
     options=(
         Option("--rate", "requests/s", 1.0),
         Option("--tokens", "of a prompt", 256),
-        Option("--requests", "of a round", 50, short=10),
+        Option("--seconds", "of a round, in which its requests begin", 50.0, short=10.0),
         Option("--rounds", "", 4, short=1),
     ),
     devices=("cpu",),
