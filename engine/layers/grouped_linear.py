@@ -2,9 +2,9 @@
 
 CPU, bfloat16     decodes    torch's kernel for 4 bits, which computes a row in the same way among any rows
                   prompts    oneDNN, from a copy in bfloat16 or float32, in tiles of equally many rows
-GPU, 16 bits      few rows   a kernel that reads the codes, from Hopper on (`quantized.int4_linear`)
-                  many rows  dequantized for each product
-                  experts    the grouped form of that kernel (`moe.grouped_linear`)
+GPU, 16 bits      4 bits     kernels that read the codes, from Hopper on (`quantized.int4_linear`)
+                  experts    the grouped form of these kernels (`moe.grouped_linear`)
+                  8 bits     few rows as before (`quantized.int8_linear`); else dequantized for each product
 other             dequantized at load; also on a CPU in the exact mode, since both kernels of a CPU would have
                   to add in one order
 """
@@ -34,7 +34,10 @@ TILE = 128
 GROUP_SIZES = (32, 64, 128, 256)
 """What torch's kernel for 4 bits supports."""
 
-GROUP_SIZES_ON_GPU = (32, 64, 128)
+GROUP_SIZES_ON_GPU = {4: (32, 64, 128), 8: (32, 64, 128, 256, 512, 1024)}
+"""By the bits of integers."""
+
+FLOAT_SIZES_ON_GPU = (16, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class GroupsFormat(PlainFormat):
             expert: Tensor | FourBits
             if groups is None:
                 expert = self.dense(weights, stack)
-            elif _packs_on_gpu(groups, weights):
+            elif _packs_on_gpu(groups, weights) and groups.size in GROUP_SIZES_ON_GPU[4] and groups.bits == 4:
                 expert = four_bits(*groups[:3], weights.dtype, floats=groups.floats)
             else:
                 expert = groups.values().to(weights.dtype)
@@ -79,19 +82,27 @@ class GroupsFormat(PlainFormat):
 def packs(bits: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products read packed weights of 4 or 8 bits. Else they are dequantized at load."""
     if device.type == "cuda":
-        return bits == 4 and dtype is not torch.float32 and from_hopper_on(device)
+        return dtype is not torch.float32 and from_hopper_on(device)
     return device.type == "cpu" and dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def bytes_per_parameter(
-    bits: int, size: int, dtype: torch.dtype, device: torch.device, *, floats: bool = False
+    bits: int, size: int | None, dtype: torch.dtype, device: torch.device, *, floats: bool = False
 ) -> float:
-    """Bytes of one parameter in memory, the copy for prompts included."""
-    sizes = GROUP_SIZES_ON_GPU if device.type == "cuda" else GROUP_SIZES
-    if not packs(bits, dtype, device) or size not in sizes or (floats and device.type != "cuda"):
+    """Bytes of one parameter in memory, the copy for prompts included. `size`: None if a group is a row."""
+    on_gpu = device.type == "cuda"
+    fits = _fits_gpu(bits, size, floats=floats) if on_gpu else size in GROUP_SIZES and not floats
+    if not packs(bits, dtype, device) or not fits:
         return dtype.itemsize
-    packed = bits / 4 * (1 / 2 + 4 / size)  # each half of 8 bits has scales
-    return packed if device.type == "cuda" else packed + dtype_of_prompts().itemsize
+    packed = bits / 4 * (1 / 2 + (4 / size if size else 0))  # scales and zeros have as many bits
+    return packed if on_gpu else packed + dtype_of_prompts().itemsize
+
+
+def _fits_gpu(bits: int, size: int | None, *, floats: bool) -> bool:
+    """Whether kernels take groups of so many columns. None: of all columns."""
+    if size is None:
+        return bits == 8
+    return size in (FLOAT_SIZES_ON_GPU if floats else GROUP_SIZES_ON_GPU[bits])
 
 
 def grouped_linear(
@@ -131,18 +142,26 @@ def for_prompts(values: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
 
 
 def _packs_on_gpu(groups: Groups, weights: Weights) -> bool:
-    if weights.device.type != "cuda" or groups.size not in GROUP_SIZES_ON_GPU or groups.order is not None:
+    if weights.device.type != "cuda" or groups.order is not None:
         return False
-    fits = not groups.floats or weights.dtype is torch.bfloat16  # float16 has not all scales of MXFP4
+    if groups.floats and weights.dtype is not torch.bfloat16:
+        return False  # float16 has not all scales of MXFP4
+    if groups.bits == 8 and (weights.kernels.exact or groups.codes.shape[1] % 16):
+        return False
+    size = groups.size if groups.bits == 4 or groups.scales.shape[1] > 1 else None
+    fits = _fits_gpu(groups.bits, size, floats=groups.floats)
     return fits and packs(groups.bits, weights.dtype, weights.device)
 
 
 def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMethod:
     from baton.engine.kernels.launch import multiprocessors
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
+    from baton.engine.kernels.quantized.int8_linear import Int8Linear
 
     if not _packs_on_gpu(groups, weights):
         return PlainLinear(groups.values().to(weights.dtype), bias, exact=weights.kernels.exact)
+    if groups.bits == 8:
+        return Int8Linear(*groups[:3], bias, weights.dtype, multiprocessors(weights.device))
     weight = four_bits(*groups[:3], weights.dtype, floats=groups.floats)
     return Int4Linear(weight, bias, multiprocessors(weights.device), exact=weights.kernels.exact)
 

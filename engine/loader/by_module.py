@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baton.engine.kernels import FourBits, Fp8Experts, LinearMethod
 from baton.engine.layers.linear import PlainLinear
+from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import PlainFormat, Stack, Weights
 
 PLAIN = PlainFormat()
@@ -21,8 +22,24 @@ Chosen = Callable[[str], PlainFormat | None]
 """The format of a module by its name. None: it is plain."""
 
 
+class Dequantized(PlainFormat):
+    """The base of formats that read matrices by `values`: what has no packed product is dequantized."""
+
+    def linear(self, weights: Weights, stack: Stack) -> LinearMethod:
+        return PlainLinear(self.dense(weights, stack), weights.bias(stack), exact=weights.kernels.exact)
+
+    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
+        held = [self.dense(weights, stack) for stack in experts]
+        return torch.stack([values for values in held if len(values)])
+
+    def dense(self, weights: Weights, stack: Stack) -> Tensor:
+        parts = zip(stack.names, stack.rows, strict=True)
+        values = [self.values(weights, name, rows, stack.columns) for name, rows in parts]
+        return torch.cat(values).to(weights.dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ByModule(PlainFormat):
+class ByModule(Dequantized):
     formats: tuple[PlainFormat, ...]
     """All that a module may have."""
     chosen: Chosen
@@ -59,17 +76,15 @@ class ByModule(PlainFormat):
         return None if stack.columns.start else torch.cat(found)
 
     def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
-        if (alone := self._alone(weights, experts)) is not None:
-            return alone.experts(weights, experts)
-        held = [self.dense(weights, stack) for stack in experts]
-        return torch.stack([values for values in held if len(values)])
+        alone = self._alone(weights, experts)
+        return (super() if alone is None else alone).experts(weights, experts)
 
     def dense(self, weights: Weights, stack: Stack) -> Tensor:
-        if (alone := self._alone(weights, [stack])) is not None:
-            return alone.dense(weights, stack)
-        parts = zip(stack.names, stack.rows, strict=True)
-        values = [self._of(weights, name).values(weights, name, rows, stack.columns) for name, rows in parts]
-        return torch.cat(values).to(weights.dtype)
+        alone = self._alone(weights, [stack])
+        return (super() if alone is None else alone).dense(weights, stack)
+
+    def values(self, weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:
+        return self._of(weights, name).values(weights, name, rows, columns)
 
     def _alone(self, weights: Weights, stacks: Sequence[Stack]) -> PlainFormat | None:
         """The format of all matrices. None: they have several."""

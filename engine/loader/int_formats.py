@@ -23,12 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import LinearMethod
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
-from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Groups, PlainFormat, Stack, Weights, stacked
-from baton.engine.loader.by_module import ByModule, by_module, require
+from baton.engine.loader.by_module import ByModule, Dequantized, by_module, require
 
 BITS = (2, 4, 8)
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -46,7 +44,7 @@ Reader = Callable[[Weights, str, Shard, Shard], Groups]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredGroups(GroupsFormat):
+class StoredGroups(GroupsFormat, Dequantized):
     bits: int
     size: int | None
     """Columns of a group. None: all."""
@@ -57,18 +55,12 @@ class StoredGroups(GroupsFormat):
     """As in `Groups`."""
 
     def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
-        if output or self.size is None:
+        if output:
             return dtype.itemsize
         return bytes_per_parameter(max(self.bits, 4), self.size, dtype, self.device, floats=self.floats)
 
     def reads(self, weights: Weights, name: str) -> bool:
         return weights.has(f"{name}.{self.marker}")
-
-    def linear(self, weights: Weights, stack: Stack) -> LinearMethod:
-        groups = self.read_groups(weights, stack)
-        if groups is None:
-            return PlainLinear(self.dense(weights, stack), weights.bias(stack), exact=weights.kernels.exact)
-        return self.product(groups, weights, stack)
 
     def read_groups(self, weights: Weights, stack: Stack) -> Groups | None:
         """None: `desc_act` gave the columns of these matrices different orders."""
@@ -85,11 +77,6 @@ class StoredGroups(GroupsFormat):
 
     def values(self, weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:
         return self._part(weights, name, rows, columns).values()
-
-    def dense(self, weights: Weights, stack: Stack) -> Tensor:
-        parts = zip(stack.names, stack.rows, strict=True)
-        values = [self.values(weights, name, rows, stack.columns) for name, rows in parts]
-        return torch.cat(values).to(weights.dtype)
 
 
 def gptq(settings: Mapping[str, Any], source: str, device: torch.device) -> ByModule:
@@ -282,7 +269,7 @@ def bytes_of(
     zeros = torch.zeros_like(scales)
     if weights.has(f"{name}.{zero_point}"):
         zeros = scales_of(weights, name, rows, groups, torch.int8, suffix=zero_point).float()
-    return _around((codes.int() + 128).to(torch.uint8), scales, zeros + 128, 8)
+    return _around(codes.view(torch.uint8) ^ 128, scales, zeros + 128, 8)
 
 
 def scales_of(

@@ -1,34 +1,30 @@
-"""Quantized matrices that are dequantized at load, for the model's dtype: of bitsandbytes and torchao.
+"""Matrices of bitsandbytes, and others that are dequantized at load for the model's dtype.
 
 bitsandbytes NF4, FP4   weight [out · in / 2, 1]: two codes in a byte, the first one in its upper half;
                         weight.quant_map [16], weight.absmax of each block of a flat weight. `absmax`
                         may itself be codes of weight.nested_quant_map, with weight.nested_absmax.
 bitsandbytes INT8       weight [out, in] int8, SCB [out]: 127 times the scales
-torchao                 weight_qdata and weight_scale [out, groups], and perhaps weight_zero_point
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import FourBits, Fp8Experts, LinearMethod
-from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Shard
-from baton.engine.layers.weights import PlainFormat, Stack, Weights
-from baton.engine.loader.by_module import ByModule, by_module, require
+from baton.engine.layers.weights import Groups, PlainFormat, Weights
+from baton.engine.loader.by_module import ByModule, Dequantized, by_module, require
+from baton.engine.loader.int_formats import stored_groups
 
 ReadValues = Callable[[Weights, str, Shard, Shard], Tensor]
 """Reads rows × columns of a projection, as float32."""
 
-FLOATS = torch.float32, torch.float16, torch.bfloat16
-
 
 @dataclass(frozen=True, kw_only=True)
-class StoredValues(PlainFormat):
+class StoredValues(Dequantized):
     marker: str
     """Suffix of a tensor that each quantized matrix has."""
     read: ReadValues
@@ -39,39 +35,27 @@ class StoredValues(PlainFormat):
     def values(self, weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:
         return self.read(weights, name, rows, columns)
 
-    def dense(self, weights: Weights, stack: Stack) -> Tensor:
-        parts = zip(stack.names, stack.rows, strict=True)
-        return torch.cat([self.read(weights, name, rows, stack.columns) for name, rows in parts]).to(
-            weights.dtype
-        )
-
-    def linear(self, weights: Weights, stack: Stack) -> LinearMethod:
-        return PlainLinear(self.dense(weights, stack), weights.bias(stack), exact=weights.kernels.exact)
-
-    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
-        held = [self.dense(weights, stack) for stack in experts]
-        return torch.stack([values for values in held if len(values)])
-
 
 def bitsandbytes(settings: Mapping[str, Any], source: str, device: torch.device) -> ByModule:
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
-        name, marker, read = "bitsandbytes int8, dequantized at load", "SCB", _bnb_int8
+        made: PlainFormat = stored_groups("bitsandbytes", 8, None, "SCB", _bnb_int8, device)
     else:
         require(settings, source, load_in_4bit=(True,), bnb_4bit_quant_type=("nf4", "fp4", None))
-        name, marker, read = "bitsandbytes 4 bits, dequantized at load", "weight.absmax", _bnb_4bits
-    made = StoredValues(name=name, identity=name, marker=marker, read=read)
+        name = "bitsandbytes 4 bits, dequantized at load"
+        made = StoredValues(name=name, identity=name, marker="weight.absmax", read=_bnb_4bits)
     return by_module([made], lambda _: made, source)
 
 
-def _bnb_int8(weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:
+def _bnb_int8(weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
     if weights.has(f"{name}.weight_format"):
         order = weights.stored(f"{name}.weight_format", None, torch.uint8, torch.int8)
         if not order.is_meta and order.item() != 0:
             raise ValueError(
                 f"{weights.source}: {name}.weight_format is not that of rows, which is supported"
             )
-    values = weights.stored(f"{name}.weight", (rows, columns), torch.int8).float()
-    return values * weights.stored(f"{name}.SCB", (rows,), torch.float32)[:, None] / 127
+    codes = weights.stored(f"{name}.weight", (rows, columns), torch.int8).view(torch.uint8) ^ 128
+    scales = weights.stored(f"{name}.SCB", (rows,), torch.float32)[:, None] / 127
+    return Groups(codes, scales, torch.zeros_like(scales), 8)
 
 
 def _bnb_4bits(weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:

@@ -70,6 +70,7 @@ def main() -> None:
     from baton.engine.kernels.peer_copy import PeerCopy
     from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
     from baton.engine.kernels.quantized.int4_linear import FORMS, Int4Linear
+    from baton.engine.kernels.quantized.int8_linear import Int8Linear
     from baton.engine.kernels.quantized.reference import four_bits, of_experts
     from baton.engine.kernels.sampling import draft_kernels, drafts, race
     from baton.engine.kernels.sampling.thresholds import thresholds
@@ -190,10 +191,11 @@ def main() -> None:
 
     print("-- INT4 weights")
     codes = torch.zeros(4096, 4096, dtype=torch.uint8)
-    for size, dtype in ((32, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)):
+    for size in (16, 32, 64, 128):
+        dtype = torch.float16 if size == 64 else torch.bfloat16
         scales = torch.zeros(4096, 4096 // size)
-        for zeros in (scales, scales + 1):
-            int4 = Int4Linear(four_bits(codes, scales, zeros, dtype), None, 132)
+        for zeros in (scales,) if size == 16 else (scales, scales + 1):
+            int4 = Int4Linear(four_bits(codes, scales, zeros, dtype, floats=size == 16), None, 132)
             for tokens in (1, 2, 4, 16):
                 int4(torch.zeros(tokens, 4096, dtype=dtype))
             exact_int4 = Int4Linear(int4.weight, None, 132, exact=True)
@@ -204,6 +206,15 @@ def main() -> None:
                     torch.zeros(tokens, 4096, dtype=dtype), grouped=False
                 )
                 int4.triton(x, form)
+
+    print("-- INT8 weights")
+    for size, dtype in ((32, torch.bfloat16), (128, torch.float16), (4096, torch.bfloat16)):
+        scales = torch.zeros(4096, 4096 // size)
+        for zeros in (scales, scales + 1):
+            int8 = Int8Linear(codes, scales, zeros, None, dtype, 132)
+            for tokens in (1, 32, 64, 256):
+                int8.triton(torch.zeros(tokens, 4096, dtype=dtype))
+            int8.values()
 
     print("-- sums over ranks")
     for ranks, rank in ((2, 0), (2, 1), (4, 3)):

@@ -12,7 +12,8 @@ import torch
 from gguf.quants import dequantize
 
 from baton.engine import EngineConfig, build_engine
-from baton.engine.layers import grouped_linear
+from baton.engine.kernels import Kernels
+from baton.engine.layers import grouped_linear, in_place
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.grouped_linear import (
     MOST_DECODES,
@@ -32,6 +33,7 @@ from baton.engine.loader.gguf_groups import UNPACK
 from tests.engine.conftest import request_of, run
 from tests.engine.test_disaggregation import Pair
 from tests.engine.test_gguf import write
+from tests.stand_in import stand_in
 
 PACKS = packs(4, torch.bfloat16, torch.device("cpu"))
 needs_packing = pytest.mark.skipif(not PACKS, reason="this CPU has no AVX-512")
@@ -78,6 +80,34 @@ def test_memory_sizing_counts_codes_scales_and_the_copy_for_prompts(bits: int) -
     assert planned == packed / (64 * 256) + dtype_of_prompts().itemsize
 
 
+@pytest.mark.parametrize(
+    ("bits", "size", "floats", "kept"),
+    [
+        (8, None, False, 1),  # a group of all columns
+        (8, 128, False, 1 + 8 / 128),
+        (8, 16, False, 2),
+        (4, 32, False, 1 / 2 + 4 / 32),
+        (4, 16, False, 2),
+        (4, 16, True, 1 / 2 + 4 / 16),  # NVFP4
+        (4, 32, True, 1 / 2 + 4 / 32),
+    ],
+)
+def test_what_gpus_keep_packed(
+    bits: int, size: int | None, floats: bool, kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As memory sizing assumes, which leaves out what a row has."""
+    monkeypatch.setattr(grouped_linear, "from_hopper_on", lambda device: True)
+    monkeypatch.setattr("baton.engine.kernels.launch.multiprocessors", lambda device: 132)
+    monkeypatch.setattr("baton.engine.layers.linear._product", lambda *_, **__: None)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    weights = stand_in(Weights, device=device, dtype=dtype, kernels=Kernels())
+    groups = random_groups(64, 512, size or 512, bits)._replace(floats=floats)
+    product = grouped_linear.grouped_linear(groups, None, weights)
+    found = sum(tensor.nbytes for tensor in in_place.tensors(product)) / (64 * 512)
+    assert bytes_per_parameter(bits, size, dtype, device, floats=floats) == kept
+    assert kept <= found <= kept + 8 / 512
+
+
 @needs_packing
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_does_not_depend_on_the_other_rows_of_its_step(
@@ -120,7 +150,7 @@ def test_which_gguf_files_stay_packed(embedded_model_path: Path, monkeypatch: py
     assert chosen("cuda", dtype="float32") == chosen("cuda", quantization="none") == "plain"
     assert chosen("cuda") == chosen("cuda", dtype="float16") == packed
     assert chosen("cuda", {("Q4_K",): 1, ("Q6_K",): 9}) == "gguf (Q4_K, Q6_K)"
-    assert chosen("cuda", {("Q4_K", "Q6_K"): 9, ("Q8_0",): 9}) == "plain", "no product has only 4 bits"
+    assert chosen("cuda", {("Q4_K", "Q6_K"): 9, ("Q6_K",): 9}) == "plain", "no product has 4 or 8 bits alone"
     assert chosen("cpu", {("Q8_0",): 9}) == ("gguf (Q8_0)" if PACKS else "plain")
     assert chosen("cpu", quantization="fp8").startswith("fp8")
     assert chosen("cpu", load_format="dummy") == chosen("cuda", load_format="dummy") == "plain"

@@ -1,4 +1,4 @@
-"""The kernels for INT4 weights against the values of the groups, on a GPU or in the interpreter."""
+"""The kernels for weights of 4 and 8 bits against their values, on a GPU or in the interpreter."""
 
 import pytest
 import torch
@@ -19,22 +19,26 @@ DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("size", "columns", "out", "rows", "symmetric"),
+    ("size", "columns", "out", "rows", "kind"),
     [
-        (32, 96, 40, 1, False),
-        (32, 576, 100, 9, True),
-        (32, 192, 30, 3, True),
-        (64, 256, 64, 4, False),
-        (128, 640, 130, 17, True),
-        (128, 8320, 20, 2, True),  # wide, and a second pass over the columns
-        (128, 256, 208, 70, True),
-        (32, 160, 48, 40, False),
-        (64, 256, 64, 130, True),
-        (64, 256, 40, 33, True),  # no rows of W that cuBLAS takes in FP8
+        (32, 96, 40, 1, "zeros"),
+        (32, 576, 100, 9, "symmetric"),
+        (32, 192, 30, 3, "symmetric"),
+        (64, 256, 64, 4, "zeros"),
+        (128, 640, 130, 17, "symmetric"),
+        (128, 8320, 20, 2, "symmetric"),  # wide, and a second pass over the columns
+        (128, 256, 208, 70, "symmetric"),
+        (32, 160, 48, 40, "zeros"),
+        (64, 256, 64, 130, "symmetric"),
+        (64, 256, 40, 33, "symmetric"),  # no rows of W that cuBLAS takes in FP8
+        (16, 208, 40, 1, "floats"),
+        (32, 160, 48, 2, "floats"),
+        (16, 336, 130, 17, "floats"),
+        (16, 160, 48, 40, "floats"),
     ],
 )
 def test_int4_products(
-    size: int, columns: int, out: int, rows: int, symmetric: bool, dtype: torch.dtype, triton_kernels: Kernels
+    size: int, columns: int, out: int, rows: int, kind: str, dtype: torch.dtype, triton_kernels: Kernels
 ) -> None:
     """By each of the kernels: up to 2 rows, few rows, which may be split, and more rows, in FP8. SwiGLU at
     the end of a product gives the same as SwiGLU of its result."""
@@ -42,9 +46,10 @@ def test_int4_products(
     from baton.engine.kernels.quantized.int4_linear import ALIGNED, FORMS, MAX_FEW_ROWS, Int4Linear
 
     codes, scales, zeros = random_groups(out, columns, size).on(torch.device(DEVICE))[:3]
-    rounded = Groups(codes, scales.to(dtype).float(), zeros.mul_(not symmetric).to(dtype).float(), 4)
+    floats, zeros = kind == "floats", zeros * (kind == "zeros")
+    rounded = Groups(codes, scales.to(dtype).float(), zeros.to(dtype).float(), 4, floats=floats)
     bias = torch.randn(out, device=DEVICE).to(dtype)
-    linear = Int4Linear(four_bits(codes, scales, zeros, dtype), bias, 3)
+    linear = Int4Linear(four_bits(codes, scales, zeros, dtype, floats=floats), bias, 3)
     weight = values(linear.weight)
     ulp = torch.finfo(dtype).eps  # the interpreter has no fused multiplication and addition
     for found in (weight, linear.weight.exact().to(dtype)):
@@ -64,7 +69,7 @@ def test_int4_products(
         weight, multiplied = small.float() * of_rows.T, spread(*quantized)
     expected = multiplied @ weight.float().T + bias.float()
     error = 2e-3
-    if rows <= 2:  # it sums in float16
+    if rows <= 2 and not floats:  # it sums in float16
         error += 0.006 * expected.square().mean().sqrt().item()
     for _ in range(2):  # the second one finds the counters of the splits as the first one left them
         torch.testing.assert_close(linear(x).float(), expected, rtol=2 * ulp, atol=error)
@@ -74,6 +79,38 @@ def test_int4_products(
             torch.testing.assert_close(found, expected, rtol=2 * ulp, atol=error)
     gated = linear.silu_mul(x, triton_kernels)
     torch.testing.assert_close(gated, triton_kernels.silu_mul(linear(x)), rtol=2 * ulp, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("size", "columns", "out", "rows", "symmetric"),
+    [
+        (32, 96, 40, 1, False),
+        (None, 336, 100, 3, True),
+        (None, 1040, 20, 2, False),  # in parts
+        (128, 1152, 70, 16, True),  # in parts
+        (256, 512, 65, 70, False),
+        (64, 320, 64, 130, True),
+        (None, 144, 30, 17, True),
+    ],
+)
+def test_int8_products(
+    size: int | None, columns: int, out: int, rows: int, symmetric: bool, dtype: torch.dtype,
+    triton_kernels: Kernels,
+) -> None:  # fmt: skip
+    """By each of the kernels. A weight is rounded once, as one that is dequantized at load."""
+    from baton.engine.kernels.quantized.int8_linear import Int8Linear
+
+    groups = random_groups(out, columns, size or columns, 8)
+    groups = groups._replace(zeros=groups.zeros * (not symmetric)).on(torch.device(DEVICE))
+    bias = torch.randn(out, device=DEVICE).to(dtype)
+    linear, weight = Int8Linear(*groups[:3], bias, dtype, 12), groups.values().to(dtype)
+    # The interpreter has no fused multiplication and addition: where a value is between two, it may differ.
+    torch.testing.assert_close(linear.values(), weight, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    expected = (x.float() @ weight.float().T + bias.float()).to(dtype)
+    for product in (linear, linear.triton, linear.triton, linear.cublas):  # the counters are as before
+        torch.testing.assert_close(product(x), expected, rtol=2 * torch.finfo(dtype).eps, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,6 +1,6 @@
 """y = x Wᵀ + b with W in 4 bits (`FourBits`).
 
-    up to 2 rows    `int4_gemv` multiplies the codes, and then the sums of groups by their scales.
+    up to 2 rows    `int4_gemv` multiplies integers, and then the sums of groups by their scales.
     few rows        The kernel below writes W into registers, in x's dtype. Tensor cores multiply it.
     more rows       x and W become FP8, with a scale for each row: W in registers, as before.
     many rows       W becomes FP8 in memory, and cuBLAS multiplies.
@@ -82,7 +82,8 @@ class Int4Linear(LinearMethod):
     ) -> None:
         """bias [out]. `exact`: a row of a result has the same bits whatever the other rows."""
         self.weight, self._bias, self._multiprocessors, self._exact = weight, bias, multiprocessors, exact
-        self._gemv_rows, self._few_rows = (0, MAX_EXACT_ROWS) if exact else (int4_gemv.MAX_ROWS, MAX_FEW_ROWS)
+        self._gemv_rows = 0 if exact or weight.floats else int4_gemv.MAX_ROWS
+        self._few_rows = MAX_EXACT_ROWS if exact else MAX_FEW_ROWS
         self._row_scales = None if exact or weight.size % ALIGNED else weight.row_scales()
         tiles = MAX_MEASURED_ROWS // MAX_BLOCK_M * triton.cdiv(weight.size, 64)
         self._finished = counters(tiles, weight.words.device)
