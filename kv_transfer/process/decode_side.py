@@ -131,10 +131,10 @@ class DecodeSide:
     def came(self, session: Session, s: Slice, intact: bool | None, began: float, ended: float) -> None:
         """A slice of a lane is in its slot, as in `Arrivals.came`."""
         if intact and session.peer is not None:
-            transfer = self.arrivals.transfer_of(s.slot)
+            transfer, due = self.arrivals.transfer_of(s.slot), began
             if transfer is not None and transfer.commit_at:  # since then the peer has had it to send
-                began = min(began, transfer.commit_at)
-            self.link_rates.came(session.peer.incarnation, s.wire, began, ended)
+                due = min(began, transfer.commit_at)
+            self.link_rates.came(session.peer.incarnation, s.wire, began, ended, due)
         self.arrivals.came(s, intact)
 
     # ------------------------------------------------------------ time

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 WINDOW = 256 << 20, 0.5
 """Bytes, or seconds in which frames came, after which a new window begins. A rate is that of the last two, so
 what came before is forgotten, however fast it was."""
+ROUNDS = 4
+"""Times of a frame that a window has at least. On a slow link the frames of all lanes take seconds and end
+together, so a shorter window would have many of them, or none."""
 ENOUGH = 16 << 20, 0.25
 """The same, that say something. A few small frames wait for processes more than for the link."""
 RECENT = 1200.0
@@ -47,19 +50,22 @@ class LinkRates:
     def __init__(self) -> None:
         self._links: dict[int, _Link] = {}
 
-    def came(self, peer: int, size: int, began: float, ended: float) -> None:
-        """A frame with so many bytes came. `began`: since when it came, or could have (time.monotonic())."""
+    def came(self, peer: int, size: int, began: float, ended: float, due: float) -> None:
+        """A frame with so many bytes came. Times are of time.monotonic(). `began`: its header. `due`: since
+        when it could have come; the same, or before."""
         if peer not in self._links and len(self._links) >= MOST:
             del self._links[min(self._links, key=lambda other: self._links[other].ended)]
         link = self._links.setdefault(peer, _Link())
-        if began > link.ended + FORGOTTEN:
+        took = ended - began
+        slower = took > max(WINDOW[1], 2 * (link.seconds + link.seconds_before))  # it is another link now
+        if slower or due > link.ended + FORGOTTEN:
             link.bytes = link.bytes_before = 0
             link.seconds = link.seconds_before = 0.0
-        elif link.bytes >= WINDOW[0] or link.seconds >= WINDOW[1]:
+        elif link.bytes >= WINDOW[0] or link.seconds >= max(WINDOW[1], ROUNDS * took):
             link.bytes_before, link.seconds_before = link.bytes, link.seconds
             link.bytes, link.seconds = 0, 0.0
         link.bytes += size
-        seconds = max(0.0, ended - max(began, link.ended))
+        seconds = max(0.0, ended - max(due, link.ended))
         link.seconds += seconds
         link.busy = link.busy_at(ended) + SHARE_OF * -math.expm1(-seconds / SHARE_OF)
         link.ended = max(link.ended, ended)
