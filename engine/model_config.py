@@ -354,14 +354,50 @@ class ModuleAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleState:
+    """A tensor that one of transformers' modules keeps of a request."""
+
+    name: str
+    """`conv_states` or `recurrent_states`, as transformers' cache has them."""
+    index: int
+    """Among those of this name in a layer of transformers' cache."""
+    shape: tuple[int, ...]
+    float32: bool
+    """Whether it is in float32 whatever the model's dtype is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleStates:
+    """What one of transformers' modules keeps of a request."""
+
+    module: str
+    """The name of the module."""
+    layer: int
+    """Of transformers' cache."""
+    states: tuple[ModuleState, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModulesConfig:
     """A model that transformers' modules compute (`engine.models.transformers`)."""
 
     settings: str
     """JSON of `config.json`, with the defaults of transformers."""
-    layers: tuple[ModuleAttention, ...]
-    """Of each call of attention in a pass, which has a layer of the cache."""
+    layers: tuple[ModuleAttention | ModuleStates, ...]
+    """Of each call of attention in a pass, and of each module with states, which has a layer of the cache."""
     parameters: int
+    read: frozenset[str] = field(default=frozenset(), repr=False)
+    """The linear modules and norms whose weights are read without a call."""
+
+    @property
+    def attention(self) -> dict[int, ModuleAttention]:
+        """Of the layers that attend, by their number."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, ModuleAttention)}
+
+    @property
+    def states(self) -> dict[int, ModuleStates]:
+        """Of the layers with states, by their number."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, ModuleStates)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +509,7 @@ class ModelConfig:
         those with values of another size, are padded to a power of two."""
         latent = self.latent
         if self.modules is not None:
-            return max(layer.head_dim for layer in self.modules.layers)
+            return max(layer.head_dim for layer in self.modules.attention.values())
         if self.mimo is not None:
             return 1 << (self.head_dim - 1).bit_length()
         if self.gemma is not None:  # of two sizes, the one that they refuse, if any
@@ -487,7 +523,7 @@ class ModelConfig:
     def heads(self, layer: int, *, windowed: bool) -> int:
         """Query heads of a layer, with a window or without."""
         if self.modules is not None:
-            return self.modules.layers[layer].num_heads
+            return self.modules.attention[layer].num_heads
         return self.step.local_heads if self.step is not None and windowed else self.num_heads
 
     def check(self, source: str) -> None:

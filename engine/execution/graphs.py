@@ -92,6 +92,7 @@ class Widths(NamedTuple):
     windows: bool = False  # whether layers with windows have blocks of their own
     window_tiles: TileShape = NO_TILES  # of layers with windows, if they are others
     shifted: bool = False  # whether positions for rotation may differ from positions
+    chunks: bool = True  # whether graphs can compute prompts
     image: int = 0  # bytes of the embeddings of a token of an image; 0: the model takes none
 
     def scans(self, rows: int) -> int:
@@ -199,7 +200,7 @@ class StepGraphs:
         self._widths = widths
         self._block_size = block_size
         self.batch_sizes = batch_sizes(requests)
-        with_chunks = chunk_sizes(largest)
+        with_chunks = chunk_sizes(largest) if widths.chunks else []
         rows = max([requests, *with_chunks])
         self._apart, self._attends = apart_of(rows) or (None, None)
         self.hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)

@@ -24,9 +24,12 @@ from baton.engine.kernels import (
     Kernels,
     LatentHeads,
     LatentNorm,
+    Rates,
+    StateLayer,
 )
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import NO_IMAGES, SHORT
+from baton.engine.kernels.state.by_request import Advance, advance_states, tile_requests
 from baton.engine.model_config import ModelConfig, Span
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, SharedCache
 from baton.kv_names.cache_kinds import ATTENTION
@@ -163,6 +166,26 @@ class LayerAttention:
             return apart.out[: len(q)]
 
         return attend_latent if latents else attend
+
+    def mix_of_step(self, attention: AttentionMetadata, layer_done: LayerDone) -> Any:
+        """What the layers call to take their states past the tokens of a step, as `Mix` or `MixModules`."""
+        kernels, caches = self._kernels, self._cache.of_layers
+        if self._config.modules is not None:
+            of_requests = tile_requests(attention)
+
+            def mix_module(layer: int, advance: Advance) -> None:
+                advance_states(advance, caches[layer], of_requests)
+                layer_done(layer)
+
+            return mix_module
+        tiling = kernels.tile_states(attention, self._dtype)
+
+        def mix(layer: int, x: Tensor, rates: Rates, parameters: StateLayer) -> Tensor:
+            y = kernels.mix_states(x, rates, parameters, caches[layer], tiling)
+            layer_done(layer)
+            return y
+
+        return mix
 
     def _tile_latent(self, attention: AttentionMetadata) -> Any:
         heads, latent = self._config.num_heads, self._config.latent

@@ -21,7 +21,7 @@ from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks, Shard
 from baton.engine.layers.weights import Checkpoint, PlainFormat, Weights
 from baton.engine.loader.modules import modules_config
-from baton.engine.model_config import ModelConfig
+from baton.engine.model_config import ModelConfig, ModuleAttention, ModuleStates
 from baton.engine.models.transformers.interface import ERRORS
 from baton.engine.models.transformers.model import ModulesModel, modules_of
 from baton.engine.models.transformers.modules import on_meta, text_of, with_values
@@ -93,10 +93,14 @@ def check_modules(config: ModelConfig, source: str) -> None:
 
 def kinds_of(config: ModelConfig) -> set[Any]:
     """The kinds of attention, without sizes."""
-    return {
-        (layer.span and layer.span.chunked, layer.softcap is None, layer.sinks)
-        for layer in modules_of(config).layers
-    }
+    return {_kind(layer)[:-1] for layer in modules_of(config).layers}
+
+
+def _kind(layer: ModuleAttention | ModuleStates) -> tuple[Any, ...]:
+    """What the layer does, and its sizes."""
+    if isinstance(layer, ModuleStates):
+        return tuple((x.name, x.index, x.float32) for x in layer.states), tuple(x.shape for x in layer.states)
+    return layer.span and layer.span.chunked, layer.softcap is None, layer.sinks, layer
 
 
 def reduced_settings(config: ModelConfig) -> Sequence[Mapping[str, Any]]:
@@ -176,7 +180,8 @@ def _layers_of_each_kind(config: ModelConfig) -> int:
             parameters.setdefault(int(match[1]), set()).add((match[2], x.shape))
     calls = len(modules.layers) // max(1, len(parameters))
     for layer, kinds in sorted(parameters.items()):
-        first.setdefault((frozenset(kinds), modules.layers[calls * layer : calls * (layer + 1)]), layer)
+        called = tuple(_kind(each) for each in modules.layers[calls * layer : calls * (layer + 1)])
+        first.setdefault((frozenset(kinds), called), layer)
     return 1 + max(first.values(), default=0)
 
 
@@ -185,6 +190,7 @@ def _expected(reference: Any, vocab_size: int) -> list[tuple[Tensor, Tensor]]:
     """The prompts, and their logits by transformers alone."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, vocab_size, (length,), generator=generator) for length in (PROMPT, SHORT)]
+    prompts.append(prompts[1][:1])
     return [(ids, reference(input_ids=ids[None], use_cache=False).logits[0]) for ids in prompts]
 
 
@@ -201,14 +207,14 @@ def _compare(
         ModulesModel.cache_spec(config, torch.float32, torch.float32),
     )
     cache = LayerCaches(specs, block_size=BLOCK, max_model_len=64, device=cpu)
-    cache.open(8)
+    cache.open(8, num_slots=3)
     shapes = attention_shapes(specs, config, range(len(specs)))
     layers = LayerAttention(Kernels(), cache, config, shapes, torch.float32)
-    tables = torch.tensor([[5, 2], [1, 6]], dtype=torch.int32)
+    tables = torch.tensor([[5, 2], [1, 6], [3, 4]], dtype=torch.int32)
     steps = {
         "the first tokens of a prompt": [(0, 0, CUT)],
         "more tokens of a prompt, beside another prompt": [(0, CUT, PROMPT - 1), (1, 0, SHORT)],
-        "a decode": [(0, PROMPT - 1, PROMPT)],
+        "a decode": [(0, PROMPT - 1, PROMPT), (2, 0, 1)],
     }
     for name, parts in steps.items():
         decodes = name == "a decode"
@@ -219,9 +225,11 @@ def _compare(
             BLOCK, slots, tables[[request for request, _, _ in parts]],
             torch.tensor([stop for _, _, stop in parts if decodes], dtype=torch.int32),
             len(parts) if decodes else 0, () if decodes else [(start, stop) for _, start, stop in parts],
+            state_slots=torch.tensor([request for request, _, _ in parts], dtype=torch.int32),
         )  # fmt: skip
+        callers = layers.of_step(attention, _nothing), layers.mix_of_step(attention, _nothing)
         with computing(CurrentStep(attention.num_decodes)):
-            logits = model.logits(model(ids, positions, layers.of_step(attention, lambda _: None)))
+            logits = model.logits(model(ids, positions, *callers))
         wanted = torch.cat([expected[request][1][start:stop] for request, start, stop in parts])
         error = float((logits - wanted).abs().max() / wanted.abs().max())
         if not error <= CLOSE:
@@ -229,6 +237,10 @@ def _compare(
                 f"{what}: its modules do not compute the same with Baton's attention: {name} differs by "
                 f"{error:.1g} of the largest logit; --model-impl baton or --engine vllm may serve it"
             )
+
+
+def _nothing(layer: int) -> None:
+    """A layer is done: nothing waits for it."""
 
 
 def _slots(table: Tensor, start: int, stop: int) -> Tensor:

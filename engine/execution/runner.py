@@ -26,7 +26,7 @@ from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_
 from baton.engine.execution.layer_attention import LayerAttention, attention_shapes, tile_shape
 from baton.engine.execution.layer_caches import LayerCaches
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
-from baton.engine.kernels import Kernels, Rates, StateLayer
+from baton.engine.kernels import Kernels
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.sampling.drafts import Sources, StepInputs
 from baton.engine.kernels.sampling.reference import with_sampled
@@ -145,7 +145,9 @@ class ModelRunner:
         )
         """Of the embeddings of a token of an image. 0: the model takes none."""
         self.chunk_tokens = kernels.chunk_tokens(dtype) if self.cache.has_states else 0
-        """As `Kernels.chunk_tokens`; 0: no layer has states."""
+        """As `Kernels.chunk_tokens`; 0: no layer has states. Modules of transformers can stop anywhere."""
+        if self.cache.has_states and config.modules is not None:
+            self.chunk_tokens = 1
         self.expert_load = ExpertLoad(config.experts, device) if config.experts else None
         """None: a dense model."""
         self._graphs: StepGraphs | None = None
@@ -222,6 +224,7 @@ class ModelRunner:
             self.cache.window_blocks is not None,
             window_tiles if window_tiles and window_tiles != tiles else NO_TILES,
             config.vision is not None and config.vision.sections is not None,
+            not (config.modules and self.cache.has_states),  # each prompt is a call of its own
             self.image_bytes,
         )
         self._graphs = StepGraphs(
@@ -356,16 +359,9 @@ class ModelRunner:
             images=self._images(inputs) if len(inputs["images.index"]) else None,
             rotary_shift=shift if len(shift) else None,
         )
-        callers, kernels, caches = [attend], self._kernels, self.cache.of_layers
+        callers = [attend]
         if self.cache.has_states:
-            states = kernels.tile_states(attention, self._dtype)
-
-            def mix(layer: int, x: Tensor, rates: Rates, parameters: StateLayer) -> Tensor:
-                y = kernels.mix_states(x, rates, parameters, caches[layer], states)
-                layer_done(layer)
-                return y
-
-            callers.append(mix)
+            callers.append(self.attention.mix_of_step(attention, layer_done))
         with computing(step):
             hidden = self.model(token_ids, positions, *callers)
         return torch.cat((hidden, *step.taps), dim=1) if step.taps else hidden

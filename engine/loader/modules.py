@@ -19,7 +19,7 @@ from baton.engine.layers.weights import Checkpoint
 from baton.engine.loader.families import what_serves
 from baton.engine.loader.rearranged import Files
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import ModelConfig, ModulesConfig
+from baton.engine.model_config import ModelConfig, ModuleAttention, ModulesConfig
 from baton.engine.models.transformers.interface import ERRORS
 from baton.engine.models.transformers.model import modules_of
 from baton.engine.models.transformers.modules import (
@@ -54,7 +54,7 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
         settings = json.dumps(read_settings(plain), sort_keys=True)
         if kinds := [kind for kind in rope_types(text_of(json.loads(settings))) if kind in OF_LENGTH]:
             raise ValueError(f"rope scaling {kinds[0]!r} is not supported")
-        layers = record_calls(settings)
+        layers, plain = record_calls(settings)
     except ERRORS as error:
         what = str(error).strip() or repr(error)
         what = what if isinstance(error, ValueError) else f"{type(error).__name__}: {what}"
@@ -68,15 +68,16 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
     read = Settings({**text, **{name: getattr(named, name, None) for name in names}}, source)
     parameters = on_meta(settings).parameters()
     context = read.integer("max_position_embeddings", 2048)
-    spans = tuple(layer.span for layer in layers)
+    attention = [layer for layer in layers if isinstance(layer, ModuleAttention)]
+    spans = tuple(layer.span if isinstance(layer, ModuleAttention) else None for layer in layers)
     shape = ModelConfig(
         architecture=architecture,
         num_layers=len(layers),
         hidden_size=read.integer("hidden_size"),
         intermediate_size=read.integer("hidden_size"),
-        num_heads=layers[0].num_heads,
-        num_kv_heads=layers[0].num_kv_heads,
-        head_dim=layers[0].head_dim,
+        num_heads=attention[0].num_heads,
+        num_kv_heads=attention[0].num_kv_heads,
+        head_dim=attention[0].head_dim,
         vocab_size=read.integer("vocab_size"),
         max_model_len=context,
         rms_norm_eps=0.0,
@@ -88,7 +89,9 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
         dtype=json.loads(settings).get("dtype") or text.get("dtype"),
         quantization=values.get("quantization_config") or None,
         spans=spans if any(span and span.length < context for span in spans) else (),
-        modules=ModulesConfig(settings, layers, sum(x.numel() for x in parameters if x.dim() > 1)),
+        modules=ModulesConfig(
+            settings, layers, sum(x.numel() for x in parameters if x.dim() > 1), frozenset(plain)
+        ),
     )
     shape.check(source)
     return shape

@@ -1,6 +1,7 @@
 """What a layer caches: arrays of the kinds in `kv_names.cache_kinds`, and the tensors that its kernels take
 for them. Pools, memory sizing, tiers and the layout on the wire read only the arrays and their `planes`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -214,6 +215,33 @@ class StateCache:
 
     def slots(self, cache: LayerState) -> Sequence[Tensor]:
         return cache if self.state_size else cache[:1]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleStateCache:
+    """A layer with tensors of any shape for each request, which a module of transformers keeps."""
+
+    states: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    """The name, shape and type of each."""
+
+    @property
+    def arrays(self) -> tuple[CacheArray, ...]:
+        """Those with three dimensions have a matrix for each head. Others have one head."""
+        return tuple(
+            CacheArray(STATE, name, 1, heads, math.prod(shape) // heads, _name(dtype))
+            for name, shape, dtype in self.states
+            for heads in (shape[0] if len(shape) > 2 else 1,)
+        )
+
+    def allocate(self, places: Places, memory: CacheMemory) -> Sequence[Tensor]:
+        return [memory.slots((places.num_slots, *shape), dtype) for _, shape, dtype in self.states]
+
+    def planes(self, cache: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        heads = [array.heads for array in self.arrays]
+        return [[of_slots(x.view(len(x), 1, n, -1))] for x, n in zip(cache, heads, strict=True)]
+
+    def slots(self, cache: Sequence[Tensor]) -> Sequence[Tensor]:
+        return cache
 
 
 def of_slots(x: Tensor) -> Tensor:

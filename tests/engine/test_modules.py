@@ -49,6 +49,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     },
+    # With states, of linear attention or convolutions.
+    "Qwen3Next": {},
+    "Lfm3": {"layer_types": ["full_attention", "conv", "full_attention"]},
+    "OlmoHybrid": {"num_hidden_layers": 4},
 }
 
 
@@ -187,7 +191,7 @@ def test_own_classes_come_first(tmp_path: Path, caplog: pytest.LogCaptureFixture
     ("kind", "changes", "message"),
     [
         ("Mamba", {}, "never calls transformers' attention interface"),
-        ("Lfm3", {"layer_types": ["full_attention", "conv", "full_attention"]}, "it has layers of type conv"),
+        ("AXK2", {}, "it has layers of type indexed_attention"),
     ],
 )
 def test_what_modules_cannot_do_is_refused_by_name(

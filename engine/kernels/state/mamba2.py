@@ -117,9 +117,11 @@ class ShortConvolution(StateLayer):
 def tile_states(metadata: AttentionMetadata) -> TorchStateTiling:
     assert metadata.state_slots is not None, "each request of a model with states has a slot"
     decodes, slots = metadata.num_decodes, metadata.state_slots
-    copies = {} if metadata.state_copies is None else nonzero(metadata.state_copies)
-    prompts, row = [], decodes
-    for slot, (start, stop) in zip(slots[decodes:].tolist(), metadata.prefills, strict=True):
+    prompts, row, copies, of_prompts = [], decodes, {}, []
+    if metadata.prefills:  # a GPU waits for these
+        copies = {} if metadata.state_copies is None else nonzero(metadata.state_copies)
+        of_prompts = slots[decodes:].tolist()
+    for slot, (start, stop) in zip(of_prompts, metadata.prefills, strict=True):
         rows = range(row, row + stop - start)
         prompt_copies = [(at - row + 1, copies[at] - 1) for at in copies if at in rows]
         prompts.append(Prompt(slot, start == 0, slice(rows.start, rows.stop), prompt_copies))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from baton.engine.model_config import ModuleAttention, Span
+from baton.engine.model_config import ModuleAttention, ModuleStates, Span
 
 SERVING, RECORDING = "baton", "baton_recording"
 """Names of attention, as transformers' `attn_implementation`."""
@@ -38,9 +38,15 @@ IGNORED = {
 class Calls:
     """What a pass of modules on the device "meta" calls attention with."""
 
-    layers: list[ModuleAttention] = field(default_factory=list)
+    layers: list[ModuleAttention | ModuleStates] = field(default_factory=list)
     spans: list[tuple[Tensor, Span | None]] = field(default_factory=list)
     """Each mark that took the place of a mask, and what queries see with it."""
+    called: set[str] = field(default_factory=set)
+    """The names of modules."""
+
+    @property
+    def attention(self) -> list[ModuleAttention]:
+        return [layer for layer in self.layers if isinstance(layer, ModuleAttention)]
 
 
 @dataclass
@@ -49,10 +55,12 @@ class Pass:
 
     attend: Callable[..., Tensor]
     """As `engine.models.llama.Attend`."""
-    layers: tuple[ModuleAttention, ...]
+    mix: Callable[..., None]
+    """As `engine.models.transformers.states.MixModules`."""
+    attention: Iterator[tuple[int, ModuleAttention]]
+    """The layers that attend and their numbers, from the next one on."""
     rotaries: dict[int, Tensor]
     """By the size of heads: [tokens, 2, size], which rotates nothing."""
-    calls: int = 0
 
 
 _CURRENT: ContextVar[Calls | Pass] = ContextVar("calls")
@@ -65,6 +73,12 @@ def calling(current: Calls | Pass) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def current_pass() -> Pass:
+    current = _CURRENT.get()
+    assert isinstance(current, Pass), "the runner computes a step"
+    return current
 
 
 def attention(
@@ -80,10 +94,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """query [1, heads, tokens, size], key and value [1, KV heads, tokens, size]; values may have another
     size. s_aux [heads]: sinks. Returns [1, tokens, heads, size of values]."""
-    current = _CURRENT.get()
-    assert isinstance(current, Pass), "the runner computes a step"
-    layer, current.calls = current.calls, current.calls + 1
-    size, value_size = current.layers[layer].head_dim, value.shape[3]
+    current = current_pass()
+    layer, shape = next(current.attention)
+    size, value_size = shape.head_dim, value.shape[3]
     heads = [x if x.shape[3] == size else F.pad(x, (0, size - x.shape[3])) for x in (query, key, value)]
     qkv = torch.cat([x.transpose(1, 2) for x in heads], dim=2)[0]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling

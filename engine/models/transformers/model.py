@@ -1,6 +1,7 @@
 """A model of transformers' modules, as the runner calls it."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -8,8 +9,8 @@ from torch import Tensor, nn
 
 from baton.engine.layers.ranks import unsharded
 from baton.engine.layers.weights import DTYPES, Weights
-from baton.engine.model_config import ModelConfig, ModulesConfig
-from baton.engine.models.cache_spec import AttentionCache, CacheSpec
+from baton.engine.model_config import ModelConfig, ModulesConfig, ModuleStates
+from baton.engine.models.cache_spec import AttentionCache, CacheSpec, ModuleStateCache
 from baton.engine.models.transformers import replaced
 from baton.engine.models.transformers.interface import Pass, calling
 from baton.engine.models.transformers.modules import build
@@ -40,13 +41,20 @@ class ModulesModel:
     @staticmethod
     def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
         return tuple(
-            AttentionCache(layer.num_kv_heads, layer.head_dim, kv_dtype, layer.span)
+            ModuleStateCache(
+                tuple(
+                    (f"{x.name}.{x.index}", x.shape, torch.float32 if x.float32 else dtype)
+                    for x in layer.states
+                )
+            )
+            if isinstance(layer, ModuleStates)
+            else AttentionCache(layer.num_kv_heads, layer.head_dim, kv_dtype, layer.span)
             for layer in modules_of(config).layers
         )
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         modules = modules_of(config)
-        self.layers = modules.layers
+        self.attention = modules.attention
         if weights.kernels.exact:
             raise ValueError(
                 f"--batch-invariant: modules of transformers, which compute {config.architecture}, sum in "
@@ -54,27 +62,37 @@ class ModulesModel:
             )
         whole = build(modules.settings)
         _compute_buffers(whole, weights.device)
-        _load(whole, weights)
+        _load(whole, weights, modules.read)
         if weights.device.type != "meta":
             with torch.inference_mode():
-                replaced.norms(whole, weights)
+                replaced.norms(whole, weights, modules.read)
                 replaced.mixtures(whole, weights)
         self.head = whole
+        self.cache: dict[str, Any] = {"use_cache": False}
         self.name, self.body = body_of(whole)
+        if modules.states:
+            self.cache = _keep_states(whole, self.body, modules.states)
         self.computed: Computed | None = None
         # It rotates nothing: modules have rotated queries and keys already.
         dtype = weights.dtype if weights.device.type == "cpu" else torch.float32
         one = torch.tensor([1.0, 0.0], dtype=dtype, device=weights.device)
         self.unrotated = {
-            size: one[None, :, None].repeat(1, 1, size) for size in {layer.head_dim for layer in self.layers}
+            size: one[None, :, None].repeat(1, 1, size)
+            for size in {layer.head_dim for layer in self.attention.values()}
         }
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """As `Llama`."""
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Callable[..., Tensor],
+        mix: Callable[..., None] = lambda *_: None,
+    ) -> Tensor:
+        """As `Llama`. `mix`: as `states.MixModules`."""
         first = torch.zeros_like(positions)
         rotaries = {size: table.index_select(0, first) for size, table in self.unrotated.items()}
-        with calling(Pass(attend, self.layers, rotaries)):
-            output = self.body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        with calling(Pass(attend, mix, iter(self.attention.items()), rotaries)):
+            output = self.body(input_ids=token_ids[None], position_ids=positions[None], **self.cache)
         if self.computed is None:
             self.computed = Computed(self.body, type(output))
             self.head.set_submodule(self.name, self.computed)
@@ -90,6 +108,18 @@ class ModulesModel:
 def modules_of(config: ModelConfig) -> ModulesConfig:
     assert config.modules is not None, "the loader sets it for this architecture"
     return config.modules
+
+
+def _keep_states(whole: Any, body: Any, layers: Mapping[int, ModuleStates]) -> dict[str, Any]:
+    """Gives modules the states of requests. Returns the arguments with which the model hands them a cache."""
+    from baton.engine.models.transformers import states
+
+    for number, kept in layers.items():
+        module = whole.get_submodule(kept.module)
+        module.forward = states.Stateful(module.forward, number, kept)
+    takes = inspect.signature(body.forward).parameters
+    name = next(name for name in ("past_key_values", "cache_params") if name in takes)
+    return {name: states.held(next(iter(layers.values())), None), "use_cache": True}
 
 
 def body_of(whole: Any) -> tuple[str, Any]:
@@ -113,12 +143,14 @@ def _compute_buffers(whole: Any, device: torch.device) -> None:
     whole.initialize_weights()
 
 
-def _load(whole: Any, weights: Weights) -> None:
-    """Gives all parameters and buffers of a state dict their values. Those that are tied share them."""
+def _load(whole: Any, weights: Weights, read: Collection[str]) -> None:
+    """Gives all parameters and buffers of a state dict their values. Those that are tied share them. `read`:
+    modules that stay as they are."""
     state, names = whole.state_dict(keep_vars=True), dict[int, list[str]]()
     for name, x in state.items():
         names.setdefault(id(x), []).append(name)
-    done = replaced.linears(whole, weights, lambda module: len(names[id(module.weight)]) > 1)
+    tied = {name for each in names.values() if len(each) > 1 for name in each}
+    done = replaced.linears(whole, weights, {*read, *(name.rpartition(".")[0] for name in tied)})
     for all_names in names.values():
         if all_names[0].rpartition(".")[0] in done:
             continue

@@ -5,13 +5,14 @@ import importlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from baton.engine.model_config import ModuleAttention
-from baton.engine.models.transformers.interface import RECORDING, SERVING, Calls, calling, register
+from baton.engine.model_config import ModuleAttention, ModuleStates
+from baton.engine.models.transformers.interface import ERRORS, RECORDING, SERVING, Calls, calling, register
 from baton.engine.models.transformers.replaced import compute_experts
 
 TOKENS = 4
@@ -22,7 +23,10 @@ class LeftOut(nn.Module):
     """In place of a part that text never reaches, such as a tower of images. Text that does raises."""
 
 
-LAYER_TYPES = ("chunked_attention", "full_attention", "sliding_attention")
+LAYER_TYPES = (
+    "chunked_attention", "conv", "full_attention", "hybrid", "hybrid_sliding", "linear_attention",
+    "sliding_attention",
+)  # fmt: skip
 
 
 def modules_class(architecture: str, model_type: str) -> Any:
@@ -55,7 +59,7 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     named = values.get("architectures") or [""]
     architecture = str(named[0] if isinstance(named, list) else named)
     kind = modules_class(architecture, str(values.get("model_type", "")))
-    settings = _floats(kind.config_class.from_dict(dict(values)).to_dict())
+    settings = _floats(kind.config_class.from_dict(_floats(values)).to_dict())
     settings["architectures"] = [architecture]
     settings.pop("transformers_version", None)
     if other := sorted({*(text_of(settings).get("layer_types") or ())}.difference(LAYER_TYPES)):
@@ -71,7 +75,7 @@ def text_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _floats(x: Any) -> Any:
     """With numbers in place of transformers' words for those that JSON lacks."""
-    if isinstance(x, dict):
+    if isinstance(x, Mapping):
         return (
             float(x["__float__"]) if "__float__" in x else {key: _floats(value) for key, value in x.items()}
         )
@@ -126,16 +130,38 @@ def with_values(settings: str) -> Any:
     return model
 
 
-def record_calls(settings: str) -> tuple[ModuleAttention, ...]:
-    """How a pass calls attention, in order. Raises any of `ERRORS`; `ValueError` names what is missing."""
-    model, calls = build(settings, RECORDING), Calls()
+def record_calls(settings: str) -> tuple[tuple[ModuleAttention | ModuleStates, ...], tuple[str, ...]]:
+    """How a pass calls attention and keeps states, in order, and the linear modules and norms whose weights
+    it reads without calling them. Raises any of `ERRORS`; `ValueError` names what is missing."""
+    calls, plain = _recorded(settings, torch.float32)
+    if any(isinstance(layer, ModuleStates) for layer in calls.layers):
+        with suppress(*ERRORS):  # which states are in float32 in a smaller type, too
+            calls, _ = _recorded(settings, torch.bfloat16)
+    return tuple(calls.layers), plain
+
+
+def _recorded(settings: str, dtype: torch.dtype) -> tuple[Calls, tuple[str, ...]]:
+    from baton.engine.models.transformers.states import record_modules
+
+    model, calls = build(settings, RECORDING).to(dtype), Calls()
+    record_modules(model, calls)
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     with calling(calls), torch.inference_mode():
         output = model(input_ids=ids)
-    if not calls.layers:
+    if not calls.attention:
         raise ValueError("it never calls transformers' attention interface")
     kept = getattr(output, "past_key_values", None)
-    others = {type(layer).__name__ for layer in getattr(kept, "layers", ()) if not hasattr(layer, "keys")}
+    others = {
+        type(layer).__name__
+        for layer in getattr(kept, "layers", ())
+        if not hasattr(layer, "keys") and not hasattr(layer, "conv_states")
+    }
     if others:
         raise ValueError(f"its cache has {', '.join(sorted(others))}")
-    return tuple(calls.layers)
+    return calls, tuple(
+        name
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or "Norm" in type(module).__name__)
+        and name not in calls.called
+        and name.rpartition(".")[0] in calls.called
+    )

@@ -5,7 +5,7 @@ computes it, its results say: for each class the first module and its replacemen
 class whose results differ stays as it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -122,11 +122,11 @@ def compute_experts(module: nn.Module, x: Tensor, chosen: Tensor, weights: Tenso
     return grouped_mm_experts_forward(module, x, chosen, weights)
 
 
-def linears(whole: Any, weights: Weights, tied: Callable[[nn.Module], bool]) -> set[str]:
-    """Replaces linear modules. Returns their names. `tied`: whether others have the weight of a module."""
+def linears(whole: Any, weights: Weights, left: Collection[str]) -> set[str]:
+    """Replaces linear modules but those that are `left`. Returns their names."""
     taken, done = dict[str, nn.Linear](), set[str]()
     for name, module in whole.named_modules():
-        if type(module) is nn.Linear and not tied(module):
+        if type(module) is nn.Linear and name not in left:
             taken[name] = module
     for name in taken:
         if name in done:
@@ -153,25 +153,32 @@ def _alike(names: Sequence[str], taken: Mapping[str, nn.Linear], weights: Weight
     return len(forms) == 1 and weights.format.alike(weights, names)
 
 
-def norms(whole: Any, weights: Weights) -> None:
-    """Replaces norms."""
+def norms(whole: Any, weights: Weights, left: Collection[str]) -> None:
+    """Replaces norms but those that are `left`."""
     tried: dict[tuple[type, torch.Size], float | None] = {}
     for name, module in list(whole.named_modules()):
         scale, eps = getattr(module, "weight", None), _eps(module)
-        if "Norm" not in type(module).__name__ or eps is None or not isinstance(scale, Tensor):
+        if name in left or "Norm" not in type(module).__name__ or eps is None:
             continue
-        if scale.dim() != 1 or sum(1 for _ in module.parameters()) != 1:
+        if not isinstance(scale, Tensor) or scale.dim() != 1 or sum(1 for _ in module.parameters()) != 1:
             continue
         key = type(module), scale.shape
         if key not in tried:
-            x = _random(scale.shape, scale)
-            tried[key] = None
-            for added in (0.0, 1.0):  # some multiply by 1 + weight
-                if _same(module(x), Norm(scale.data + added, eps, weights.kernels)(x)):
-                    tried[key] = added
-                    break
+            tried[key] = _added(module, scale.data, eps, weights)
         if (more := tried[key]) is not None:
             whole.set_submodule(name, Norm(scale.data + more, eps, weights.kernels))
+
+
+def _added(module: nn.Module, scale: Tensor, eps: float, weights: Weights) -> float | None:
+    """What is added to the scale of an RMSNorm: some multiply by 1 + weight. None: it computes something
+    else, or takes more than the hidden state."""
+    x = _random(scale.shape, scale)
+    try:
+        expected = module(x)
+    except ERRORS:
+        return None
+    made = ((added, Norm(scale + added, eps, weights.kernels)(x)) for added in (0.0, 1.0))
+    return next((added for added, y in made if _same(expected, y)), None)
 
 
 def _eps(module: nn.Module) -> float | None:
