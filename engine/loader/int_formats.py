@@ -214,7 +214,9 @@ def _gptq(
     groups = groups_of(columns, size)
     scales = weights.stored(f"{name}.scales", (groups, rows), *SCALES).float()
     packed = weights.stored(f"{name}.qzeros", (groups, rows.in_groups(word)), torch.int32)
-    zeros = _within(_unpacked(packed, bits), rows, word).float() + less
+    # Tools take 1 from each zero of a word at once: one that is 0 borrows from the next one.
+    packed = packed + less * sum(1 << at for at in range(0, 32, bits))
+    zeros = _within(_unpacked(packed, bits), rows, word).float()
     if sym and not zeros.is_meta and not (zeros == 1 << (bits - 1)).all():
         raise ValueError(
             f"{weights.source}: {name}.qzeros are not those of symmetric weights, though sym is true: "

@@ -42,7 +42,8 @@ def words(integers: Tensor, places: tuple[int, ...] = tuple(range(8))) -> Tensor
 
 
 def gptq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """The stored zeros are less by 1. AutoGPTQ writes biases for all matrices."""
+    """The stored zeros are less by 1; for a zero of 0 a word borrows, as in GPTQModel 7 and auto-round 0.16.
+    AutoGPTQ writes biases for all matrices."""
     return {
         "bias": torch.zeros(len(codes)),
         "qweight": words(codes).T,
@@ -112,9 +113,10 @@ def save_quantized(
     suffixes = ("_proj.weight", "lm_head.weight") if head else "_proj.weight"
     for name in [name for name in tensors if name.endswith(suffixes)]:
         weight = tensors.pop(name).unflatten(1, (-1, SIZE))
-        least, most = weight.amin(dim=2), weight.amax(dim=2)
+        weight[1::3, 0] = weight[1::3, 0].abs()  # a group whose zero is 0
+        least, most = weight.amin(dim=2).clamp(max=0), weight.amax(dim=2)
         scales = ((most - least) / 13).to(torch.float16)
-        zeros = (-least / scales.float()).round().clamp(1, 15)
+        zeros = (-least / scales.float()).round().clamp(0, 15)
         if kind == "symmetric":
             scales, zeros = (weight.abs().amax(dim=2) / 7).to(torch.float16), torch.full_like(zeros, 8)
         each, zero = scales.float()[:, :, None], zeros[:, :, None]
