@@ -1,8 +1,10 @@
 """Links between hosts, which are network namespaces, that carry little, or nothing of some kind."""
 
 import asyncio
+import contextlib
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from baton.bench.lab.harness.hosts import Host, Hosts, NoHosts
 from baton.bench.lab.harness.streams import cases, expected
 from tests.forked import FreshPopen
 
-from .recovery import FLAGS, PATIENT, Broken
+from .recovery import FLAGS, PATIENT, Broken, each_has, wait_exit
 
 pytestmark = pytest.mark.long
 
@@ -22,27 +24,46 @@ SOON = "--failure-timeout", "8"
 CARDS = "--advanced.kv-host", "eth0,eth1"
 
 
-@pytest.fixture
-def hosts() -> Iterator[list[Host]]:
+CUT_S = 20.0
+ROUTER = (*PATIENT, "--advanced.no-overflow", "--advanced.no-split-prompts")
+
+
+@contextlib.contextmanager
+def network(cards: int, *, only_ipv6: bool = False) -> Iterator[list[Host]]:
     try:
-        network = Hosts(3, 2)
+        made = Hosts(3, cards, only_ipv6=only_ipv6)
     except NoHosts as e:
         pytest.skip(str(e))
-    with network:
-        yield network.hosts
+    with made:
+        yield made.hosts
+
+
+@contextlib.contextmanager
+def cluster(
+    hosts: Sequence[Host], directory: Path, model: list[str], *flags: str, router: Sequence[str] = ROUTER
+) -> Iterator[Broken]:
+    """Two prefill workers and a decode worker."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", FreshPopen)
+        with LocalCluster(
+            directory, prefill=2, decode=1, hosts=hosts,
+            worker_flags=[*FLAGS, *SOON, *model, "--kv-connector", "tcp", *flags],
+            router_flags=[*router, *model],
+        ) as started:  # fmt: skip
+            yield Broken(started, asyncio.run(expected(started.url, ASKED)))
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    with network(2) as made:
+        yield made
 
 
 @pytest.fixture
 def apart(hosts: list[Host], tmp_path: Path, shallow_model: list[str]) -> Iterator[Broken]:
-    """Two prefill workers and a decode worker. Each has two cards for KV."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", FreshPopen)
-        with LocalCluster(
-            tmp_path, prefill=2, decode=1, hosts=hosts,
-            worker_flags=[*FLAGS, *SOON, *shallow_model, "--kv-connector", "tcp", *CARDS],
-            router_flags=[*PATIENT, *shallow_model, "--advanced.no-overflow", "--advanced.no-split-prompts"],
-        ) as cluster:  # fmt: skip
-            yield Broken(cluster, asyncio.run(expected(cluster.url, ASKED)))
+    """Each worker has two cards for KV."""
+    with cluster(hosts, tmp_path, shallow_model, *CARDS) as started:
+        yield started
 
 
 def sent(broken: Broken) -> list[int]:
@@ -82,3 +103,86 @@ async def test_lost_large_packets_are_named_and_small_ones_sent(apart: Broken, h
     await apart.ride(ASKED)
     assert "Use the same MTU" in logged(apart, "decode")
     assert await asyncio.to_thread(leaks_when_idle, apart.cluster.url) == {}
+
+
+async def test_a_worker_that_was_cut_off_for_long_gets_work_again(apart: Broken, hosts: list[Host]) -> None:
+    """First the only decode worker, whose streams pause. Then a prefill worker, while the other works."""
+
+    def cut(host: Host) -> None:
+        for card in (0, 1):
+            host.cut(card)
+        time.sleep(CUT_S)
+        for card in (0, 1):
+            host.mend(card)
+
+    await apart.ride(ASKED, (each_has(1), lambda: cut(hosts[2])), felt=apart.retries)
+    cutting = asyncio.create_task(asyncio.to_thread(cut, hosts[0]))
+    while not cutting.done():
+        await apart.ride(ASKED)
+    await asyncio.to_thread(apart.all_back)
+    before = await asyncio.to_thread(sent, apart)
+    await apart.ride(ASKED)
+    after = await asyncio.to_thread(sent, apart)
+    assert all(now > then for now, then in zip(after, before, strict=True)), "both prefill workers compute"
+    assert [worker.exits for worker in apart.cluster.workers] == [[], [], []]
+    assert await asyncio.to_thread(leaks_when_idle, apart.cluster.url) == {}
+
+
+async def test_a_worker_that_ended_unheard_leaves_no_half_open_connection(
+    apart: Broken, hosts: list[Host]
+) -> None:
+    """Its peers and the router hold connections that its next process does not know."""
+    [worker, _] = apart.cluster.of("prefill")
+
+    def restart() -> None:
+        for card in (0, 1):
+            hosts[0].cut(card)
+        worker.kill("service")
+        wait_exit(worker, 1)
+        for card in (0, 1):
+            hosts[0].mend(card)
+
+    await apart.ride(ASKED, (apart.transferring, restart), felt=apart.retries)
+    await apart.settled()
+    before = await asyncio.to_thread(sent, apart)
+    await apart.ride(ASKED)
+    after = await asyncio.to_thread(sent, apart)
+    assert after[0] > before[0], "the new process hands over"
+
+
+async def test_kv_comes_over_routes_that_differ_from_those_back(apart: Broken, hosts: list[Host]) -> None:
+    for host in hosts[:2]:
+        host.detour(hosts[2], 1)
+    before = [(host.sent(0), host.sent(1)) for host in hosts[:2]]
+    await apart.ride(ASKED)
+    for host, (first, second) in zip(hosts, before, strict=False):
+        assert host.sent(1) - second > 10 * (host.sent(0) - first)
+
+
+def test_a_slow_link_beside_a_fast_one_carries_little(
+    hosts: list[Host], tmp_path: Path, shallow_model: list[str]
+) -> None:
+    """The second prefill worker is 25 times as fast to reach. The decode worker may compute prompts, too."""
+    with cluster(hosts, tmp_path, shallow_model, router=PATIENT) as apart:
+        asyncio.run(apart.ride(ASKED))  # shows the links
+        hosts[0].limit(sends=4e5)
+        hosts[1].limit(sends=1e7)
+        asyncio.run(apart.ride(ASKED))
+        before = sent(apart)
+        for _ in range(3):
+            asyncio.run(apart.ride(ASKED))
+        slow, fast = (now - then for now, then in zip(sent(apart), before, strict=True))
+        assert slow * 4 < fast
+
+
+@pytest.mark.parametrize("decodes_on_ipv4", [False, True])
+def test_hosts_may_have_ipv6_alone_or_beside_ipv4(
+    decodes_on_ipv4: bool, tmp_path: Path, shallow_model: list[str]
+) -> None:
+    with network(1, only_ipv6=not decodes_on_ipv4) as hosts:
+        for host in hosts[:2]:
+            host.address = host.address6
+        with cluster(hosts, tmp_path, shallow_model) as apart:
+            asyncio.run(apart.ride(ASKED))
+            assert all(sent(apart))
+            assert leaks_when_idle(apart.cluster.url) == {}

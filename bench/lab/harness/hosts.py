@@ -15,6 +15,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Self
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h; the os module has it from Python 3.12 on
@@ -39,19 +40,21 @@ class Host:
     """One of `Hosts`.
 
     Attributes:
-        address: IPv4, of its first card.
-        addresses: of all of its cards.
+        address: of its first card: IPv4, or IPv6 if these hosts have no other.
+        addresses: of all of its cards, likewise.
         address6: IPv6, of the first one.
     """
 
     def __init__(self, network: "Hosts", number: int) -> None:
-        self.addresses = [f"{prefix}.{number + 1}" for prefix in network.prefixes]
-        self.address, self.address6 = self.addresses[0], f"{network.prefix6}{number + 1}"
+        self.address6 = f"{network.prefix6}{number + 1}"
+        self.addresses = [f"{prefix}.{number + 1}" for prefix in network.prefixes] or [self.address6]
+        self.address = self.addresses[0]
         self._space, self._bridge = f"{network.name}h{number}", network.name
         self._cards = [(f"eth{card}", f"h{number}c{card}") for card in range(len(self.addresses))]
         for (device, port), address in zip(self._cards, self.addresses, strict=True):
             network.link(port, self._space, device, address)
-        _run("ip", "-n", self._space, "address", "add", f"{self.address6}/64", "dev", "eth0", "nodad")
+        if self.address != self.address6:
+            _run("ip", "-n", self._space, "address", "add", f"{self.address6}/64", "dev", "eth0", "nodad")
 
     def enter(self) -> None:
         """Moves the calling thread, and the processes that it starts from now on, to this host. Other threads
@@ -93,6 +96,16 @@ class Host:
         nobody = "02:00:00:00:00:01"
         _run("ip", "-n", self._space, "neigh", "replace", other.address, "lladdr", nobody, "dev", "eth0")
 
+    def detour(self, other: "Host", card: int) -> None:
+        """What it sends to the first card of the other host leaves by this card. Answers come as before."""
+        _run("ip", "-n", self._space, "route", "replace", other.address, "dev", self._cards[card][0])
+
+    def sent(self, card: int) -> int:
+        """Bytes that left by this card."""
+        with self.inside():
+            lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        return next(int(line.split()[9]) for line in lines if line.split()[0] == f"{self._cards[card][0]}:")
+
     def find(self, other: "Host") -> None:
         """Undoes `lose`."""
         _run("ip", "-n", self._space, "neigh", "flush", "to", other.address, "dev", "eth0")
@@ -112,8 +125,9 @@ class Hosts:
         hosts: as made.
     """
 
-    def __init__(self, count: int, cards: int = 1) -> None:
-        """`cards`: of each host, each in a network of its own. Raises NoHosts."""
+    def __init__(self, count: int, cards: int = 1, *, only_ipv6: bool = False) -> None:
+        """`cards`: of each host, each in a network of its own. `only_ipv6`: no address of IPv4, and one card.
+        Raises NoHosts."""
         if os.geteuid():
             raise NoHosts("hosts on one machine need root: this user may make no network namespaces")
         if missing := [name for name in ("ip", "tc") if shutil.which(name) is None]:
@@ -121,7 +135,8 @@ class Hosts:
         self.name = f"bt{random.getrandbits(32):08x}"
         # RFC 2544 keeps 198.18.0.0/15 for measurements within a laboratory.
         first = random.randrange(256 - cards)
-        self.prefixes = [f"198.{18 + random.getrandbits(1)}.{first + card}" for card in range(cards)]
+        some = range(0 if only_ipv6 else cards)
+        self.prefixes = [f"198.{18 + random.getrandbits(1)}.{first + card}" for card in some]
         self.prefix6 = f"fd00:{random.getrandbits(16):x}:{random.getrandbits(16):x}::"
         self.hosts: list[Host] = []
         self._count = count
@@ -134,9 +149,11 @@ class Hosts:
                 _run("ip", "netns", "add", space)
                 _run("ip", "-n", space, "link", "set", "lo", "up")
             _run("ip", "-n", self.name, "link", "add", "bridge", "up", "type", "bridge")
-            for card, prefix in enumerate(self.prefixes):
-                self.link(f"out{card}", "", f"{self.name}{card}", f"{prefix}.254")
-            _run("ip", "address", "add", f"{self.prefix6}fe/64", "dev", f"{self.name}0", "nodad")
+            own6 = f"{self.prefix6}fe"
+            for card, address in enumerate([f"{prefix}.254" for prefix in self.prefixes] or [own6]):
+                self.link(f"out{card}", "", f"{self.name}{card}", address)
+            if self.prefixes:
+                _run("ip", "address", "add", f"{own6}/64", "dev", f"{self.name}0", "nodad")
             self.hosts = [Host(self, number) for number in range(self._count)]
             unless_it_is_up.pop_all()
         return self
@@ -151,7 +168,13 @@ class Hosts:
         ours = functools.partial(_run, "ip", "-n", self.name, "link")
         ours("add", port, "type", "veth", "peer", "name", device, *peer)
         ours("set", port, "master", "bridge", "up")
-        there("address", "add", f"{address}/24", "dev", device)
+        there(
+            "address",
+            "add",
+            *([f"{address}/64", "nodad"] if ":" in address else [f"{address}/24"]),
+            "dev",
+            device,
+        )
         # A veth carries 64 KiB at once, so a slow link would stand still and then bring a whole frame.
         there("link", "set", device, "gso_max_size", "16384", "up")
 
