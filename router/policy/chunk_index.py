@@ -53,17 +53,19 @@ class Overlap:
 
     def holders(self) -> list[int]:
         """The rows with the most cached tokens; empty if nothing is cached."""
-        return _rows(self._levels[-1][1]) if self._levels else []
+        return rows_of(self._levels[-1][1]) if self._levels else []
 
-    def levels(self, least: int) -> Iterator[tuple[int, list[int]]]:
-        """Numbers of cached tokens, the most first, each with the rows that have them; at least so many."""
-        return ((tokens, _rows(rows)) for tokens, rows in reversed(self._levels) if tokens >= least)
+    def levels(self, least: int) -> Iterator[tuple[int, int]]:
+        """Numbers of cached tokens, the most first, each with the set of rows that have them; at least so
+        many."""
+        return (level for level in reversed(self._levels) if level[0] >= least)
 
 
 NOTHING_CACHED = Overlap([])
 
 
-def _rows(rows_left: int) -> list[int]:
+def rows_of(rows_left: int) -> list[int]:
+    """The rows of a set."""
     rows = []
     while rows_left:
         last = rows_left & -rows_left
@@ -136,8 +138,9 @@ class ChunkIndex:
             self._reported.append(0)
             self._expected.append({})
 
-    def has_reported(self, row: int, chunk: int) -> bool:
-        return bool(self._of(chunk).reported >> row & 1)
+    def reported_by(self, chunk: int) -> int:
+        """The set of rows that reported the chunk."""
+        return self._of(chunk).reported
 
     def reported(self, row: int) -> int:
         """Number of chunks that the worker reported."""

@@ -222,32 +222,23 @@ class DecodeCaches:
         bit = 1 << row
         self._serving = self._serving | bit if serving else self._serving & ~bit
 
-    def candidates(self, chosen: int, request: PrefillRequest, rng: random.Random) -> list[tuple[int, int]]:
-        """Returns the rows of workers that may prefill a prompt, each with its number of cached tokens.
+    def nearest(self, chosen: int, request: PrefillRequest, rng: random.Random) -> tuple[int, int]:
+        """Returns the row of the worker to decode the prompt, and its number of cached tokens: `chosen`, or a
+        worker with room that has the most of the prompt cached.
 
-        The first is `chosen`. The second, if there is one, has more cached than any other, and capacity.
-        """
+        The latter gets less KV, and shares its blocks. But it must not be much more loaded than `chosen`."""
         if not self._index:
-            return [(chosen, 0)]
+            return chosen, 0
         among = self._serving | 1 << chosen
         cached = self._index.overlap(request.chunks, request.tokens, self._block_size, among)
         cached_tokens, most = cached.of(chosen), cached.most
-        candidates = [(chosen, cached_tokens)]
         if cached_tokens < most:
-            rows = {self.loads[row].worker: row for row in cached.holders()}
-            loads = [self.loads[row] for name, row in rows.items() if name not in request.avoid]
-            if best := two_choices([load for load in loads if load.fits(request.tokens + 1)], rng):
-                candidates.append((rows[best], most))
-        return candidates
-
-    def nearest(self, chosen: int, request: PrefillRequest, rng: random.Random) -> list[tuple[int, int]]:
-        """Returns `candidates`, in which the first is the worker to decode the prompt: `chosen`, or the one
-        with the most of it cached.
-
-        The latter gets less KV, and shares its blocks. But it must not be much more loaded than `chosen`."""
-        candidates = self.candidates(chosen, request, rng)
-        if len(candidates) > 1:
-            row, _ = candidates[1]
-            if self.loads[row].pressure <= self.loads[chosen].pressure + CACHED_PRESSURE:
-                return candidates[1:]
-        return candidates
+            rows, room = dict[str, int](), request.tokens + 1
+            for row in cached.holders():
+                if (load := self.loads[row]).room >= room and load.worker not in request.avoid:
+                    rows[load.worker] = row
+            if best := two_choices([self.loads[row] for row in rows.values()], rng):
+                pressure = self.loads[rows[best]].pressure
+                if pressure <= self.loads[chosen].pressure + CACHED_PRESSURE:
+                    return rows[best], most
+        return chosen, cached_tokens

@@ -69,8 +69,8 @@ class Fleet:
         caches: the prefix caches and loads of all.
         links: those that KV comes on.
         promised_slots, promised_positions: room at decode workers that prompts need when they start.
-        paces: what paces were computed from last, and they, by row. Reports come once a second, and many
-            requests are planned between two.
+        paces: those of the last plans by row, each with the report that it follows from. Reports come once a
+            second, and many requests are planned between two.
         policy: chooses prefill workers.
         apart: prefill workers leave all decodes to decode workers with room, as in `regime`.
         had_decode: the decode pool had a worker once.
@@ -87,7 +87,7 @@ class Fleet:
     caches: DecodeCaches
     policy: PrefillPolicy
     links: Links = field(default_factory=Links)
-    paces: dict[int, tuple[StepModel, tuple[float, ...], Pace]] = field(default_factory=dict)
+    paces: dict[int, tuple[pb.WorkerStatus, Pace]] = field(default_factory=dict)
     promised_slots: int = 0
     promised_positions: int = 0
     settings: PlanSettings = DEFAULT_SETTINGS
@@ -127,18 +127,17 @@ class Fleet:
 
     def choose_decode(
         self, request: PrefillRequest, tokens: int, *, promised: bool = False
-    ) -> list[tuple[int, int]]:
-        """Chooses a decode worker with room for `tokens` positions; empty if there seems to be none.
-
-        Promised room stays free, except for a request that it is `promised` to. Returns the rows of workers
-        that may compute the prompt, each with what it has cached of it. The first is the chosen one."""
+    ) -> tuple[int, int] | None:
+        """Chooses a decode worker with room for `tokens` positions. Returns its row, and how many of them it
+        has cached. None: there seems to be no room. Promised room stays free, except for a request that it is
+        `promised` to."""
         if self.promised_slots and not promised:
             free = self.decodes.free
             if free.slots <= self.promised_slots or free.positions < self.promised_positions + tokens:
-                return []
+                return None
         chosen = self.decodes.choose(tokens, self.rng, request.avoid)
         if chosen is None:
-            return []
+            return None
         row = self.named[chosen].row
         if request.adapter:
             row = self._with_adapter(row, request, tokens)

@@ -56,7 +56,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from baton.router.policy.fleet import Fleet
+from baton.router.policy.fleet import Fleet, Seen
 from baton.router.policy.pace import MOST_BUSY, Pace
 from baton.router.policy.plan import Place, Plan, Range, Reason
 from baton.router.policy.prefill import PrefillRequest
@@ -239,20 +239,8 @@ def offer(
         model = model or reported_model(status, budget, speed)
         if source is not None and (seconds := source.seconds(fleet, worker)) < source.tokens / speed:
             cached, load = cached + source.tokens, load + seconds
-    gap, decoding = status.gap_target_seconds or gap, status.requests_decoding
-    # Prompts of other routers count as running, too.
-    prompts, decodes = status.requests_running - decoding, sent.running
-    decodes = max(sent.router_requests, decodes - prompts if prompts > 0 else decodes)
-    context = costs = 0.0
-    if decodes:
-        context = status.decode_context * decodes / (decoding or 1)
-        each = status.gap_cost / decoding if decoding else gap_cost(fleet, gap, request.answer)
-        costs = each * decodes
-    given = gap, decodes, context, costs, loads.prompt_rate(row), status.prefill_position
-    given = *given, status.mixed_step_tokens
-    kept = fleet.paces.get(row)
-    if kept is None or kept[0] is not model or kept[1] != given:
-        kept = fleet.paces[row] = model, given, Pace(model, *given)
+    gap = status.gap_target_seconds or gap
+    pace = _pace(fleet, worker, model, gap, request.answer)
     waiting = loads.tokens_waiting(row, fleet.now)
     spare = status.blocks_spare + min(0, sent.blocks_free - status.blocks_free)  # since the report
     encoding, embeddings = 0.0, list[tuple[int, float]]()
@@ -274,7 +262,7 @@ def offer(
         row,
         request,
         _target(fleet, gap),
-        kept[2],
+        pace,
         cached,
         load,
         waiting,
@@ -289,6 +277,31 @@ def offer(
         loads.adapter_seconds(row, request.adapter) if request.adapter else 0.0,
         arrives,
     )
+
+
+def _pace(fleet: Fleet, worker: Seen, model: StepModel, gap: float, answer: int) -> Pace:
+    """That of the worker now. One that does not depend on the request is kept until a report comes, or until
+    the number of decodes changes."""
+    status, sent, kept = worker.status, worker.load, fleet.paces.get(worker.row)
+    decoding, decodes = status.requests_decoding, sent.running
+    # Prompts of other routers count as running, too.
+    if (prompts := status.requests_running - decoding) > 0:
+        decodes -= prompts
+    decodes = max(sent.router_requests, decodes)
+    if kept is not None and kept[0] is status and kept[1].model is model and kept[1].decodes == decodes:
+        return kept[1]
+    context = costs = 0.0
+    if decodes:
+        context = status.decode_context * decodes / (decoding or 1)
+        costs = decodes * (status.gap_cost / decoding if decoding else gap_cost(fleet, gap, answer))
+    rate, position = fleet.loads.prompt_rate(worker.row), status.prefill_position
+    by_decodes = kept[1].by_decodes if kept is not None and kept[1].model is model else {}
+    pace = Pace(
+        model, gap, decodes, context, costs, rate, position, status.mixed_step_tokens, by_decodes
+    )  # fmt: skip
+    if status.gap_target_seconds and (decoding or not decodes):
+        fleet.paces[worker.row] = status, pace
+    return pace
 
 
 def handover(
@@ -326,30 +339,26 @@ def _inline(place: Place, worker: Offer, reason: Reason, costs: Mapping[str, flo
     )
 
 
-def place(prefill: Offer | None, decodes: Sequence[Offer], *, apart: bool = False) -> Plan:
+def place(prefill: Offer | None, decode: Offer, *, apart: bool = False) -> Plan:
     """Returns where a request goes: the plan with the least cost.
 
-    `prefill`: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
-    `decodes`: decode workers with room. `apart`: the prefill worker decodes nothing."""
-    answer = decodes[0].request.answer
-    inline, best, joined, to = math.inf, decodes[0], math.inf, decodes[0]
-    for offer in decodes:
-        cost = offer.decode_cost() + offer.memory_cost(answer)
-        if offer.pace.gap and offer.prompt_cost + cost < inline:
-            inline, best = offer.prompt_cost + cost, offer
-        late = max(0.0, offer.arrives - prefill.first) if prefill is not None else 0.0
-        if late + offer.join_cost + cost < joined:
-            joined, to = late + offer.join_cost + cost, offer
+    `prefill`: the chosen prefill worker. None: there is none, so the decode worker computes the prompt.
+    `apart`: the prefill worker decodes nothing."""
+    answer = decode.request.answer
+    cost = decode.decode_cost() + decode.memory_cost(answer)
+    inline = decode.prompt_cost + cost if decode.pace.gap else math.inf
     if prefill is None:  # the only way to compute the prompt
-        return _inline("decode", best, "no_prefill", {"decode": inline})
+        return _inline("decode", decode, "no_prefill", {"decode": inline})
+    late = max(0.0, decode.arrives - prefill.first)
+    joined = late + decode.join_cost + cost
     costs = {"handover": prefill.prompt_cost + prefill.memory_cost() + joined, "decode": inline}
     if prefill.room and prefill.pace.gap and not apart:
         costs["prefill"] = prefill.prompt_cost + prefill.decode_cost() + prefill.memory_cost(answer)
     least = min(costs.values())
     if least == costs["handover"]:
-        return handover(prefill, to.row, costs, to.arrives)
+        return handover(prefill, decode.row, costs, decode.arrives)
     if least == inline:
-        return _inline("decode", best, _reason(best), costs)
+        return _inline("decode", decode, _reason(decode), costs)
     return _inline("prefill", prefill, "no_handover", costs)
 
 

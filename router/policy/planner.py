@@ -120,17 +120,14 @@ def _proof(request: PrefillRequest, held: Held, fleet: Fleet, computes: str, dec
 
 def _first(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:
     """No worker holds anything."""
-    rows = fleet.choose_decode(request, request.tokens + 1)
-    if not rows:
+    chosen = fleet.choose_decode(request, request.tokens + 1)
+    if chosen is None:
         return _without_room(request, fleet, prefixes) or _no_decode(request.tokens + 1, fleet)
-    decode, _ = rows[0]
+    decode, cached = chosen
     offer = _offer(request, fleet, prefixes, fleet.workers[decode].status.gap_target_seconds)
     if fleet.settings.overflow:
-        offers = [
-            placement.offer(fleet, request, row, cached, prefixes.source(row), prefill=offer)
-            for row, cached in rows
-        ]
-        draft = placement.place(offer, offers, apart=fleet.apart)
+        of_decode = placement.offer(fleet, request, decode, cached, prefixes.source(decode), prefill=offer)
+        draft = placement.place(offer, of_decode, apart=fleet.apart)
     elif offer is not None:
         draft = placement.handover(offer, decode)
     else:
@@ -157,8 +154,8 @@ def _prefill_for(request: PrefillRequest, decode: int, fleet: Fleet, prefixes: P
 def _decode_of(request: PrefillRequest, held: Held, prefill: int, fleet: Fleet) -> Plan | Lack:
     """A worker decodes what this prefill worker has, or computes."""
     asked = replace(_without(request, fleet, prefill), tokens=held.tokens)
-    rows = fleet.choose_decode(asked, held.tokens + 1, promised=held.queues)
-    decode = rows[0][0] if rows else None
+    chosen = fleet.choose_decode(asked, held.tokens + 1, promised=held.queues)
+    decode = None if chosen is None else chosen[0]
     if decode is None and fleet.lost_decode and fleet.workers[prefill].ready_in(pb.POOL_PREFILL):
         decode = prefill
     if decode is None:

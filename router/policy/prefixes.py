@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from baton.kv_names import CHUNK_TOKENS, Tier
-from baton.router.policy.chunk_index import NOTHING_CACHED, Overlap
+from baton.router.policy.chunk_index import NOTHING_CACHED, rows_of
 from baton.router.policy.fleet import Fleet, Seen
 from baton.router.policy.prefill import PrefillRequest
 from baton.rpc import worker_pb2 as pb
@@ -55,6 +55,7 @@ class Prefixes:
         self._fleet, self._chunks = fleet, request.chunks
         self._cached = NOTHING_CACHED
         self._sources: dict[int, PrefixSource | None] = {}  # by row
+        self._having: dict[int, list[int]] = {}  # by cached tokens
         if fleet.settings.prefix_fetches:
             index, rows = fleet.loads.index, fleet.attached_rows
             self._cached = index.overlap(request.chunks, request.tokens, CHUNK_TOKENS, rows)
@@ -73,28 +74,22 @@ class Prefixes:
         if self._cached is NOTHING_CACHED:
             return None
         if row not in self._sources:
-            self._sources[row] = self._source(row, self._cached)
+            self._sources[row] = self._source(row, self._cached.of(row))
         return self._sources[row]
 
-    def _source(self, row: int, cached: Overlap) -> PrefixSource | None:
-        fleet, chunks = self._fleet, self._chunks
-        index, worker = fleet.loads.index, fleet.workers[row]
-        held_tokens = cached.of(row)
-        if cached.most < held_tokens + CHUNK_TOKENS or not worker.description.exchanges_prefixes:
+    def _source(self, row: int, held_tokens: int) -> PrefixSource | None:
+        fleet, worker = self._fleet, self._fleet.workers[row]
+        least = held_tokens + CHUNK_TOKENS
+        if self._cached.most < least or not worker.description.exchanges_prefixes:
             return None
-        best, most_saved = None, -math.inf
-        for cached_tokens, rows in cached.levels(held_tokens + CHUNK_TOKENS):
-            wanted = chunks[held_tokens // CHUNK_TOKENS : cached_tokens // CHUNK_TOKENS]
-            have = [
-                holder
-                for holder in rows
-                if index.has_reported(holder, wanted[-1])
-                and fleet.workers[holder].description.exchanges_prefixes
-            ]
+        best, most_saved, speed = None, -math.inf, fleet.loads.speed(row)
+        for cached_tokens, rows in self._cached.levels(least):
+            have = self._holders(cached_tokens, rows)
+            wanted = self._chunks[held_tokens // CHUNK_TOKENS : cached_tokens // CHUNK_TOKENS]
             for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):
-                tier = index.slowest_tier(holder, wanted)
+                tier = fleet.loads.index.slowest_tier(holder, wanted)
                 source = PrefixSource(holder, tier, cached_tokens - held_tokens)
-                computing = (cached_tokens - held_tokens) / fleet.loads.speed(row)
+                computing = source.tokens / speed
                 saved = computing - source.seconds(fleet, worker)
                 if saved > max(most_saved, -computing):
                     best, most_saved = source, saved
@@ -102,3 +97,14 @@ class Prefixes:
             return None
         root = fleet.workers[best.holder].description.content_root
         return best if root == worker.description.content_root else None
+
+    def _holders(self, tokens: int, rows: int) -> list[int]:
+        """Those of a set of rows that may send so many tokens."""
+        if tokens not in self._having:
+            workers, last = self._fleet.workers, self._chunks[tokens // CHUNK_TOKENS - 1]
+            self._having[tokens] = [
+                row
+                for row in rows_of(rows & self._fleet.loads.index.reported_by(last))
+                if workers[row].description.exchanges_prefixes
+            ]
+        return self._having[tokens]

@@ -147,9 +147,7 @@ async def test_a_worker_keeps_its_known_cache_in_both_pools(
                 found = plan(PrefillRequest(0, 641, chunks, one_token=True), NOTHING, pool.desk)
                 assert isinstance(found, Plan)
                 return found.cached if found.ranges[0].worker == connection.row else 0
-            return dict(pool.desk.caches.candidates(connection.row, PrefillRequest(0, 641, chunks), RNG))[
-                connection.row
-            ]
+            return pool.desk.caches.nearest(connection.row, PrefillRequest(0, 641, chunks), RNG)[1]
 
         await cluster.until(lambda: cached(PREFILL) == 640)
         await flipped(cluster, worker, DECODE)

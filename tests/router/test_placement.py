@@ -174,31 +174,16 @@ AGENTS = {"decodes": 30, "context": 30 * 15_000.0}
     ],
 )
 def test_the_least_cost_decides(prefill: dict[str, Any], decode: dict[str, Any], expected: str) -> None:
-    found = place(offer(row=1, **prefill), [offer(**decode)])
+    found = place(offer(row=1, **prefill), offer(**decode))
     assert found.place == expected, found.costs
     assert found.decode == (expected == "prefill")
     assert found.ranges[0].worker == (expected != "decode")
 
 
-def test_the_best_decode_worker_decodes() -> None:
-    full, free, holder = offer(**AGENTS), offer(row=1, decodes=1), offer(40, row=2, cached=1960, decodes=1)
-    prefill = offer(row=3, rate=20_000.0)
-
-    def chosen(*offers: Offer, prefill: Offer | None = prefill) -> tuple[str, int | None, str | None]:
-        found = place(prefill, offers)
-        return found.place, found.decode, found.reason
-
-    assert chosen(full, free) == ("handover", 1, None)
-    assert chosen(free, full) == ("handover", 1, None)
-    assert chosen(full, holder) == ("decode", 2, "cached")
-    assert chosen(full, free, prefill=None) == ("decode", 1, "no_prefill")
-    assert chosen(full, offer(gap=0.0, row=5), prefill=None)[2] == "no_prefill", "also if nothing is known"
-
-
 def test_a_prefill_worker_that_leaves_decodes_to_others_gets_none() -> None:
     prefill, decode = offer(row=1, rate=5_000.0), offer(**AGENTS)
-    assert place(prefill, [decode]).place == "prefill"
-    found = place(prefill, [decode], apart=True)
+    assert place(prefill, decode).place == "prefill"
+    found = place(prefill, decode, apart=True)
     assert (found.place, found.decode) == ("handover", 0)
     assert "prefill" not in found.costs
 
@@ -213,10 +198,10 @@ def test_what_the_cache_forgets_costs_as_a_prompt_if_prompts_are_cached() -> Non
     gaps = 2 / 150 / GAP * 0.8 / 0.006 * (GAP - SHORT)
     assert beside.memory_cost() == pytest.approx(0.8 * (0.8 * 0.1 * 16 / 6) + 0.8 * 0.1 * gaps)
     full = {"spare": 0.0, "reuse": 1.0}
-    assert place(offer(row=1), [offer()]).place == "handover"
-    assert place(offer(row=1, encoding=0.1), [offer(encoding=0.2)]).work(1, []).beside == 0.1
-    assert place(None, [offer(encoding=0.1)]).work(0, []).beside == 0.1
-    assert place(offer(row=1, **full, held_tokens=0), [offer(**full, held_tokens=2000)]).place == "decode"
+    assert place(offer(row=1), offer()).place == "handover"
+    assert place(offer(row=1, encoding=0.1), offer(encoding=0.2)).work(1, []).beside == 0.1
+    assert place(None, offer(encoding=0.1)).work(0, []).beside == 0.1
+    assert place(offer(row=1, **full, held_tokens=0), offer(**full, held_tokens=2000)).place == "decode"
 
 
 def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> None:
@@ -270,7 +255,7 @@ def test_any_report_gives_a_plan(gap: float, overlap: float) -> None:
                 position=1e300,
             )  # fmt: skip
             for prefill in (strange, offer(row=1), None):
-                assert place(prefill, [strange, offer(row=2)]).decode is not None
+                assert place(prefill, strange).decode is not None
 
 
 def test_a_worker_whose_new_engine_has_not_decoded_yet_gets_an_offer() -> None:
@@ -281,7 +266,7 @@ def test_a_worker_whose_new_engine_has_not_decoded_yet_gets_an_offer() -> None:
     for gap in (0.0, GAP):
         found = placed(fleet_of(loads, [worker]), request, worker.row, 500, gap=gap)
         assert (found.pace.gap, found.pace.gap_cost) == (gap, 0.4)
-        assert place(found, [found]).decode == worker.row
+        assert place(found, found).decode == worker.row
 
 
 @pytest.mark.parametrize(
@@ -382,15 +367,13 @@ def test_an_offer_counts_what_another_worker_has_if_it_comes_sooner() -> None:
 
 def test_kv_that_comes_later_than_the_first_token_costs_a_handover_as_much() -> None:
     prefill, decode = offer(row=1, model=FIXED, rate=1000.0), offer(model=FIXED, rate=1000.0)
-    hidden = place(prefill, [replace(decode, arrives=prefill.first)])
-    late = place(prefill, [replace(decode, arrives=prefill.first + 0.5)])
-    assert hidden.costs == place(prefill, [decode]).costs
+    hidden = place(prefill, replace(decode, arrives=prefill.first))
+    late = place(prefill, replace(decode, arrives=prefill.first + 0.5))
+    assert hidden.costs == place(prefill, decode).costs
     assert late.costs["handover"] - hidden.costs["handover"] == pytest.approx(0.5)
     assert {**late.costs, "handover": 0} == {**hidden.costs, "handover": 0}, "one worker needs no link"
     assert (hidden.place, late.place) == ("handover", "decode")
-    near = replace(decode, row=2, arrives=prefill.first)
-    assert place(prefill, [replace(decode, arrives=prefill.first + 0.5), near]).decode == 2
-    assert place(prefill, [near]).arrives == prefill.first, "the link is taken until then"
+    assert hidden.arrives == prefill.first, "the link is taken until then"
 
 
 def test_kv_comes_behind_what_is_under_way_while_the_prompt_is_computed() -> None:
@@ -478,7 +461,7 @@ def test_requests_decode_where_their_adapter_is_unless_that_worker_is_much_more_
     fleet, request = fleet_of(loads, workers), PrefillRequest(1, 100, adapter=A)
 
     def chosen(request: PrefillRequest) -> set[int]:
-        return {fleet.choose_decode(request, 101)[0][0] for _ in range(32)}
+        return {found[0] for _ in range(32) if (found := fleet.choose_decode(request, 101))}
 
     assert chosen(request) == {2}
     assert len(chosen(replace(request, adapter=b""))) > 1
@@ -493,7 +476,7 @@ def test_requests_decode_where_their_adapter_is_unless_that_worker_is_much_more_
 
 def test_a_choice_explains_itself() -> None:
     prefill, decode = offer(row=1, rate=20_000.0), offer(**DECODES)
-    found = place(prefill, [decode])
+    found = place(prefill, decode)
     assert found.attributes() == {
         "baton.place": "handover",
         "baton.ranges": "1:0-2000",
@@ -501,7 +484,7 @@ def test_a_choice_explains_itself() -> None:
         "baton.cost_s.decode": decode.prompt_cost + decode.decode_cost(),
         "baton.cost_s.prefill": prefill.prompt_cost + prefill.decode_cost(),
     }
-    assert "baton.cost_s.prefill" not in place(None, [decode]).attributes()
+    assert "baton.cost_s.prefill" not in place(None, decode).attributes()
 
 
 CHUNKS = list(range(100, 110))
@@ -518,58 +501,37 @@ def caches(*free: int) -> tuple[DecodeCaches, ChunkIndex, list[DecodeLoad]]:
     return found, index, loads
 
 
-def holders(found: DecodeCaches, chosen: int = 0, avoid: tuple[str, ...] = ()) -> list[tuple[int, int]]:
-    return found.candidates(chosen, PrefillRequest(1, 700, CHUNKS, avoid), random.Random(1))
-
-
-def test_the_worker_with_most_of_the_prompt_is_offered_if_it_has_capacity() -> None:
-    found, index, loads = caches(100, 100, 100, 100)
-    assert holders(found) == [(0, 0)]
-    index.add(0, CHUNKS[:1])
-    index.add(1, CHUNKS[:5])
-    index.add(2, CHUNKS)
-    assert holders(found) == [(0, 64), (2, 640)]
-    assert holders(found, chosen=2) == [(2, 640)], "no other worker has more"
-    assert holders(found, avoid=("2",)) == [(0, 64)], "it failed this request"
-    loads[2].blocks_free = 43  # 688 positions
-    assert holders(found) == [(0, 64)]
-    loads[2].blocks_free = 44
-    assert holders(found) == [(0, 64), (2, 640)]
-    found.serve(2, False)
-    assert holders(found) == [(0, 64), (1, 320)]
-    found.serve(2, True)
-    index.clear(2)
-    assert holders(found) == [(0, 64), (1, 320)]
-    found.leave(1)
-    assert holders(found) == [(0, 64)]
-
-
 def test_the_worker_with_most_of_the_prompt_decodes_unless_it_is_much_more_loaded() -> None:
     found, index, loads = caches(100, 100, 100)
 
-    def nearest() -> list[tuple[int, int]]:
-        return found.nearest(0, PrefillRequest(1, 700, CHUNKS), random.Random(1))
+    def nearest(chosen: int = 0, avoid: tuple[str, ...] = ()) -> tuple[int, int]:
+        return found.nearest(chosen, PrefillRequest(1, 700, CHUNKS, avoid), random.Random(1))
 
-    assert nearest() == [(0, 0)], "nothing is cached"
+    assert nearest() == (0, 0), "nothing is cached"
+    index.add(0, CHUNKS[:1])
     index.add(1, CHUNKS[:2])
-    assert nearest() == [(1, 128)]
+    assert nearest() == (1, 128)
     index.add(2, CHUNKS)
-    assert nearest() == [(2, 640)]
+    assert nearest() == nearest(chosen=2) == (2, 640)
+    assert nearest(avoid=("2",)) == (0, 64), "it failed this request"
     loads[2].blocks_free = 91
-    assert nearest() == [(2, 640)]
+    assert nearest() == (2, 640)
     loads[2].blocks_free = 89
-    assert nearest() == [(0, 0), (2, 640)], "it may still compute the prompt"
+    assert nearest() == (0, 64)
     loads[0].blocks_free = 80
-    assert nearest() == [(2, 640)]
+    assert nearest() == (2, 640)
+    loads[0].blocks_free, loads[2].blocks_free = 30, 43  # 688 positions
+    assert nearest() == (0, 64), "it has no room"
+    loads[2].blocks_free = 44
+    assert nearest() == (2, 640)
+    found.serve(2, False)
+    assert nearest() == (1, 128)
+    found.serve(2, True)
     index.add(0, CHUNKS)
-    assert nearest() == [(0, 640)], "it has as much"
-
-
-def test_without_prefill_workers_the_worker_with_most_of_the_prompt_prefills() -> None:
-    found, index, _ = caches(100, 100, 10)
-    for row in (1, 2):
-        index.add(row, CHUNKS)
-    assert {holders(found)[1] for _ in range(20)} == {(1, 640)}, "the other has no capacity"
+    assert nearest() == (0, 640), "it has as much"
+    index.clear(0)
+    found.leave(2)
+    assert nearest() == (1, 128)
 
 
 @given(
@@ -582,7 +544,7 @@ def test_a_longer_prefill_queue_favours_overflow_and_more_work_at_decode_disfavo
     def at_decode(queue: int, waiting: int) -> bool:
         prefill = offer(tokens, 1, ahead=queue, decodes=there, context=2000.0 * there)
         decode = offer(tokens, ahead=waiting, decodes=here, context=2000.0 * here)
-        return place(prefill, [decode]).place == "decode"
+        return place(prefill, decode).place == "decode"
 
     if at_decode(queue, waiting):
         assert at_decode(queue + more, waiting)

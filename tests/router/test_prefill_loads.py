@@ -230,7 +230,7 @@ def test_a_worker_that_is_cleared_is_found_no_more():
     for clear, left in ((index.clear, 2), (index.forget, 0)):
         clear(0)
         assert cached() == [left, 10]
-        assert (index.reported(0), index.has_reported(0, 0), len(index)) == (0, False, 10)
+        assert (index.reported(0), index.reported_by(0), len(index)) == (0, 2, 10)
         assert not index.offloaded(0, range(1000))
         index.add(0, range(20))
         assert cached() == [20, 10]

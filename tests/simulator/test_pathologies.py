@@ -219,13 +219,13 @@ def test_a_wrong_estimate_of_answers_costs_little(monkeypatch: pytest.MonkeyPatc
 
 
 def test_routers_know_which_decode_worker_has_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    offered, candidates = set[int](), DecodeCaches.candidates
+    offered, nearest = set[bool](), DecodeCaches.nearest
 
-    def counted(*arguments: Any) -> list[tuple[int, int]]:
-        found = candidates(*arguments)
-        offered.add(len(found))
+    def counted(caches: DecodeCaches, chosen: int, *arguments: Any) -> tuple[int, int]:
+        found = nearest(caches, chosen, *arguments)
+        offered.add(found[0] == chosen)
         return found
 
-    monkeypatch.setattr(DecodeCaches, "candidates", counted)
+    monkeypatch.setattr(DecodeCaches, "nearest", counted)
     simulate(agents(8, 2, seed=1), "policy", workers=4, at_a_time=8, warm_up=0)
-    assert offered == {1, 2}, "the chosen worker alone, or beside another one that has more of the prompt"
+    assert offered == {True, False}, "the chosen worker, or another one that has more of the prompt"
