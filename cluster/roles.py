@@ -107,11 +107,17 @@ def worker_config(
         tls=flags.secret.tls(),
         served_model_name=(flags.model.served_model_name or [resolved.name])[0],
         settings=None if encodes else f"{chosen.summary}, --host-cache-size {host_bytes / (1 << 30):.3g}GiB",
-        kv_bind=tuple((flags.transfer.kv_bind or "").replace(",", " ").split()),
+        kv_host=_cards(flags.network.kv_host),
+        kv_bind=_cards(flags.transfer.kv_bind),
         kv_slot_bytes=size_in_bytes(flags.transfer.kv_slot_size),
         deadlines=TransferDeadlines.after(flags.deadlines.failure_timeout),
         otlp_endpoint=flags.observe.endpoint,
     )
+
+
+def _cards(names: str | None) -> tuple[str, ...]:
+    """Returns the interfaces or addresses of "NIC,NIC"."""
+    return () if names is None else tuple(name.strip() for name in names.split(","))
 
 
 def _engine_args(flags: EngineOptions, engine: EngineConfig, group: Group | None) -> tuple[str, ...] | None:

@@ -64,7 +64,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout
     num_slots: int  # of each arena
     slot_bytes: int  # of each arena: the largest payload of one frame
-    host: str = "127.0.0.1"  # listens here for the workers that fetch: "HOST,HOST" for several cards
+    hosts: tuple[str, ...] = ("127.0.0.1",)  # listens there for the workers that fetch: one of each card
     port: int = 0  # 0: chosen, and told in Ready
     lanes: int = 4  # for KV: opened to each worker that KV is fetched from (fewer when there are many)
     max_lanes: int = 64  # opened over all peers; each peer gets its share when this process connects

@@ -63,7 +63,7 @@ class TransferProcess:
         self._service, service = channel_pair()
         config = TransferConfig(
             name=name, title="baton vllm", incarnation=incarnation, model_fingerprint=model,
-            layout=kv.layout, num_slots=settings.slots, slot_bytes=settings.slot_bytes, host=settings.host,
+            layout=kv.layout, num_slots=settings.slots, slot_bytes=settings.slot_bytes, hosts=(settings.host,),
             port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt, exports=True,
         )  # fmt: skip
         sending, receiving = ends.transfer

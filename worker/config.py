@@ -56,10 +56,10 @@ class WorkerConfig(RoleConfig):
     """The label `model_name` of its metrics. None: the model as given to the engine."""
     settings: str | None = None
     """A line for the log of its start: the settings that the command chose, and why."""
-    kv_host: str | None = None
-    """The address of the KV lanes that decode workers connect to, or the network interface that has it.
+    kv_host: tuple[str, ...] = ()
+    """The addresses of the KV lanes that decode workers connect to, or the network interfaces with these.
 
-    None: `host`, or this machine's own address if `host` is a wildcard.
+    Empty: `host`, or this machine's own address if `host` is a wildcard.
     """
     kv_port: int = 0
     metrics_port: int = 0
@@ -144,12 +144,12 @@ class WorkerConfig(RoleConfig):
                 raise ValueError("--kv-store: vLLM's engine cannot use it; leave it out with --engine vllm")
         for source in self.kv_bind:
             _check_source(source)
-        if self.kv_host is not None and not {*_WILDCARDS}.isdisjoint(self.kv_host.split(",")):
+        if not {*_WILDCARDS}.isdisjoint(self.kv_host):
             raise ValueError(
-                f"--advanced.kv-host: {self.kv_host!r} is not an address that decode workers can connect "
-                "to; give the address of the network that carries KV"
+                f"--advanced.kv-host: {','.join(self.kv_host)!r} is not an address that decode workers can "
+                "connect to; give the address of the network that carries KV"
             )
-        self.kv_address()  # a wrong --advanced.kv-host must fail before the weights are loaded
+        self.kv_addresses()  # a wrong --advanced.kv-host must fail before the weights are loaded
 
     @property
     def reader(self) -> type[MemoryReader] | None:
@@ -195,26 +195,26 @@ class WorkerConfig(RoleConfig):
             )
         return address
 
-    def kv_address(self) -> str | None:
-        """Returns `kv_host` as numeric addresses "HOST,HOST": of an interface its IPv4 address if it has one.
+    def kv_addresses(self) -> tuple[str, ...]:
+        """Returns `kv_host` as numeric addresses: of an interface its IPv4 address if it has one.
 
         Raises ValueError for what is neither, or an interface without an address that reaches further than a
         link."""
-        return self.kv_host and ",".join(map(_card, self.kv_host.split(",")))
+        return tuple(map(_card, self.kv_host))
 
-    def reachable_kv_host(self) -> str:
-        """Returns the numeric addresses that decode workers connect to, as `kv_address`. Raises ValueError if
-        there is none."""
-        return self.kv_address() or _numeric("--host", self.reachable_host())
+    def reachable_kv_hosts(self) -> tuple[str, ...]:
+        """Returns the numeric addresses that decode workers connect to. Raises ValueError if there is
+        none."""
+        return self.kv_addresses() or (_numeric("--host", self.reachable_host()),)
 
-    def kv_listen_host(self) -> str:
+    def kv_listen_hosts(self) -> tuple[str, ...]:
         """Returns the addresses on which KV lanes are accepted: perhaps a name, or a wildcard."""
-        return self.kv_address() or self.host.strip("[]")
+        return self.kv_addresses() or (self.host.strip("[]"),)
 
     @property
     def lane_sources(self) -> tuple[str, ...]:
         """Interfaces or own addresses from which lanes go out, in turn. Empty: by route."""
-        cards = tuple((self.kv_address() or "").split(","))
+        cards = self.kv_addresses()
         return self.kv_bind or (cards if len(cards) > 1 else ())
 
     def logging(self, incarnation: int, process: str = "") -> dict[str, Any]:

@@ -142,7 +142,7 @@ class NixlMemory(MemoryReader):
         settings.useProgThread, settings.pthrDelay = True, _SLEEP
         settings.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
         threads = min(_MOST_THREADS, max(2, usable_cpus() // 2))
-        listen_on(config.host.partition(",")[0])
+        listen_on(config.hosts[0])
         self._agent = self._nixl.nixlAgent(_name(config.incarnation).decode(), settings)
         try:
             self._backend = [self._agent.createBackend("UCX", {"num_workers": str(threads)})]

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -93,7 +93,7 @@ class TransferProcess:
         )
         make_sessions["sender"] = partial(SendingSession, self._prefill)
         make_sessions["receiver"] = partial(ReceivingSession, self._decode)
-        self._listeners = listen_at(config.host, config.port)
+        self._listeners = listen_at(config.hosts, config.port)
         self._ticks = (0, time.monotonic())  # the engine's counter, and when it was seen to change
         self._next_tick = 0.0
         self._next_stats = 0.0
@@ -258,10 +258,10 @@ def _flush_due(channel: Channel) -> float | None:
     return None
 
 
-def listen_at(hosts: str, port: int) -> list[socket.socket]:
-    """On one port of each of "HOST,HOST"."""
+def listen_at(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """On one port of all hosts."""
     listeners = list[socket.socket]()
-    for address in hosts.split(","):
+    for address in hosts:
         listeners.append(listener := listening_socket(address, port, backlog=128))
         listener.setblocking(False)
         use_cubic(listener)

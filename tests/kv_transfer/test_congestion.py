@@ -30,7 +30,7 @@ def machines_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("machines_own")
 def test_both_ends_of_a_lane() -> None:
-    with socket.socket() as plain, closing(listen_at("127.0.0.1", 0)[0]) as listener:
+    with socket.socket() as plain, closing(listen_at(["127.0.0.1"], 0)[0]) as listener:
         assert congestion_control(plain) == b"reno"
         with connecting(listener.getsockname(), None) as near:
             wait([listener.fileno()], None)

@@ -40,7 +40,7 @@ def opened_by(
     incarnation: int, sending: kv.Arena, receiving: kv.Arena, device: str | None = None
 ) -> NixlMemory:
     config = stand_in(
-        TransferConfig, incarnation=incarnation, host="127.0.0.1", reader_device=device,
+        TransferConfig, incarnation=incarnation, hosts=("127.0.0.1",), reader_device=device,
         exported_slot_bytes=EXPORTED_SLOT_BYTES,
     )  # fmt: skip
     return NixlMemory(config, SECRET, sending, receiving, lambda: None)

@@ -128,7 +128,7 @@ def test_idle_lanes_close_and_reopen(make_pair: Any) -> None:
 def test_lanes_take_the_given_ways_in_turn(
     make_pair: Any, host: str, bind: tuple[str, ...], sources: dict[str, int]
 ) -> None:
-    pair = make_pair(prefill={"host": host}, decode={"bind": bind})
+    pair = make_pair(prefill={"hosts": (host,)}, decode={"bind": bind})
     prefill_id = pair.prefill.hold(60)
     blocks = pair.prefill.held[prefill_id]
     address = f"{url_host(host)}:{pair.prefill.port}"

@@ -39,10 +39,10 @@ def config(**fields: Any) -> WorkerConfig:
             "--max-num-seqs",
         ),
         ({"kv_bind": ("no-such-nic",)}, "--advanced.kv-bind: 'no-such-nic'.*lo"),
-        ({"kv_host": "0.0.0.0"}, "--advanced.kv-host: '0.0.0.0'"),
-        ({"kv_host": ""}, "--advanced.kv-host: ''"),
-        ({"kv_host": "lo,"}, "--advanced.kv-host: 'lo,'"),
-        ({"kv_host": "no such host"}, "--advanced.kv-host: 'no such host' is neither"),
+        ({"kv_host": ("0.0.0.0",)}, "--advanced.kv-host: '0.0.0.0'"),
+        ({"kv_host": ("",)}, "--advanced.kv-host: ''"),
+        ({"kv_host": ("lo", "")}, "--advanced.kv-host: 'lo,'"),
+        ({"kv_host": ("no such host",)}, "--advanced.kv-host: 'no such host' is neither"),
         ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),
         ({"deadlines": TransferDeadlines(engine_dead=0)}, "--failure-timeout: 0"),
         ({"standby": True}, "a standby: only with --replace-engine"),
@@ -82,35 +82,31 @@ def test_the_representation_hides_the_secret() -> None:
 
 
 def test_decode_workers_get_kv_host_or_else_host() -> None:
-    assert config(host="10.0.0.7").reachable_kv_host() == "10.0.0.7"
-    assert config(host="0.0.0.0", kv_host="10.0.0.8").reachable_kv_host() == "10.0.0.8"
+    assert config(host="10.0.0.7").reachable_kv_hosts() == ("10.0.0.7",)
+    assert config(host="0.0.0.0", kv_host=("10.0.0.8",)).reachable_kv_hosts() == ("10.0.0.8",)
 
 
-@pytest.mark.parametrize("flag", ["host", "kv_host"])
-def test_decode_workers_get_a_numeric_address(flag: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "address"), [("localhost", "127.0.0.1"), ("[::1]", "::1"), ("10.1.2.3", "10.1.2.3")]
+)
+def test_decode_workers_get_a_numeric_address(name: str, address: str) -> None:
     """Peers look up no name."""
-    assert config(**{flag: "localhost"}).reachable_kv_host() == "127.0.0.1"
-    in_brackets = config(**{flag: "[::1]"})
-    assert (in_brackets.reachable_kv_host(), in_brackets.kv_listen_host()) == ("::1", "::1")
+    for each in (config(host=name), config(kv_host=(name,))):
+        assert each.reachable_kv_hosts() == (address,)
+        assert each.lane_sources == ()
+    assert config(host="[::1]").kv_listen_hosts() == config(kv_host=("[::1]",)).kv_listen_hosts() == ("::1",)
 
 
 def test_kv_host_may_name_an_interface() -> None:
-    assert config(kv_host="lo").reachable_kv_host() == "127.0.0.1"
-    assert config(kv_host="10.1.2.3").reachable_kv_host() == "10.1.2.3"
-    cards = config(kv_host="lo,10.1.2.3")
-    assert (cards.reachable_kv_host(), cards.lane_sources) == (
-        "127.0.0.1,10.1.2.3",
-        ("127.0.0.1", "10.1.2.3"),
-    )
-    assert config(kv_host="10.1.2.3").lane_sources == ()
-    assert config(host="10.0.0.1").reachable_kv_host() == "10.0.0.1"
+    cards = config(kv_host=("lo", "10.1.2.3"))
+    assert cards.reachable_kv_hosts() == cards.lane_sources == ("127.0.0.1", "10.1.2.3")
 
 
 def test_an_interface_may_have_addresses_of_ipv6_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     of_link = SimpleNamespace(family=socket.AF_INET6, address="fe80::1%net9")
     routed = SimpleNamespace(family=socket.AF_INET6, address="fd00::1")
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"net9": [of_link, routed]})
-    assert config(kv_host="net9").reachable_kv_host() == "fd00::1"
+    assert config(kv_host=("net9",)).reachable_kv_hosts() == ("fd00::1",)
 
 
 @pytest.mark.parametrize(
@@ -131,4 +127,4 @@ def test_all_addresses_of_a_host_that_has_ipv6_alone(
 def test_kv_host_may_not_name_an_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"net9": []})
     with pytest.raises(ValueError, match=r"--advanced\.kv-host: the interface net9 has no IP address"):
-        config(kv_host="net9")
+        config(kv_host=("net9",))

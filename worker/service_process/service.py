@@ -204,7 +204,7 @@ class Service:
         with _listening("--metrics-port", config.host, config.metrics_port):
             metrics_port = await self._metrics.listen(config.host, config.metrics_port, self._serves)
         # Fails early: the transfer process, which will listen there, starts after the model is loaded.
-        for kv_host in config.kv_listen_host().split(","):
+        for kv_host in config.kv_listen_hosts():
             with _listening("--kv-port", kv_host, config.kv_port):
                 try_port(kv_host, config.kv_port)
         return port, metrics_port, host

@@ -278,8 +278,7 @@ class WorkerTree:
         if images is not None:
             assert self._images is not None, "the engine fetches images as it was told"
             await self._start_transfer(self._images, images)
-        hosts = config.reachable_kv_host().split(",")
-        return f"{','.join(map(url_host, hosts))}:{port}"
+        return f"{','.join(map(url_host, config.reachable_kv_hosts()))}:{port}"
 
     async def _start_transfer(self, transfer: Transfer, start: TransferConfig) -> int:
         """Returns the port of its lanes."""
@@ -321,7 +320,7 @@ class WorkerTree:
             layout=engine.layout,
             num_slots=config.kv_slots,
             slot_bytes=config.kv_slot_bytes,
-            host=config.kv_listen_host(),
+            hosts=config.kv_listen_hosts(),
             port=config.kv_port,
             lanes=config.kv_lanes,
             # An image takes at least one block of an encoder: no more could be on their way.

@@ -48,10 +48,10 @@ class Settings:
     sources: tuple[str, ...] = ()
     """The caller's addresses from which lanes go out."""
 
-    def address_of(self, role: str) -> str:
+    def hosts_of(self, role: str) -> tuple[str, ...]:
         if self.sender is None or role == "decode":
-            return "127.0.0.1"
-        return ",".join(self.sender.addresses[: self.cards])
+            return ("127.0.0.1",)
+        return tuple(self.sender.addresses[: self.cards])
 
     def device_of(self, role: str) -> str:
         """Each engine has a GPU of its own if there are two."""
@@ -82,7 +82,7 @@ class Side:
             exports=settings.transport in ("shared_memory", "cuda_ipc"),
             reader="nixl" if settings.transport in ("nixl", "nixl_cuda") else "",
             reader_device=device if nixl_on_gpus else None,
-            host=settings.address_of(role), bind=settings.sources if role == "decode" else (),
+            hosts=settings.hosts_of(role), bind=settings.sources if role == "decode" else (),
         )  # fmt: skip
         self.process = kv.spawn_transfer(
             config,
@@ -168,7 +168,7 @@ class Pair:
         self._side = Side("decode", settings)
         self._receiver = self._side.transport.receiver(self._side.paged_kv)
         port, pid, self._digest = self._control.recv()
-        self._address = f"{settings.address_of('prefill')}:{port}"
+        self._address = f"{','.join(settings.hosts_of('prefill'))}:{port}"
         assert self._child.pid is not None
         transfers = (self._side.process.pid, pid)
         movers = [child.pid for each in transfers for child in psutil.Process(each).children()]
