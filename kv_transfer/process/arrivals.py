@@ -9,6 +9,7 @@ import time
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.process.frames import SlotPipe
+from baton.kv_transfer.process.link_rates import LinkRates
 from baton.kv_transfer.process.peers import Peers
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp_session import Session
@@ -39,6 +40,7 @@ class Arrivals:
     ) -> None:
         self.slots = ReceiverSlots(config.num_slots)
         self.fetches = Fetches(config.deadlines, config.layout, config.slot_bytes)
+        self.link_rates = LinkRates()
         self.pipe = pipe
         # By slot. Without a transfer the slice is read away.
         self._slices: dict[int, tuple[Slice, Transfer | None]] = {}
@@ -68,6 +70,17 @@ class Arrivals:
         """Of the slice in this slot. None: the slice is read away, or its transfer has ended."""
         transfer = self._slices[slot][1]
         return transfer and self.fetches.open.get(transfer.id)
+
+    def lane_brought(
+        self, session: Session, s: Slice, intact: bool | None, began: float, ended: float
+    ) -> None:
+        """A slice of a lane is in its slot, as in `came`, after so long (time.monotonic())."""
+        if intact and session.peer is not None:
+            transfer, due = self._slices[s.slot][1], began
+            if transfer is not None and transfer.commit_at:  # since then the peer has had it to send
+                due = min(began, transfer.commit_at)
+            self.link_rates.came(session.peer.incarnation, s.wire, began, ended, due)
+        self.came(s, intact)
 
     def came(self, s: Slice, intact: bool | None) -> None:
         """A slice is in its slot. `intact`: whether its checksum matched; None: its lane closed before."""

@@ -1,9 +1,8 @@
 """A TCP connection, cut into frames.
 
 It belongs to the `Loop` of its process, and never blocks it. Payloads go straight between socket and
-arena slot: `sendmsg` from it, `recvmsg_into` it. The checksum is computed here, piece by piece as they come
-and go, while the bytes are in this core's cache. On an encrypted lane the same pieces are encrypted into a
-buffer before they go, and decrypted in their slot when they came.
+arena slot: `sendmsg` from it, `recvmsg_into` it. The checksum is computed here, as the bytes come and go,
+while they are in this core's cache. On an encrypted lane they are encrypted and decrypted in their slot.
 """
 
 import fcntl
@@ -37,12 +36,14 @@ from baton.kv_transfer.protocol.messages import MAX_CONTROL_BYTES
 from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.trace import TraceWriter
 
-_PIECE = 1 << 20  # bytes: few enough for a core's cache, and enough for a wakeup
+_WAKEUP = 1 << 20  # bytes of a slice: fewer are not worth a wakeup
+_FEW = 256 << 10  # bytes that are not written yet: the next frame goes with them
 _BURST = 4 << 20  # bytes that one lane moves before the others of its loop have their turn
 _MOST_VIEWS = 1000  # written at once; the kernel takes 1,024
 _MOST_CONTROL = 16384  # messages that wait for a peer to read
 _EDGE_BYTES = MAX_TRAILER_BYTES + HEADER_BYTES  # between two payloads
 _AHEAD_BYTES = 16 << 10
+_NOTHING = memoryview(bytearray())
 _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 
 
@@ -82,12 +83,8 @@ class Connection:
         self._writer = FrameWriter()
         self._control: deque[tuple[bytes, bytes]] = deque()  # header, payload
         self._slices: deque[Slice] = deque()
-        self._leaving: Slice | None = None  # the first `_at` bytes of `_bytes` are in _out
-        self._bytes = memoryview(b"")
-        self._at = 0
         # To be written, with the slice that ends there, and when it began.
         self._out: deque[tuple[memoryview, Slice | None, float]] = deque()
-        self._left_at = 0.0  # when `_leaving` began
         # Bytes, counted from the first that is written here.
         self._laid = 0  # put into _out
         self._sent = 0
@@ -103,8 +100,8 @@ class Connection:
         self._ahead_room = memoryview(bytearray(_AHEAD_BYTES * ahead))
         self._ahead = self._ahead_room[:0]  # bytes that follow those in _edge
         self._header: Header | Slice | None = None  # of the frame being received
-        self._payload = memoryview(b"")
-        self._payload_left = 0  # bytes of the payload still to come
+        self._payload = _NOTHING
+        self._rest = _NOTHING  # of the payload: still to come
         self._began = 0.0
         self._low_water = 1
         if keys is not None:
@@ -141,7 +138,7 @@ class Connection:
 
         self._lay_messages()
         self._keys = keys
-        self._writer = FrameEncryptor(keys.outgoing, _PIECE)
+        self._writer = FrameEncryptor(keys.outgoing)
         self._reader = FrameDecryptor(keys.incoming)
 
     def leave(self) -> tuple[socket.socket, bytes, bytes, LaneKeys | None]:
@@ -195,19 +192,15 @@ class Connection:
         self.loop.forget(self.sock.fileno())
         self.sock.close()
         if self._coming is not None:
-            self._coming, self._payload = None, memoryview(b"")
+            self._coming, self._payload, self._rest = None, _NOTHING, _NOTHING
             self._report(Ends(self._number, None, self._began, time.monotonic()))
         self._drop()
         self._report(LaneClosed(self._number, kind, why[:512]))
 
     def _drop(self) -> None:
-        unsent = [s for _, s, _ in self._out if s is not None]
+        unsent = [*(s for _, s, _ in self._out if s is not None), *self._slices]
         self._out.clear()
-        if self._leaving is not None:
-            unsent.append(self._leaving)
-            self._leaving = None
-        while self._slices:
-            unsent.append(self._slices.popleft())
+        self._slices.clear()
         for s in unsent:
             self._report(Gone(self._number, s.slot, sent=False))
 
@@ -216,22 +209,15 @@ class Connection:
             self._begin()
         budget, is_empty = _BURST, False
         while (budget > 0 or self._ahead) and self.closing is None and not self.closed:
-            edge = self._edge[self._edge_got :]
-            if self._payload_left == 0:
-                want = [edge]
-            elif self._payload_left > _PIECE:
-                at = len(self._payload) - self._payload_left
-                want = [self._payload[at : at + _PIECE]]
-            else:
-                want = [self._payload[-self._payload_left :], edge]
+            want = self._rest, self._edge[self._edge_got :]
             if self._ahead:
                 self._take(self._move_ahead(want))
                 continue
             if is_empty:  # a recv would only say so
                 break
-            between = self._payload_left == 0
+            ahead = self._ahead_room[: 0 if self._rest else _AHEAD_BYTES]
             try:
-                got = self.sock.recvmsg_into([*want, self._ahead_room] if between else want)[0]
+                got = self.sock.recvmsg_into((*want, ahead))[0]
             except BlockingIOError:
                 break
             if got == 0:
@@ -240,12 +226,11 @@ class Connection:
             if self.receiving:
                 self.kv_moved = self.heard
             budget -= got
-            room = sum(map(len, want))
-            is_empty = got < room + len(self._ahead_room) * between
-            self._ahead = self._ahead_room[: max(0, got - room)]
+            room = len(want[0]) + len(want[1])
+            is_empty = got < room + len(ahead)
+            self._ahead = ahead[: max(0, got - room)]
             self._take(min(got, room))
-        # Wake up for the rest of this frame, or for a piece of it: fewer bytes are not worth a wakeup.
-        self._wait_for(min(max(self._payload_left, 1), _PIECE) if self.receiving else 1)
+        self._wait_for(min(max(len(self._rest), 1), _WAKEUP) if self.receiving else 1)
 
     def _move_ahead(self, want: Sequence[memoryview]) -> int:
         """Fills `want` with bytes that were read ahead, as far as there are any. Returns their number."""
@@ -258,12 +243,11 @@ class Connection:
 
     def _take(self, got: int) -> None:
         """Counts `got` bytes that came: of a payload, of its trailer, of the next header."""
-        payload = min(got, self._payload_left)
-        if payload:
-            at = len(self._payload) - self._payload_left
-            self._reader.piece(self._payload[at : at + payload])
-            self._payload_left -= payload
-        self._edge_got += got - payload
+        if self._rest:
+            piece, self._rest = self._rest[:got], self._rest[got:]
+            self._reader.piece(piece)
+            got -= len(piece)
+        self._edge_got += got
         if self._header is not None and self._edge_got >= MAX_TRAILER_BYTES:
             self._end(self._header)
         if self._edge_got == _EDGE_BYTES and self.closing is None and not self.closed:
@@ -301,7 +285,7 @@ class Connection:
         elif length > most:
             raise FrameError("length", f"{name} of {length} bytes")
         self._reader.begin(packed)
-        self._header, self._payload_left = header, length
+        self._header = header
         self._edge_got = MAX_TRAILER_BYTES - self._reader.trailer_bytes
         if isinstance(header, Header):
             self._payload = memoryview(bytearray(length))
@@ -312,6 +296,7 @@ class Connection:
             header.slot = self.slots.take()
             self._coming, self._payload = header, self.slots.arena.slot(header.slot)[:length]
             self._report(Begins(self._number, header))
+        self._rest = self._payload
 
     def _end(self, header: Header | Slice) -> None:
         start = MAX_TRAILER_BYTES - self._reader.trailer_bytes
@@ -320,7 +305,7 @@ class Connection:
         if self._keys is not None and not intact:  # the header may be forged, too
             raise FrameError("tag", f"{name} is not as it was sent")
         payload = self._payload
-        self._header, self._payload, self._coming = None, memoryview(b""), None
+        self._header, self._payload, self._coming = None, _NOTHING, None
         if isinstance(header, Header):
             if not intact:
                 raise FrameError("control", f"{name}: payload checksum does not match")
@@ -349,26 +334,16 @@ class Connection:
                 if s is not None:
                     self._trace.moved("send", s, began, time.monotonic())
                     self._report(Gone(self._number, s.slot, sent=True))
-        waiting = self._out or self._leaving is not None or self._control or self._slices
+        waiting = self._out or self._control or self._slices
         self.loop.watch(self.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if waiting else 0), self.serve)
 
     def _fill(self) -> bool:
-        """Move what is queued into `_out`, control first, one piece; False: there is nothing to write."""
-        room = _PIECE - (self._laid - self._sent)
-        while room > 0 and len(self._out) < _MOST_VIEWS:
-            if (s := self._leaving) is not None:
-                piece = self._writer.piece(self._bytes[self._at : self._at + room])
-                self._lay(piece)
-                self._at += len(piece)
-                room -= len(piece)
-                if self._at == s.wire:
-                    self._lay(memoryview(self._writer.end()), s)
-                    self._leaving = None
-                self._kv_end = self._laid
-            elif self._control:
+        """Moves what is queued into `_out`, control first. False: there is nothing to write."""
+        while self._laid - self._sent < _FEW and len(self._out) < _MOST_VIEWS:
+            if self._control:
                 self._lay_message()
             elif self._slices and self.closing is None:
-                self._next(self._slices.popleft())
+                self._lay_slice(self._slices.popleft())
             else:
                 break
         return bool(self._out)
@@ -381,15 +356,15 @@ class Connection:
         header, payload = self._control.popleft()
         self._lay(memoryview(header + self._writer.message(header, payload)))
 
-    def _lay(self, view: memoryview, ends: Slice | None = None) -> None:
-        self._out.append((view, ends, self._left_at))
-        self._laid += len(view)
-
-    def _next(self, s: Slice) -> None:
-        """Puts the slice's header into `_out`."""
+    def _lay_slice(self, s: Slice) -> None:
         assert self.sending is not None
-        self._left_at = time.monotonic()
-        header = pack(s)
-        self._lay(memoryview(header))
-        self._writer.begin(header)
-        self._leaving, self._bytes, self._at = s, self.sending.slot(s.slot)[: s.wire], 0
+        began, header, payload = time.monotonic(), pack(s), self.sending.slot(s.slot)[: s.wire]
+        trailer = self._writer.trailer(header, payload)
+        for view in (memoryview(header), payload):
+            self._lay(view)
+        self._lay(memoryview(trailer), s, began)
+        self._kv_end = self._laid
+
+    def _lay(self, view: memoryview, ends: Slice | None = None, began: float = 0.0) -> None:
+        self._out.append((view, ends, began))
+        self._laid += len(view)

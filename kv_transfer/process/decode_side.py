@@ -9,7 +9,6 @@ from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.memory_reader import MemoryReader
 from baton.kv_transfer.process.arrivals import Arrivals
 from baton.kv_transfer.process.frames import SlotPipe
-from baton.kv_transfer.process.link_rates import LinkRates
 from baton.kv_transfer.process.peer_exports import PeerExports
 from baton.kv_transfer.process.peers import Connect, Peers
 from baton.kv_transfer.process.stats import TransferCounters
@@ -17,7 +16,6 @@ from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.frame import Header
-from baton.kv_transfer.slices import Slice
 from baton.kv_transfer.trace import NO_TRACE, TraceWriter
 
 
@@ -41,7 +39,6 @@ class DecodeSide:
         self.arrivals = Arrivals(config, pipe, channel, counters, self._peers)
         self.exports = PeerExports(self.arrivals, channel, reader, trace)
         self._slots, self.fetches = self.arrivals.slots, self.arrivals.fetches
-        self.link_rates = LinkRates()
 
     @property
     def transfers_open(self) -> int:
@@ -58,7 +55,7 @@ class DecodeSide:
     def links(self, now: float) -> dict[int, tuple[float, int, float]]:
         """Of each link that was measured lately, by the incarnation of the peer: bytes/s, bytes that are
         asked for and have not come, and the share of its time in which frames came."""
-        recent = self.link_rates.recent(now).items()
+        recent = self.arrivals.link_rates.recent(now).items()
         return {peer: (rate, self.fetches.missing_bytes(peer), used) for peer, (rate, used) in recent}
 
     # ------------------------------------------------------------ from the engine
@@ -128,15 +125,6 @@ class DecodeSide:
                 self.arrivals.apply(self.fetches.aborted(number, transfer_id, message, session.kv_moved, now))
         self.arrivals.settle()
 
-    def came(self, session: Session, s: Slice, intact: bool | None, began: float, ended: float) -> None:
-        """A slice of a lane is in its slot, as in `Arrivals.came`."""
-        if intact and session.peer is not None:
-            transfer, due = self.arrivals.transfer_of(s.slot), began
-            if transfer is not None and transfer.commit_at:  # since then the peer has had it to send
-                due = min(began, transfer.commit_at)
-            self.link_rates.came(session.peer.incarnation, s.wire, began, ended, due)
-        self.arrivals.came(s, intact)
-
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
@@ -155,4 +143,4 @@ class ReceivingSession(Session["DecodeSide"]):
     def __init__(self, handler: DecodeSide, *about: Any) -> None:
         super().__init__(handler, *about)
         self.begins = partial(handler.arrivals.begins, self)
-        self.came = partial(handler.came, self)
+        self.came = partial(handler.arrivals.lane_brought, self)

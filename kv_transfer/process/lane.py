@@ -76,23 +76,22 @@ class Lane:
             self._tell(messages.Close(self._number, kind, why[:512]))
 
     def report(self, report: messages.Report) -> None:
-        if isinstance(report, messages.Begins | messages.Ends | messages.Said):
-            self.heard = time.monotonic()
-            if not isinstance(report, messages.Said):
-                self.kv_moved = self.heard
         match report:
             case messages.Begins(_, s):
                 self._coming = s
+                self.heard = self.kv_moved = time.monotonic()
                 self._owner.begins(s)
             case messages.Ends(_, intact, began, ended):
                 assert self._coming is not None
                 s, self._coming = self._coming, None
+                self.heard = self.kv_moved = time.monotonic()
                 self._owner.came(s, intact, began, ended)
             case messages.Gone(_, slot, sent):
                 s = self._leaving.pop(slot)
                 self.unsent -= s.wire
                 self._owner.left(s, sent=sent)
             case messages.Said(_, header, payload):
+                self.heard = time.monotonic()
                 self._owner.control(self, header, memoryview(payload))
             case messages.Heard(_, at, kv_moved):
                 self.heard, self.kv_moved = at, kv_moved

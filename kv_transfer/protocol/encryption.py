@@ -61,32 +61,20 @@ class Seal:
 
 
 class FrameEncryptor(FrameWriter):
-    def __init__(self, key: DirectionKey, room: int) -> None:
-        """`room`: bytes of results that are in use at most."""
+    def __init__(self, key: DirectionKey) -> None:
         self._key = key
-        self._ring = memoryview(bytearray(room))
-        self._at = 0  # in the ring
 
     def message(self, header: bytes, payload: bytes) -> bytes:
         key, nonce = self._key.next()
         return AESGCM(key).encrypt(nonce, payload, header)
 
-    def begin(self, header: bytes) -> None:
+    def trailer(self, header: bytes, payload: memoryview) -> bytes:
         key, nonce = self._key.next()
-        self._cipher = Cipher(AES(key), GCM(nonce)).encryptor()
-        self._cipher.authenticate_additional_data(header)
-
-    def piece(self, piece: memoryview) -> memoryview:
-        if self._at == len(self._ring):
-            self._at = 0
-        place = self._ring[self._at : self._at + len(piece)]
-        self._cipher.update_into(piece[: len(place)], place)
-        self._at += len(place)
-        return place
-
-    def end(self) -> bytes:
-        self._cipher.finalize()
-        return self._cipher.tag
+        cipher = Cipher(AES(key), GCM(nonce)).encryptor()
+        cipher.authenticate_additional_data(header)
+        cipher.update_into(payload, payload)
+        cipher.finalize()
+        return cipher.tag
 
 
 class FrameDecryptor(FrameReader):

@@ -153,20 +153,11 @@ class FrameWriter:
 
     def message(self, header: bytes, payload: bytes) -> bytes:
         """What follows the header of a control message."""
-        return payload + _trailer(xxhash.xxh3_64(payload))
+        return payload + _TRAILER.pack(xxhash.xxh3_64_intdigest(payload))
 
-    def begin(self, header: bytes) -> None:
-        """A KV frame is next."""
-        self._checksum = xxhash.xxh3_64()
-
-    def piece(self, piece: memoryview) -> memoryview:
-        """What to send for the next bytes of its payload: for as many of `piece` as the result has."""
-        self._checksum.update(piece)
-        return piece
-
-    def end(self) -> bytes:
-        """The trailer of the frame."""
-        return _trailer(self._checksum)
+    def trailer(self, header: bytes, payload: memoryview) -> bytes:
+        """What follows the payload of a KV frame. The payload becomes what is sent, in place."""
+        return _TRAILER.pack(xxhash.xxh3_64_intdigest(payload))
 
 
 class FrameReader:
@@ -183,9 +174,4 @@ class FrameReader:
 
     def is_intact(self, trailer: memoryview) -> bool:
         """Whether the frame came as it was sent."""
-        return trailer == _trailer(self._checksum)
-
-
-def _trailer(checksum: xxhash.xxh3_64) -> bytes:
-    """What follows a payload that `checksum` has seen, from its first byte to its last."""
-    return _TRAILER.pack(checksum.intdigest())
+        return trailer == _TRAILER.pack(self._checksum.intdigest())

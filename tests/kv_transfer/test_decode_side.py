@@ -387,7 +387,7 @@ def test_small_frames_behind_a_lost_packet_are_not_fast(monkeypatch: pytest.Monk
     for transfer, now in ((b"t" * 16, 100.5), (b"u" * 16, 101.0)):
         s = kv_slice(world.slots, transfer)
         world.side.arrivals.begins(session, s)
-        world.side.came(session, s, True, now, now)
+        world.side.arrivals.lane_brought(session, s, True, now, now)
     assert world.side.links(101.0)[9][:2] == (pytest.approx(2 * 256 / 1.0), 0)
 
 

@@ -133,7 +133,7 @@ def test_a_stream_that_is_cut() -> None:
 
 
 def test_a_lane_sends_what_the_second_implementation_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames larger than the buffer, messages between them, and a new key after each two frames."""
+    """Frames that the kernel takes in parts, messages between them, and a new key after each two frames."""
     monkeypatch.setattr(frames, "FRAMES_OF_A_KEY", 2)
     near, far = connected()
     loop, sender = Loop(lambda: None), Owner()
@@ -141,10 +141,10 @@ def test_a_lane_sends_what_the_second_implementation_reads(monkeypatch: pytest.M
     lane.push(FrameType.HELLO, bytes(16), b"in plain text")
     lane.encrypt(LaneKeys(DirectionKey(KEY), DirectionKey(OTHER)))
     payload = random.Random(1).randbytes((5 << 20) + 7)
-    lane.sending = Arena.create(1, 8 << 20)
-    lane.sending.slot(0)[: len(payload)] = payload
+    lane.sending = Arena.create(3, 8 << 20)
     for seq in range(3):
-        lane.push_slice(slice_of(len(payload), seq))
+        lane.sending.slot(seq)[: len(payload)] = payload
+        lane.push_slice(slice_of(len(payload), seq, seq))
         lane.push(FrameType.PING, bytes(16), b"ping")
     near.setblocking(False)
     got = b""
