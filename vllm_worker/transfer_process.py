@@ -63,8 +63,9 @@ class TransferProcess:
         self._service, service = channel_pair()
         config = TransferConfig(
             name=name, title="baton vllm", incarnation=incarnation, model_fingerprint=model,
-            layout=kv.layout, num_slots=settings.slots, slot_bytes=settings.slot_bytes, hosts=(settings.host,),
-            port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt, exports=True,
+            layout=kv.layout, num_slots=settings.slots, slot_bytes=settings.slot_bytes,
+            hosts=(settings.host,), port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt,
+            exports=True,
         )  # fmt: skip
         sending, receiving = ends.transfer
         self.process: subprocess.Popen[bytes] = spawn_transfer(
