@@ -9,7 +9,8 @@ A CPU learns from the steps of requests instead. The first two run the same step
 1. prompts of as many requests as a step can hold, which fill its token budget
 2. decodes of all these requests, of half of them, of a quarter, and so on; and with drafts, if there are
 3. long prompts that fill a step beside one decode, and the rest of these prompts, with log probabilities
-4. the end of a long prompt: sparse attention has kernels of its own for it
+4. ends of a long prompt, of few tokens and of more: latents have other kernels for each number, as when many
+   streams go on after another engine process
 5. steps with other kernels for sampling or matrix products
 """
 
@@ -42,8 +43,8 @@ memory in which attention converts FP8 blocks (`engine.kernels.attention.gather_
 have too many positions for that."""
 LONG_CONTEXT = 4_096
 """Positions of a decode in timed steps with a long context, and before a chunk of a long prompt."""
-LAST_TOKENS = 16
-"""Of the rehearsed end of a long prompt."""
+LAST_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+"""Of the rehearsed ends of a long prompt."""
 TIMED_RUNS = 3
 """Of a timed step, whose median counts. A step that takes longer than `LONG_STEP` runs once."""
 LONG_STEP = 0.05
@@ -108,7 +109,7 @@ class Rehearsal:
         mixes = min(seats, budget) > 1  # whether a decode and a chunk fit into one step
         count = min(budget // max(1, longest) + 1, seats - mixes)
         self._long = [self._sequence(longest) for _ in range(count)]
-        self._ending = self._sequence(min(LONG_CONTEXT + LAST_TOKENS, max_model_len))
+        self._ending = self._sequence(min(LONG_CONTEXT + LAST_TOKENS[-1], max_model_len))
         self._mixed = self._first[:1] if mixes else []
         self._plainer = [(self._sequence(min(n, max_model_len - 1), 1), variant) for n, variant in PLAINER]
 
@@ -145,10 +146,11 @@ class Rehearsal:
         decodes = [_Chunk(sequence) for sequence in self._mixed]
         while chunks := self._fill(self._long, self._budget - len(decodes)):
             yield step([*decodes, *chunks], scored=True)
-        # What comes before was not computed, so it gets no logits, which may be no numbers.
-        count = min(LAST_TOKENS, self._budget, self._ending.prompt - 1)
-        self._ending.computed = self._ending.prompt - 1 - count
-        yield step([_Chunk(self._ending, count, decodes=False)])
+        for last in LAST_TOKENS:
+            # What comes before was not computed, so it gets no logits, which may be no numbers.
+            count = min(last, self._budget, self._ending.prompt - 1)
+            self._ending.computed = self._ending.prompt - 1 - count
+            yield step([_Chunk(self._ending, count, decodes=False)])
         for sequence, variant in self._plainer:
             while chunks := self._fill([sequence], self._budget):
                 yield step(chunks, variant)

@@ -300,6 +300,8 @@ def test_a_rehearsal_runs_the_largest_steps_within_all_limits(
         assert computed(first) == (0, 64, 8)
         assert (1, 63, 1) in map(computed, steps), "a decode beside a full chunk"
         assert (1, 33, 2) in map(computed, steps), "and beside the rest of the prompt"
+        ends = {1 << power for power in range(7)}
+        assert {(0, tokens, 0) for tokens in ends} <= {*map(computed, steps)}, "latents have kernels for each"
 
 
 def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: MakeEngine) -> None:
