@@ -88,7 +88,13 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
 
 def test_the_formula_of_the_docstring_is_what_costs_are_computed_by() -> None:
     text = placement.__doc__ or ""
-    formulas = dict(re.findall(r"^    (prompt|decode|join) += (.*)$", text, re.M))
+    formulas = dict(
+        re.findall(r"^    (one worker|handover|prompt|decode|join) += (.*?)(?:  .*)?$", text, re.M)
+    )
+
+    def value(name: str, terms: dict[str, float]) -> float:
+        return eval(formulas[name].replace("·", "*").replace("d'", "d_"), {}, terms)  # noqa: S307
+
     loads: list[dict[str, Any]] = [{"decodes": 3}, {"decodes": 3, "rate": 2000.0}, {"rate": 2000.0}]
     for load in loads:
         found = offer(1000, model=FIXED, ahead=500, **load)
@@ -116,8 +122,23 @@ def test_the_formula_of_the_docstring_is_what_costs_are_computed_by() -> None:
         for name, cost in (
             ("prompt", found.prompt_cost), ("decode", found.decode_cost()), ("join", found.join_cost)
         ):  # fmt: skip
-            formula = formulas[name].replace("·", "*").replace("d'", "d_")
-            assert cost == pytest.approx(eval(formula, {}, terms)), (name, load)  # noqa: S307
+            assert cost == pytest.approx(value(name, terms)), (name, load)
+        full: dict[str, Any] = {"spare": 500.0, "reuse": 0.5}
+        prefill, decode = (offer(1000, row, model=FIXED, **load, **full) for row in (1, 0))
+        decode.arrives = prefill.first + 0.25
+        costs = place(prefill, decode).costs
+        assert 0 < prefill.memory_cost() < decode.memory_cost(150)
+        one = {
+            "prompt": decode.prompt_cost,
+            "decode": decode.decode_cost(),
+            "forgotten": decode.memory_cost(150),
+        }
+        assert costs["decode"] == pytest.approx(value("one worker", one))
+        both = {
+            **one, "prompt": prefill.prompt_cost, "late": 0.25, "join": decode.join_cost,
+            "forgotten": (prefill.memory_cost() + decode.memory_cost(150)) / 2,
+        }  # fmt: skip
+        assert costs["handover"] == pytest.approx(value("handover", both))
 
 
 def test_the_largest_step_with_decodes_bounds_what_a_worker_computes_beside_them() -> None:
