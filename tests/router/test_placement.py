@@ -242,6 +242,12 @@ def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> No
     seen.load.sent(160)
     after = placed(fleet, request, row, 64)
     assert (after.pace.gap_cost, after.spare) == (pytest.approx(0.6), 30 * 16)
+    seen.step_model, costs = H200, list[float]()
+    for cost in (0.4, 0.4, 0.8):
+        seen.status = pb.WorkerStatus.FromString(seen.status.SerializeToString())
+        seen.status.gap_cost = cost
+        costs.append(placed(fleet, request, row, 64).pace.gap_cost)
+    assert costs == pytest.approx([0.6, 0.6, 1.2]), "also of a worker whose steps take as long as before"
 
 
 @pytest.mark.parametrize(("workers", "cost"), [(1, 0.0), (2, 20 / 150)])

@@ -9,6 +9,9 @@ import pytest
 
 from baton.cluster.options.optimize import PROFILES
 from baton.router.policy.desk import Desk
+from baton.router.policy.plan import Plan
+from baton.router.policy.planner import Held, Lack, plan
+from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.agents import agents
@@ -235,6 +238,27 @@ def test_routers_draw_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Desk, "__init__", made)
     simulate(Load(500, 2, 1.0), "policy", requests=1, routers=3)
     assert len(set(seeds)) == 3
+
+
+def test_plans_are_those_without_what_is_kept_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paces are kept until a report comes, or the number of decodes changes."""
+    planned, reused = Desk.plan, 0
+
+    def compared(desk: Desk, request: PrefillRequest, held: Held) -> Plan | Lack:
+        nonlocal reused
+        drawn, before = desk.rng.getstate(), {id(pace) for _, pace in desk.paces.values()}
+        found = planned(desk, request, held)
+        kept = dict(desk.paces)
+        reused += len(before.intersection(id(pace) for _, pace in kept.values()))
+        desk.paces.clear()
+        desk.rng.setstate(drawn)
+        assert plan(request, held, desk) == found
+        desk.paces |= kept
+        return found
+
+    monkeypatch.setattr(Desk, "plan", compared)
+    simulate(agents(12, 3), "policy", at_a_time=12, warm_up=0, workers=4, routers=2)
+    assert reused > 100
 
 
 @pytest.mark.long
