@@ -11,13 +11,6 @@ the same tokens:
     kl         Kullback-Leibler divergence, before each token of eight answers, from the distribution of
                transformers: of the 20 most probable tokens and the rest, so it is a lower bound
 
-Without --fixed also:
-
-    accuracy   share of multiple-choice questions whose right choice has the largest sum of log probabilities,
-               as lm-eval's `acc`. They are those of a prompt
-    generated  share of questions whose right choice a greedy answer begins with, as in lm-eval
-    prompt     how far the log probability of a token of a choice is from that of transformers
-
 `….max` is the largest of all tokens.
 
     float32    the dtype of transformers
@@ -63,16 +56,13 @@ FORMS: dict[str, tuple[str, ...]] = {
     "int4": ("--dtype", "bfloat16", "--quantization", "int4"),
 }
 STATEMENTS, KL_ANSWERS = 3, 8
-GENERATED_TOKENS = 6
-"""Of an answer to a question: a choice has at most three."""
 ALTERNATIVES = 20
-AT_ONCE = 16
+WAIT_SECONDS = 1800
+"""That an answer may wait for a worker: all begin at once, and a slow machine is no failure."""
 
 
 class Question(NamedTuple):
     query: list[int]
-    choices: list[list[int]]
-    gold: int
     text: str
     answer: str
     """The right choice."""
@@ -90,8 +80,7 @@ def questions(path: Path, encode: Callable[[str], list[int]], count: int | None)
         try:
             record = json.loads(line)
             query, choices, gold = record["query"], record["choices"], int(record["gold"])
-            choice_ids = [encode(query + choice) for choice in choices]
-            questions.append(Question(encode(query), choice_ids, gold, query, choices[gold]))
+            questions.append(Question(encode(query), query, choices[gold]))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
                 f'--tasks {path}: line {number} is not {{"query", "choices", "gold"}}: {error}'
@@ -138,45 +127,19 @@ class Reference:
         """(tokens, vocabulary): log probabilities before each token from position `first` on."""
         return self._model(torch.tensor([ids])).logits[0, first - 1 : -1].log_softmax(-1)
 
-    @torch.inference_mode()
-    def answer(self, ids: Sequence[int], tokens: int) -> str:
-        """A greedy one."""
-        input_ids = torch.tensor([ids])
-        output_ids = self._model.generate(
-            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=tokens, do_sample=False
-        )
-        return self.tokenizer.decode(output_ids[0, len(ids) :].tolist())
-
 
 async def prompt_logprobs(
-    http: aiohttp.ClientSession, url: str, ids: list[int], first: int, alternatives: int = 0
+    http: aiohttp.ClientSession, url: str, ids: list[int], first: int
 ) -> list[dict[int, float]]:
-    """Log probabilities of each token from position `first` on, and of so many alternatives, by token. Raises
-    RuntimeError if the server refuses."""
-    body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": alternatives}
+    """Log probabilities of each token from position `first` on, and of the most probable ones, by token.
+    Raises RuntimeError if the server refuses."""
+    body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": ALTERNATIVES}
     async with http.post(f"{url}/v1/completions", json=body) as response:
         answer = await response.json()
     if response.status != 200:
         raise RuntimeError(f"the server refused a question: {answer}")
     entries = answer["choices"][0]["prompt_logprobs"]
     return [{int(token): each["logprob"] for token, each in one.items()} for one in entries[first:]]
-
-
-async def scored(url: str, tasks: Sequence[Question]) -> list[list[list[float]]]:
-    """The log probabilities of the tokens of each choice of each question."""
-    gate = asyncio.Semaphore(AT_ONCE)
-
-    async def one(http: aiohttp.ClientSession, question: Question, choice: list[int]) -> list[float]:
-        async with gate:
-            first = len(question.query)
-            logprobs = await prompt_logprobs(http, url, choice, first)
-            return [each[token] for each, token in zip(logprobs, choice[first:], strict=True)]
-
-    async with new_session() as http:
-        return [
-            await asyncio.gather(*(one(http, question, choice) for choice in question.choices))
-            for question in tasks
-        ]
 
 
 async def divergences(
@@ -186,7 +149,7 @@ async def divergences(
     nats = list[float]()
     async with new_session() as http:
         for ids, first in answers:
-            served = await prompt_logprobs(http, url, ids, first, ALTERNATIVES)
+            served = await prompt_logprobs(http, url, ids, first)
             nats += map(divergence, reference.distributions(ids, first), served)
     return nats
 
@@ -198,13 +161,6 @@ def divergence(expected: torch.Tensor, served: dict[int, float]) -> float:
     q = torch.tensor(list(served.values()), dtype=torch.float64).exp()
     p, q = (torch.cat((each, (1 - each.sum()).clamp(min=1e-12)[None])) for each in (p, q))
     return float((p * (p / q).log()).sum())
-
-
-def right(scores: Sequence[Sequence[Sequence[float]]], tasks: Sequence[Question]) -> list[bool]:
-    return [
-        int(np.argmax([sum(choice) for choice in choices])) == question.gold
-        for choices, question in zip(scores, tasks, strict=True)
-    ]
 
 
 async def answered(cluster: LocalCluster, cases: Sequence[Case], *, kill: bool = False) -> list[Stream]:
@@ -242,7 +198,10 @@ def compare(
 ) -> None:
     """`name`: of the rows."""
     fixed = fixed_answers(tasks, reference.tokenizer.encode)
-    with served(run, *SIMPLE, model=str(path), on_cpu=FORMS[form], name=name) as cluster:
+    patient = ("--advanced.worker-wait", str(WAIT_SECONDS))
+    with served(
+        run, *SIMPLE, model=str(path), on_cpu=FORMS[form], name=name, router_flags=patient
+    ) as cluster:
         streams = asyncio.run(answered(cluster, fixed, kill=form == "killed"))
         answers = [
             ([*question.query, *stream.token_ids], len(question.query))
@@ -252,8 +211,6 @@ def compare(
         if form == "drafts":
             accepted = cluster.of("decode")[0].metric("vllm:spec_decode_num_accepted_tokens_total")
             run.add(Row(f"{name}.accepted", accepted, "drafts"))
-        if not run.args.fixed:
-            add_choices(run, name, cluster, tasks, reference)
     pairs = [
         np.subtract(stream.logprobs, reference.logprobs(*answer))
         for stream, answer in zip(streams, answers, strict=True)
@@ -263,33 +220,6 @@ def compare(
     run.add(Row(f"{name}.likelihood", mean, "nats an answer, less", low=mean - error, high=mean + error))
     _add(run, f"{name}.answer", np.abs(np.concatenate(pairs)).tolist())
     _add(run, f"{name}.kl", apart)
-
-
-def add_choices(
-    run: Run, name: str, cluster: LocalCluster, tasks: Sequence[Question], reference: Reference
-) -> None:
-    expected = [
-        [reference.logprobs(choice, len(question.query)) for choice in question.choices] for question in tasks
-    ]
-    best = sum(right(expected, tasks)) / len(tasks)
-    scores = asyncio.run(scored(cluster.url, tasks))
-    share = sum(right(scores, tasks)) / len(tasks)
-    run.add(Row(f"{name}.accuracy", share, "share", ratio=share / best, ratio_to="transformers"))
-    _add(run, f"{name}.prompt", [abs(a - b) for a, b in zip(flat(scores), flat(expected), strict=True)])
-    generated = asyncio.run(
-        answered(cluster, [greedy(each.query, GENERATED_TOKENS, logprobs=0) for each in tasks])
-    )
-    reference_texts = [reference.answer(each.query, GENERATED_TOKENS) for each in tasks]
-    hits, most = (
-        sum(text.strip().startswith(each.answer.strip()) for text, each in zip(texts, tasks, strict=True))
-        for texts in ([stream.text for stream in generated], reference_texts)
-    )
-    ratio = hits / most if most else None
-    run.add(Row(f"{name}.generated", hits / len(tasks), "share", ratio=ratio, ratio_to="transformers"))
-
-
-def flat(scores: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    return [x for choices in scores for choice in choices for x in choice]
 
 
 def _add(run: Run, name: str, off: Sequence[float]) -> None:
@@ -309,7 +239,6 @@ BENCH = Bench(
             type=Path,
             metavar="PATH",
         ),
-        Option("--fixed", "the fixed answers alone", default=False),
         Option("--tasks", "questions (default: 48 of its own)", type=Path, metavar="FILE"),
         Option("--only", "this form of serving", choices=FORMS),
     ),
