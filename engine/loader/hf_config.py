@@ -118,7 +118,9 @@ def read_config(directory: Path, *, images: bool = True, model_impl: str = "auto
     `EngineConfig`. Raises `ValueError` naming the file and the key that is wrong."""
     path = directory / "config.json"
     if not path.is_file():
-        raise ValueError(f"{directory}: no config.json in there, so it is not a model directory")
+        models = sorted([*directory.glob("*.gguf"), *directory.glob("snapshots/*/")])
+        remedy = f"; name {models[0]}" if models else ""
+        raise ValueError(f"{directory}: no config.json in there, so it is not a model directory{remedy}")
 
     read = reader_of(directory)
     generation, values = read("generation_config.json"), read_json(path)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tarfile
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -360,8 +361,16 @@ def test_weights_that_are_not_finite_or_of_an_unsupported_type_are_refused(
 
 
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no config\.json in there"):
+    with pytest.raises(ValueError, match=r"no config\.json in there, so it is not a model directory$"):
         load(tmp_path)
+    for name in ("b/model.gguf", "models--a--c/snapshots/123"):  # as users have them on disk
+        (tmp_path / name).mkdir(parents=True)
+        with pytest.raises(ValueError, match=rf"not a model directory; name .*{name}$"):
+            load(tmp_path / name.partition("/")[0])
+    with tarfile.open(tmp_path / "model.tar.gz", "w:gz") as file:
+        file.add(tmp_path / "b")
+    with pytest.raises(ValueError, match=r"model\.tar\.gz: not a GGUF file"):
+        load(tmp_path / "model.tar.gz")
     with pytest.raises(ValueError, match=r"--model /no/such: no such file or directory"):
         load(Path("/no/such"))
     (tmp_path / "config.json").write_text("{")
