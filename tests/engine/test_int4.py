@@ -1,7 +1,6 @@
 """INT4 checkpoints (GPTQ, AWQ, compressed-tensors) and INT4 on load: values, ranks, what cannot be used."""
 
 import shutil
-from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -20,116 +19,14 @@ from baton.engine.layers.grouped_linear import ByRows, packs
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Ranks, Shard, unsharded
 from baton.engine.layers.weights import Stack, Weights
-from baton.engine.loader import check_model, choose_format, int4_on_load, open_checkpoint
+from baton.engine.loader import choose_format, int4_on_load, open_checkpoint
 from baton.engine.loader.by_module import ByModule
 from baton.engine.loader.int4_on_load import rounded
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
 from tests.engine.conftest import request_of, save_tiny, tokens_of
+from tests.engine.quantized import KINDS, SIZES, pack_quantized, save_quantized, words
 
 CPU = torch.device("cpu")
-SIZE = 32
-SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
-AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
-"""AutoAWQ: place i of a word has output AWQ_PLACES[i]."""
-
-
-def words(integers: Tensor, places: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """[rows, 8 n] → [rows, n] int32, the integer at places[i] in the bits from 4 i on."""
-    eight = integers.to(torch.int64).unflatten(1, (-1, 8))
-    packed = sum(eight[:, :, place] << (4 * i) for i, place in enumerate(places))
-    assert isinstance(packed, Tensor)
-    return packed.to(torch.int64).where(packed < 1 << 31, packed - (1 << 32)).to(torch.int32)
-
-
-def gptq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """The stored zeros are less by 1; for a zero of 0 a word borrows, as in GPTQModel 7 and auto-round 0.16.
-    AutoGPTQ writes biases for all matrices."""
-    return {
-        "bias": torch.zeros(len(codes)),
-        "qweight": words(codes).T,
-        "qzeros": words(zeros.T - 1),
-        "scales": scales.T,
-        "g_idx": torch.arange(codes.shape[1], dtype=torch.int32) // SIZE,
-    }
-
-
-def stored_order(columns: int) -> Tensor:
-    return torch.randperm(columns, generator=torch.Generator().manual_seed(0))
-
-
-def desc_act(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """The columns of a group are apart. Matrices with the same input have the same order of columns."""
-    order, tensors = stored_order(codes.shape[1]), gptq(codes, zeros, scales)
-    return tensors | {"qweight": words(codes[:, order]).T, "g_idx": tensors["g_idx"][order]}
-
-
-def awq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    return {
-        "qweight": words(codes.T, AWQ_PLACES),
-        "qzeros": words(zeros.T, AWQ_PLACES),
-        "scales": scales.T,
-    }
-
-
-def compressed(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    return {
-        "weight_packed": words(codes),
-        "weight_zero_point": words(zeros.T).T,
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(codes.shape),
-    }
-
-
-def symmetric(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    tensors = compressed(codes, zeros, scales)
-    del tensors["weight_zero_point"]
-    return tensors
-
-
-def pack_quantized(**weights: Any) -> dict[str, Any]:
-    kept = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": SIZE, **weights}
-    groups = {"group_0": {"targets": ["Linear"], "weights": kept, "input_activations": None}}
-    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
-
-
-KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": SIZE, "desc_act": False, "sym": False}, gptq),
-    "desc_act": ({"quant_method": "gptq", "bits": 4, "group_size": SIZE, "desc_act": True}, desc_act),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": SIZE, "version": "gemm"}, awq),
-    "compressed": (pack_quantized(symmetric=False), compressed),
-    "symmetric": (pack_quantized(symmetric=True), symmetric),
-}
-
-
-def save_quantized(
-    directory: Path, kind: str, model: str = "Llama", *, head: bool = False, **changes: Any
-) -> Path:
-    """Writes a tiny checkpoint. Returns a directory with the values that its weights stand for. `head`: the
-    output projection is quantized, too."""
-    settings, stored = KINDS[kind]
-    save_tiny(directory, model, **{**SIZES, **changes})
-    exact = shutil.copytree(directory, directory / "exact")
-    tensors, values = load_file(directory / "model.safetensors"), {}
-    suffixes = ("_proj.weight", "lm_head.weight") if head else "_proj.weight"
-    for name in [name for name in tensors if name.endswith(suffixes)]:
-        weight = tensors.pop(name).unflatten(1, (-1, SIZE))
-        weight[1::3, 0] = weight[1::3, 0].abs()  # a group whose zero is 0
-        least, most = weight.amin(dim=2).clamp(max=0), weight.amax(dim=2)
-        scales = ((most - least) / 13).to(torch.float16)
-        zeros = (-least / scales.float()).round().clamp(0, 15)
-        if kind == "symmetric":
-            scales, zeros = (weight.abs().amax(dim=2) / 7).to(torch.float16), torch.full_like(zeros, 8)
-        each, zero = scales.float()[:, :, None], zeros[:, :, None]
-        codes = (weight / each + zero).round().clamp(0, 15)
-        values[name] = ((codes - zero) * each).flatten(1)
-        if kind == "desc_act":
-            values[name] = values[name][:, stored_order(values[name].shape[1])]
-        for suffix, tensor in stored(codes.flatten(1), zeros, scales).items():
-            tensors[f"{name.removesuffix('weight')}{suffix}"] = tensor.contiguous()
-    save_file({**load_file(exact / "model.safetensors"), **values}, exact / "model.safetensors")
-    save_file(tensors, directory / "model.safetensors")
-    configure(directory, settings)
-    return exact
 
 
 def configure(directory: Path, settings: dict[str, Any]) -> None:
@@ -142,17 +39,8 @@ def check_tokens(ours: Engine, exact: Engine) -> None:
     assert ours.model_fingerprint != exact.model_fingerprint
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_the_values(kind: str, tmp_path: Path) -> None:
-    """In float32. Embedding, norms, biases and the output projection stay as they are."""
-    exact = save_quantized(tmp_path, kind, "Qwen2" if kind == "awq" else "Llama")
-    check_model(EngineConfig(str(tmp_path)))
-    check_tokens(load(tmp_path, num_blocks=32), load(exact, num_blocks=32))
-
-
 @pytest.mark.skipif(not packs(4, torch.bfloat16, CPU), reason="this CPU has no AVX-512")
-@pytest.mark.parametrize("kind", ["gptq", "symmetric"])
+@pytest.mark.parametrize("kind", ["gptq", "in-rows-symmetric"])
 def test_packed_products_of_decodes_and_prompts(kind: str, tmp_path: Path) -> None:
     exact = save_quantized(tmp_path, kind)
     values = load_file(exact / "model.safetensors")
@@ -169,7 +57,7 @@ def test_packed_products_of_decodes_and_prompts(kind: str, tmp_path: Path) -> No
 @pytest.mark.skipif(not packs(4, torch.bfloat16, CPU), reason="this CPU has no AVX-512")
 def test_a_packed_output_projection_gets_one_row_of_each_request(tmp_path: Path) -> None:
     """No row is of a prompt, whatever the decodes of the step, and also when prompts are scored."""
-    save_quantized(tmp_path, "symmetric", head=True, vocab_size=208, tie_word_embeddings=False)
+    save_quantized(tmp_path, "in-rows-symmetric", head=True, vocab_size=208, tie_word_embeddings=False)
     linear = weights_of(tmp_path, torch.bfloat16).linear(["lm_head"], [unsharded(208)], unsharded(128))
     assert isinstance(linear, ByRows)
     x = torch.randn(3, 128).bfloat16()
@@ -183,7 +71,7 @@ def weights_of(directory: Path, dtype: torch.dtype) -> Weights:
     return Weights(checkpoint, dtype, CPU, lambda *_: None, weight_format, Ranks())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "desc_act"])
+@pytest.mark.parametrize("kind", ["gptq", "awq", "in-rows", "in-rows-symmetric"])
 def test_a_rank_reads_its_part(kind: str, tmp_path: Path) -> None:
     """Rows anywhere, also within a word; columns between groups."""
     values = load_file(save_quantized(tmp_path, kind) / "model.safetensors")
@@ -270,7 +158,7 @@ def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: 
 def test_what_is_not_supported_is_refused_by_name(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    save_quantized(tmp_path, "compressed")
+    save_quantized(tmp_path, "in-rows")
     configure(tmp_path, settings)
     assert_refused(tmp_path, message)
 
