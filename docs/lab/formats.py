@@ -66,7 +66,7 @@ with a new run.
   are the values times their scales. GGUF is read by the `gguf` package in transformers.
 - *activations*: the tool rounds activations, and Baton does not, or (FP8) does so on GPUs alone.
   The number is how far the tool's logits are from those with activations as they are, as a share
-  of these (root mean squares, on this random model). The tool also reads NVFP4 in bfloat16.
+  of these (root mean squares, on this random model). Some read NVFP4 and W4A16 in bfloat16.
 - *refused*: with these words. *not written*: the tool cannot write the format on a CPU.
 
 | tool | format | verdict |

@@ -313,22 +313,6 @@ def test_values_that_are_not_finite_fail_one_request_only(tiny_path: Path, promp
         assert results[request.id].tokens == run(alone, [request])[request.id].tokens
 
 
-UNSUPPORTED = [
-    pytest.param({"quant_method": "fp8", **BLOCKS, "weight_block_size": [64, 64]}, r"blocks of \[64, 64\]"),
-    pytest.param({"quant_method": "fp8", "fmt": "e5m2"}, r"fmt 'e5m2' is not supported \(e4m3 is\)"),
-    pytest.param(compressed("group"), "strategy 'group' is not supported"),
-    pytest.param(compressed("channel", num_bits=4), r"weights .*'num_bits': 4.* are not supported"),
-    pytest.param({"quant_method": "compressed-tensors", "format": "dense"}, r"the format 'dense' of compr"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), UNSUPPORTED)
-def test_unsupported_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    save_quantized(tmp_path, "static")
-    edit_json(tmp_path / "config.json", quantization_config=settings)
-    assert_refused(tmp_path, message)
-
-
 def test_plans_for_gpus_elsewhere_know_the_size_of_fp8_weights(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from baton.engine.gguf_header import GGUFHeader
 from baton.engine.gguf_tokenizer import RULES, tokenizer_json
 from tests import llama_cpp
+from tests.engine.test_gguf import write
 from tests.router.test_tokenizer import TEXTS, random_texts
 
 UNIQUE = {rules: name for name, rules in reversed([*RULES.items()])}.values()
@@ -19,65 +20,22 @@ UNIQUE = {rules: name for name, rules in reversed([*RULES.items()])}.values()
 
 TEXT = "It's a   12 Don'T\n\n  6789 x=1,5 École 今日2"
 
-RECORDED: dict[str, list[int]] = {
-    "llama-bpe": [
-        1, 1589, 506, 253, 256, 216, 33, 34, 4250, 23, 68, 1116, 216, 216, 38, 39, 40, 41, 1792, 45,
-        33, 28, 37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "dbrx": [
-        1589, 506, 253, 256, 216, 33, 34, 4250, 23, 68, 1116, 216, 216, 38, 39, 40, 41, 1792, 45,
-        33, 28, 37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "qwen2": [
-        1589, 506, 253, 256, 216, 33, 34, 4250, 23, 68, 1116, 216, 216, 38, 39, 40, 41, 1792, 45,
-        33, 28, 37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "qwen35": [
-        1589, 506, 253, 256, 216, 33, 34, 4250, 23, 68, 1116, 216, 216, 38, 39, 40, 41, 1792, 45,
-        33, 28, 37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "tekken": [
-        1, 1589, 506, 253, 256, 216, 33, 34, 4250, 23, 68, 1116, 216, 216, 38, 39, 40, 41, 1792, 45,
-        33, 28, 37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "gpt-4o": [
-        1589, 506, 253, 256, 216, 33, 34, 4250, 23, 68, 1116, 216, 216, 38, 39, 40, 41, 1792, 45,
-        33, 28, 37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "gpt-2": [
-        1589, 506, 253, 256, 216, 33, 34, 4250, 23, 68, 8866, 216, 38, 39, 40, 41, 1792, 45, 33, 28,
-        37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "smollm": [
-        1589, 506, 253, 333, 33, 34, 4250, 23, 68, 39892, 38, 39, 40, 41, 1792, 45, 33, 28, 37,
-        28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "deepseek-v3": [
-        1589, 506, 253, 333, 33, 34, 4250, 23, 68, 1116, 256, 38, 39, 40, 41, 1792, 45, 33, 28, 37,
-        28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "deepseek-coder": [
-        1589, 23, 99, 253, 333, 33, 34, 4250, 23, 68, 198, 198, 256, 38, 39, 40, 41, 1792, 45, 33,
-        28, 37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "falcon": [
-        1589, 23, 99, 253, 256, 216, 33, 34, 4250, 23, 68, 8866, 216, 38, 39, 40, 41, 1792, 45, 33,
-        28, 37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "minicpm5": [
-        1589, 506, 253, 333, 33, 34, 4250, 23, 68, 1116, 256, 38, 39, 40, 41, 1792, 45, 33, 28, 37,
-        28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "default": [
-        1589, 23, 99, 253, 256, 216, 33, 34, 4250, 23, 68, 8866, 216, 38, 39, 40, 41, 1792, 45, 33,
-        28, 37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-    "none": [
-        1589, 23, 99, 253, 256, 216, 33, 34, 4250, 23, 68, 8866, 216, 38, 39, 40, 41, 1792, 45, 33,
-        28, 37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34,
-    ],
-}  # fmt: skip
-"""Token ids of TEXT from llama.cpp, by the rules that a file with the embedded model's vocabulary names."""
+_WORDS, _APART = (1589, 506, 253), (1589, 23, 99, 253)
+_END = (38, 39, 40, 41, 1792, 45, 33, 28, 37, 28239, 83, 1747, 216, 15076, 228, 23274, 115, 34)
+_LLAMA3 = (*_WORDS, 256, 216, 33, 34, 4250, 23, 68, 1116, 216, 216)
+_DEFAULT = (*_APART, 256, 216, 33, 34, 4250, 23, 68, 8866, 216)
+_DEEPSEEK = (*_WORDS, 333, 33, 34, 4250, 23, 68, 1116, 256)
+RECORDED: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("dbrx", "qwen2", "qwen35", "gpt-4o"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "tekken"), (1, *_LLAMA3)),
+    **dict.fromkeys(("default", "none", "falcon"), _DEFAULT),
+    **dict.fromkeys(("deepseek-v3", "minicpm5"), _DEEPSEEK),
+    "gpt-2": (*_WORDS, *_DEFAULT[len(_APART) :]),
+    "smollm": (*_WORDS, 333, 33, 34, 4250, 23, 68, 39892),
+    "deepseek-coder": (*_APART, 333, 33, 34, 4250, 23, 68, 198, 198, 256),
+}
+"""Token ids of TEXT up to _END from llama.cpp, by the rules that a file with the embedded model's
+vocabulary names."""
 
 SCORES = {"▁": -8.0, "a": -9.0, "b": -9.0, "ab": -3.0, "ba": -2.0, "▁a": -4.0, "▁ab": -1.0, "aba": -5.0}
 
@@ -98,7 +56,8 @@ def changed(path: Path, **metadata: Any) -> Tokenizer:
 @pytest.mark.parametrize("pre", RECORDED)
 def test_a_text_is_split_as_by_llama_cpp(pre: str, embedded_model_path: Path) -> None:
     name = None if pre == "none" else pre
-    assert changed(embedded_model_path, pre=name, add_bos_token=None).encode(TEXT).ids == RECORDED[pre]
+    ids = changed(embedded_model_path, pre=name, add_bos_token=None).encode(TEXT).ids
+    assert ids == [*RECORDED[pre], *_END]
 
 
 def test_bos_and_eos_of_a_text(embedded_model_path: Path) -> None:
@@ -114,7 +73,7 @@ def test_bos_and_eos_of_a_text(embedded_model_path: Path) -> None:
         assert ids_read == ids, (pre, metadata)
 
 
-def write(path: Path, header: GGUFHeader, pre: str | None) -> Path:
+def write_model(path: Path, header: GGUFHeader, pre: str | None) -> Path:
     """A model of one layer with the vocabulary of another file."""
     writer, size, metadata = gguf.GGUFWriter(path, "llama"), 32, header.metadata
     for add in (writer.add_embedding_length, writer.add_feed_forward_length, writer.add_context_length):
@@ -136,10 +95,7 @@ def write(path: Path, header: GGUFHeader, pre: str | None) -> Path:
     shapes = {"token_embd": (len(tokens), size), **{f"blk.0.{part}": (size, size) for part in parts}}
     for name, shape in {**shapes, **dict.fromkeys(norms, (size,))}.items():
         writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
     return path
 
 
@@ -157,7 +113,7 @@ def has_marks(text: str) -> bool:
 def test_token_ids_are_those_of_llama_cpp(
     pre: str | None, embedded_model_path: Path, installed: Path, tmp_path: Path
 ) -> None:
-    model = write(tmp_path / "model.gguf", GGUFHeader(embedded_model_path, vocabulary=True), pre)
+    model = write_model(tmp_path / "model.gguf", GGUFHeader(embedded_model_path, vocabulary=True), pre)
     texts = [*TEXTS, *random_texts(300), TEXT]
     if pre in ("tekken", "gpt-4o"):  # llama.cpp's expressions leave marks out, the models' own have them
         texts = [text for text in texts if not has_marks(text)]
@@ -165,7 +121,7 @@ def test_token_ids_are_those_of_llama_cpp(
     theirs = llama_cpp.token_ids(installed, model, texts)
     assert {text: tokenizer.encode(text).ids for text in texts} == dict(zip(texts, theirs, strict=True))
     if pre in RECORDED:
-        assert theirs[texts.index(TEXT)] == RECORDED[pre]
+        assert theirs[texts.index(TEXT)] == [*RECORDED[pre], *_END]
 
 
 def test_sentencepiece_merges_the_best_token_first(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from baton.engine.layers.weights import Stack, Weights
 from baton.engine.loader import choose_format, int4_on_load, open_checkpoint
 from baton.engine.loader.by_module import ByModule
 from baton.engine.loader.int4_on_load import rounded
-from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
+from tests.engine.checkpoints import edit_json, edited_tensors, load
 from tests.engine.conftest import request_of, save_tiny, tokens_of
-from tests.engine.quantized import KINDS, SIZES, pack_quantized, save_quantized, words
+from tests.engine.quantized import KINDS, SIZES, save_quantized, words
 
 CPU = torch.device("cpu")
 
@@ -138,29 +138,6 @@ def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: 
     identity = weights.format.identity
     configure(tmp_path, KINDS["gptq"][0] | {"checkpoint_format": "gptq_v2"})
     assert weights_of(tmp_path, torch.float32).format.identity != identity
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (KINDS["gptq"][0] | {"bits": 3}, r"bits 3 is not supported \(2, 4, 8 is\)"),
-        (KINDS["gptq"][0] | {"group_size": 48}, r"groups of 48 are not supported \(16, 32, .*, -1 are\)"),
-        (KINDS["gptq"][0] | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
-        (KINDS["awq"][0] | {"version": "gemv"}, "version 'gemv' is not supported"),
-        (pack_quantized(num_bits=3), "num_bits 3 is not supported"),
-        (pack_quantized(num_bits=8), r"weight_packed is .* it should be"),
-        (pack_quantized(strategy="block"), "strategy 'block' is not supported"),
-        (pack_quantized(actorder="group"), "actorder 'group' is not supported"),
-        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24' of compressed-tensors"),
-        (KINDS["gptq"][0], r"tensor model\.layers\.0\.self_attn\.q_proj\.weight is missing"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(
-    settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    save_quantized(tmp_path, "in-rows")
-    configure(tmp_path, settings)
-    assert_refused(tmp_path, message)
 
 
 def test_unequal_groups_are_refused(tmp_path: Path) -> None:

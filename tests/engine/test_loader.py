@@ -251,16 +251,8 @@ def changed(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
             r"layers\.2\.mlp\.up_proj\.weight is missing",
         ),
         (
-            lambda d: changed(d, lambda tensors: tensors.pop("model.norm.weight")),
-            r"tensor model\.norm\.weight is missing",
-        ),
-        (
             lambda d: changed(d, lambda tensors: tensors.update({"model.extra": torch.zeros(2)})),
             r"1 tensors are unknown to .*, such as model\.extra",
-        ),
-        (
-            lambda d: edit_json(d / "config.json", architectures=["NewForCausalLM"]),
-            "NewForCausalLM is not supported",
         ),
         (
             lambda d: edit_json(d / "config.json", intermediate_size=97),

@@ -12,7 +12,8 @@ from baton.engine.loader import torch_ao
 from docs.lab import formats
 from tests.engine.checkpoints import assert_refused, edit_json, load
 from tests.engine.conftest import request_of, tokens_of
-from tests.engine.quantized import KINDS, save_quantized, torchao
+from tests.engine.quantized import KINDS, pack_quantized, save_quantized, torchao
+from tests.engine.test_fp8 import compressed as compressed_float
 
 
 def tokens(directory: Path, **config: Any) -> list[list[int]]:
@@ -59,6 +60,21 @@ def test_modules_of_transformers_take_no_quantized_experts(tmp_path: Path) -> No
         ("modelopt-fp8", {"quant_algo": "W4A16_AWQ"}, "quant_algo 'W4A16_AWQ' is not supported"),
         ("auto-round-nvfp4", {"data_type": "fp"}, "data_type 'fp4' is not supported"),
         ("bytes", {"transform_config": {"config_groups": 1}}, "transform_config .* is not supported"),
+        ("gptq", {"bits": 3}, r"bits 3 is not supported \(2, 4, 8 is\)"),
+        ("gptq", {"group_size": 48}, r"groups of 48 are not supported \(16, 32, .*, -1 are\)"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
+        ("awq", {"version": "gemv"}, "version 'gemv' is not supported"),
+        ("in-rows", pack_quantized(num_bits=3), "num_bits 3 is not supported"),
+        ("in-rows", pack_quantized(num_bits=8), r"weight_packed is .* it should be"),
+        ("in-rows", pack_quantized(strategy="block"), "strategy 'block' is not supported"),
+        ("in-rows", pack_quantized(actorder="group"), "actorder 'group' is not supported"),
+        ("in-rows", {"format": "marlin-24"}, "'marlin-24' of compressed-tensors"),
+        ("in-rows", KINDS["gptq"][0], r"tensor model\.layers\.0\.self_attn\.q_proj\.weight is missing"),
+        ("bytes", {"quant_method": "fp8", "weight_block_size": [64, 64]}, r"blocks of \[64, 64\]"),
+        ("bytes", {"quant_method": "fp8", "fmt": "e5m2"}, r"fmt 'e5m2' is not supported \(e4m3 is\)"),
+        ("bytes", compressed_float("group"), "strategy 'group' is not supported"),
+        ("bytes", compressed_float("channel", num_bits=4), r"weights .*'num_bits': 4.* are not supported"),
+        ("bytes", {"format": "dense"}, r"the format 'dense' of compr"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_its_field(
@@ -105,6 +121,8 @@ VALUES: dict[str, list[Any]] = {
     "_type": [*torch_ao.BYTES, torch_ao.INT4, *torch_ao.FP8, "Float8StaticConfig"],
     "_version": [1, 3],
 }
+OF_ZEROS = "checkpoint_format", "quant_method"
+"""They say what the zeros of GPTQ's are less by. No tensor of an asymmetric checkpoint tells."""
 OF_WEIGHTS = "symmetric", "group_size", "actorder"
 """Settings of compressed-tensors that may be added beside `num_bits`."""
 
@@ -138,7 +156,9 @@ def test_changed_settings_give_the_same_tokens_or_are_refused(kind: str, tmp_pat
     """Some 80 of each kind."""
     exact = save_quantized(tmp_path, kind)
     expected, refused = tokens(exact), 0
-    changed = list(mutations(KINDS[kind][0]))
+    usual = KINDS[kind][0]
+    fixed = OF_ZEROS if kind in ("gptq", "desc_act") else ()
+    changed = [each for each in mutations(usual) if all(each.get(key) == usual.get(key) for key in fixed)]
     for settings in changed:
         edit_json(tmp_path / "config.json", quantization_config=settings)
         if (read := found(tmp_path)) is None:
@@ -146,7 +166,7 @@ def test_changed_settings_give_the_same_tokens_or_are_refused(kind: str, tmp_pat
         else:
             assert read == expected, settings
     print(f"{kind}: {len(changed)} changes, {refused} refused")
-    assert len(changed) > 70
+    assert len(changed) > 60
     assert refused
 
 
