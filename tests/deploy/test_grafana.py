@@ -121,7 +121,7 @@ def test_every_alert_says_what_to_do() -> None:
 def test_an_alert_covers_each_lane_that_is_refused_for_a_lasting_reason() -> None:
     [rule] = [rule for rule in rules() if rule.get("alert") == "BatonPeersRefused"]
     [covered] = re.findall(r'reason=~"([a-z_|]+)"', rule["expr"])
-    [row] = re.findall(r"^\| a refused HELLO \|.*$", PROTOCOL.read_text(), re.M)
+    [row] = re.findall(r"^- \*\*A refused HELLO\*\*.*?(?=^- )", PROTOCOL.read_text(), re.M | re.S)
     passing = {"busy", "handshakes", "incarnation", "by_peer"}  # full, restarted, or in the peer's own alert
     assert set(covered.split("|")) == set(re.findall(r"\{(\w+)\}", row)) - passing | {"hello"}
     assert set(covered.split("|")) <= set(REFUSED)  # a series that begins above 0 has no increase
