@@ -43,7 +43,7 @@ memory in which attention converts FP8 blocks (`engine.kernels.attention.gather_
 have too many positions for that."""
 LONG_CONTEXT = 4_096
 """Positions of a decode in timed steps with a long context, and before a chunk of a long prompt."""
-LAST_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+LAST_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Of the rehearsed ends of a long prompt."""
 TIMED_RUNS = 3
 """Of a timed step, whose median counts. A step that takes longer than `LONG_STEP` runs once."""
