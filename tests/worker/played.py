@@ -132,8 +132,8 @@ class Worker:
         self.serving = asyncio.create_task(self.service._live())
 
     async def serves(self) -> None:
-        """Returns when its first engine and its server are ready."""
-        (await self.next_tree(0)).may_start.set()
+        """Returns when its first engine, which starts, and its server are ready."""
+        self.first.may_start.set()
         told = await within(asyncio.to_thread(self._read_told))  # it closes the pipe then
         assert '"ready"' in told
         self.first.asked.clear()
@@ -163,8 +163,8 @@ TREES: list[Tree] = []
 
 
 @asynccontextmanager
-async def played_worker(*, standby: bool = False) -> AsyncIterator[Worker]:
-    """It serves."""
+async def played_worker(*, standby: bool = False, serves: bool = True) -> AsyncIterator[Worker]:
+    """It serves, or its first engine process starts."""
 
     def next_tree(config: WorkerConfig, *_: Any) -> Tree:
         TREES.append(Tree(config))
@@ -174,7 +174,9 @@ async def played_worker(*, standby: bool = False) -> AsyncIterator[Worker]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(service, "WorkerTree", next_tree)
         made = Worker(standby=standby)
-        await made.serves()
+        await made.next_tree(0)
+        if serves:
+            await made.serves()
         yield made
         made.serving.cancel()
         await asyncio.wait([made.serving])

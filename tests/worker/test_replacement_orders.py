@@ -69,19 +69,6 @@ async def test_an_engine_that_dies_as_soon_as_it_serves(worker: Worker, computes
             await within(worker.serving)
 
 
-async def test_late_tokens_of_the_dead_engine_do_not_count_for_the_next_one(worker: Worker) -> None:
-    await worker.backend.forward(*decode(A))
-    second = await worker.dies(0)
-    worker.first.deliver(tokens(A, 5))  # it was in the socket
-    second.may_start.set()
-    await within(worker.backend.serving())
-    [again] = decodes(second)
-    assert again.request.output_ids == [5]
-    second.failure.set_exception(EngineError("engine 1 was killed"))
-    with pytest.raises(TreeError, match="engine 1 was killed"):
-        await within(worker.serving)
-
-
 async def test_an_idle_engine_that_lived_for_long_is_replaced_again(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,19 +105,6 @@ async def test_a_next_engine_that_differs_is_the_end_of_the_worker(worker: Worke
         await within(worker.serving)
     differing = str(raised.value).split("layout, ")[1].split(", ")
     assert sorted(differing) == ["block_size", "num_blocks"]
-
-
-async def test_a_move_and_a_restart_meanwhile(worker: Worker) -> None:
-    """The label holds, and the restart is the replacement that is under way."""
-    second = await worker.dies(0)
-    restart = asyncio.create_task(worker.backend.restart_engine())
-    assert (await within(worker.backend.set_pool(pb.POOL_PREFILL))).pool == pb.POOL_PREFILL
-    assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_DRAINING
-    second.may_start.set()
-    await within(restart)
-    status = await worker.backend.status()
-    assert (status.pool, status.health) == (pb.POOL_PREFILL, pb.WorkerStatus.HEALTH_SERVING)
-    assert len(TREES) == 2
 
 
 @pytest.mark.parametrize("waits_for", ["the pause", "the status"])
@@ -217,18 +191,6 @@ async def test_routers_learn_at_once_that_a_worker_drains(worker: Worker) -> Non
     assert told is not None
     status = pb.WorkerMessage.FromString(told).status
     assert (status.health, status.blocks_total) == (pb.WorkerStatus.HEALTH_DRAINING, 9)
-
-
-async def test_a_drain_meanwhile_waits_for_the_attempts(worker: Worker) -> None:
-    await worker.backend.forward(*decode(A))
-    second = await worker.dies(0)
-    draining = asyncio.create_task(worker.service._drain())
-    await asyncio.sleep(0)
-    second.may_start.set()
-    await within(worker.backend.serving())
-    assert worker.decodes_of(1) == [A]
-    await within(draining)
-    assert (await worker.backend.status()).health == pb.WorkerStatus.HEALTH_DRAINING
 
 
 async def test_a_status_of_an_engine_that_has_ended_meanwhile_does_not_say_that_the_worker_serves(

@@ -40,13 +40,15 @@ def test_the_table_ends_in_one_phase_which_each_other_one_can_reach() -> None:
 
 
 class Walk:
-    """What has happened to a worker that serves, and what must be true of it."""
+    """What has happened to a worker, and what must be true of it."""
 
-    def __init__(self, worker: Worker, checkpoint: str) -> None:
+    def __init__(self, worker: Worker, checkpoint: str, *, serves: bool) -> None:
         self.worker = worker
         self._checkpoint = checkpoint
-        self.phase = "serving"
-        self.begun, self.draining, self.planned, self.has_computed = True, False, False, False
+        self.phase = "serving" if serves else "starting"
+        self.begun, self.draining, self.planned, self.has_computed = serves, False, False, False
+        self._just_begun = False
+        self.pool = pb.POOL_DECODE
         self.lacking = False
         """Whether memory is released."""
         self.outputs: dict[bytes, list[int]] = {}
@@ -65,6 +67,11 @@ class Walk:
     def engine(self) -> Tree:
         """The last one that is no standby, or no standby any more."""
         return next(tree for tree in reversed(TREES) if tree.taken or not tree.is_standby)
+
+    @property
+    def _before(self) -> Tree | None:
+        """The last one that has ended and had begun."""
+        return next((tree for tree in reversed(TREES) if tree.closed and tree.may_start.is_set()), None)
 
     @property
     def standby(self) -> Tree | None:
@@ -92,7 +99,7 @@ class Walk:
         self._enter("ready")
         if self.planned:
             self._enter("computed")
-        self.begun, self.planned, self.began_with = True, False, self.version
+        self.begun, self.planned, self.began_with, self._just_begun = True, False, self.version, True
         if self.draining:
             self.phase = "over"
 
@@ -142,8 +149,19 @@ class Walk:
             output.append(len(output) + 5)
             self.has_computed = True
 
+    async def late_token(self) -> None:
+        """Of the engine process before: it was in the socket."""
+        if self.phase == "taking over" and self.outputs and (before := self._before) is not None:
+            attempt_id, output = next(iter(self.outputs.items()))
+            before.deliver(tokens(attempt_id, len(output) + 5, first=len(output)))
+            output.append(len(output) + 5)
+
+    async def move(self) -> None:
+        self.pool = pb.POOL_PREFILL if self.pool == pb.POOL_DECODE else pb.POOL_DECODE
+        assert (await within(self.worker.backend.set_pool(self.pool))).pool == self.pool
+
     async def attempt(self) -> None:
-        if not self.draining:
+        if not self.draining and self.phase != "starting":
             attempt_id = new_id()
             await self.worker.backend.forward(*decode(attempt_id))
             self.outputs[attempt_id] = []
@@ -154,7 +172,7 @@ class Walk:
             await self.worker.backend.forward(*sent(cancelled(1, attempt_id)))
 
     async def restart(self) -> None:
-        if self.draining:
+        if self.draining or self.phase == "starting":
             return
         self._restarts.append(asyncio.create_task(self.worker.backend.restart_engine()))
         await settled()
@@ -211,13 +229,17 @@ class Walk:
     async def drain(self) -> None:
         self.worker.service._terminate()
         self.draining = True
-        if self.begun:
+        if self.begun or self.phase == "starting":
             self.phase = "over"
 
     # ------------------------------------------------------------ what must be true
 
     async def check(self) -> None:
         worker = self.worker
+        submitted = [each.decode_id for each in decodes(self.engine)]
+        if self.begun:
+            assert len(submitted) == len({*submitted}), "an attempt is submitted once"
+            assert {*self.outputs} <= {*submitted}, "no attempt is lost"
         if self.phase == "over":
             await within(asyncio.wait([worker.serving]))
             return
@@ -227,6 +249,7 @@ class Walk:
         status = await worker.backend.status()
         if self.lacking:
             assert self.standby is None, "it would have pages that are released"
+        assert status.pool == self.pool
         serves = self.begun and not self.draining
         assert status.health == (
             pb.WorkerStatus.HEALTH_SERVING if serves else pb.WorkerStatus.HEALTH_DRAINING
@@ -234,12 +257,11 @@ class Walk:
         if not self.begun:
             return
         assert all(task.done() for task in self._restarts), "it serves"
-        submitted = [each.decode_id for each in decodes(self.engine)]
-        assert len(submitted) == len({*submitted}), "an attempt is submitted once"
-        assert {*self.outputs} <= {*submitted}, "no attempt is lost"
         for each in decodes(self.engine):
             known = self.outputs.get(each.decode_id, [])
-            assert not known or [*each.request.output_ids] == known[: len(each.request.output_ids)]
+            count = len(known if self._just_begun else each.request.output_ids)
+            assert not known or [*each.request.output_ids] == known[:count]
+        self._just_begun = False
         assert self.engine.config.engine.weights_version == (str(self.began_with) if self.began_with else "")
 
     async def end(self) -> None:
@@ -253,8 +275,9 @@ class Walk:
 Events = list[Callable[[Walk], Awaitable[None]]]
 EVENTS: Events = [
     Walk.engine_is_ready, Walk.engine_ends, Walk.two_engines_end, Walk.another_process_ends,
-    Walk.engine_and_standby_end, Walk.standby_stands_by, Walk.standby_ends, Walk.token, Walk.attempt,
-    Walk.cancel, Walk.restart, Walk.memory, Walk.stage, Walk.close_and_apply, Walk.drain,
+    Walk.engine_and_standby_end, Walk.standby_stands_by, Walk.standby_ends, Walk.token, Walk.late_token,
+    Walk.attempt, Walk.cancel, Walk.restart, Walk.move, Walk.memory, Walk.stage, Walk.close_and_apply,
+    Walk.drain,
 ]  # fmt: skip
 GOES_ON: Events = [Walk.engine_is_ready, Walk.attempt, Walk.token]
 CHANGE: Events = [Walk.stage, Walk.close_and_apply]
@@ -266,6 +289,7 @@ ORDERS: list[Events] = [
     [*GOES_ON, Walk.memory, Walk.engine_ends],
     [Walk.attempt, Walk.engine_ends, Walk.cancel, Walk.attempt, Walk.drain, Walk.engine_is_ready],
     [Walk.restart, Walk.engine_is_ready, Walk.restart, *GOES_ON, Walk.restart, Walk.engine_ends, *GOES_ON],
+    [Walk.attempt, Walk.engine_ends, Walk.late_token, Walk.engine_is_ready, Walk.engine_ends],
 ]
 """That random ones rarely have."""
 
@@ -276,10 +300,11 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def walk(events: Events, *, standby: bool) -> None:
+async def walk(events: Events, *, standby: bool, serves: bool = True) -> None:
+    """`serves`: it has begun to, else its first engine process starts."""
     with tempfile.TemporaryDirectory() as checkpoint:
-        async with played_worker(standby=standby) as worker:
-            walk = Walk(worker, checkpoint)
+        async with played_worker(standby=standby, serves=serves) as worker:
+            walk = Walk(worker, checkpoint, serves=serves)
             await settled()
             for event in events:
                 await event(walk)
@@ -296,7 +321,15 @@ async def test_an_order_of_events(number: int, standby: bool) -> None:
     await walk(ORDERS[number], standby=standby)
 
 
-@given(st.lists(st.sampled_from([*EVENTS, *CHANGE, *GOES_ON, *GOES_ON]), max_size=30), st.booleans())
+@pytest.mark.parametrize("ends", [Walk.engine_ends, Walk.another_process_ends, Walk.drain])
+async def test_what_ends_in_the_first_start_ends_the_worker(ends: Callable[[Walk], Awaitable[None]]) -> None:
+    await walk([Walk.move, ends], standby=True, serves=False)
+
+
+ANY = st.lists(st.sampled_from([*EVENTS, *CHANGE, *GOES_ON, *GOES_ON]), max_size=30)
+
+
+@given(ANY, st.booleans(), st.sampled_from([True, True, False]))
 @settings(max_examples=100, derandomize=True)
-def test_any_order_of_events(events: Events, standby: bool) -> None:
-    asyncio.run(walk(events, standby=standby))
+def test_any_order_of_events(events: Events, standby: bool, serves: bool) -> None:
+    asyncio.run(walk(events, standby=standby, serves=serves))
