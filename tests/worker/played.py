@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from baton.engine import EngineConfig
 from baton.kv_transfer import TransferStats
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
@@ -23,6 +22,7 @@ from tests.layouts import kv_layout
 from tests.stand_in import implements
 from tests.within import within
 
+from .test_config import config
 from .test_counts import engine_status
 
 READY = EngineReady(pb.WorkerDescription(), kv_layout(1, 1, 8, "float32"))
@@ -122,11 +122,8 @@ class Worker:
 
     def __init__(self, *, standby: bool = False) -> None:
         self._told, ready = os.pipe()
-        config = WorkerConfig(
-            role="decode", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16,
-            replace_engine=True, standby=standby, ready_fd=ready,
-        )  # fmt: skip
-        self.service = Service(config, 1)
+        replaced = config(role="decode", replace_engine=True, standby=standby, ready_fd=ready)
+        self.service = Service(replaced, 1)
         self.backend = self.service._backend
         [self.first] = TREES
         self.serving = asyncio.create_task(self.service._live())

@@ -20,7 +20,7 @@ from baton.processes.children import Child
 from baton.processes.liveness import Watchdog
 from baton.rpc import worker_pb2 as pb
 from baton.system.kept_pages import CannotShareError
-from baton.worker import WorkerConfig, messages, processes
+from baton.worker import messages, processes
 from baton.worker.engine_process import rank_process
 from baton.worker.engine_process.start import RankProcessConfig
 from baton.worker.messages import EngineReady, FromEngine, ToEngine
@@ -36,14 +36,14 @@ from tests.layouts import kv_layout
 from tests.stand_in import stand_in
 from tests.within import within
 
+from .test_config import config
+
 
 async def test_a_tree_that_lacks_a_descriptor_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     # Some calls of ZeroMQ end the process then.
     monkeypatch.setattr(tree, "EngineLink", lambda _: SimpleNamespace(close=lambda: None))
-    config = WorkerConfig(
-        role="prefill", engine=EngineConfig("model", tensor_parallel_size=2, encoder_pool=True),
-        engine_module="engine", secret=b"x" * 16, kv_store="mooncake://127.0.0.1:1",
-    )  # fmt: skip
+    engine = EngineConfig("model", tensor_parallel_size=2, encoder_pool=True)
+    with_all = config(engine=engine, kv_store="mooncake://127.0.0.1:1")
     limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
     most = max(map(int, os.listdir("/proc/self/fd"))) + 1
     refused, made = 0, None
@@ -57,7 +57,7 @@ async def test_a_tree_that_lacks_a_descriptor_leaves_none_behind(monkeypatch: py
         while made is None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most + refused, limits[1]))
             try:
-                made = tree.WorkerTree(config, 1)
+                made = tree.WorkerTree(with_all, 1)
             except (OSError, ValueError):
                 refused += 1
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -75,10 +75,7 @@ async def test_a_tree_that_lacks_a_descriptor_leaves_none_behind(monkeypatch: py
 async def test_an_engine_process_that_ends_slowly_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel closes its sockets first, and may then free memory for many seconds."""
     monkeypatch.setattr(transfers, "_EXIT_SOON", 0.0)
-    config = WorkerConfig(
-        role="decode", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16
-    )
-    worker = tree.WorkerTree(config, 1)
+    worker = tree.WorkerTree(config(), 1)
     transfer = worker.transfer
     worker._engine = child("engine", "import time; time.sleep(1000)")
     transfer.process = child("transfer", f"raise SystemExit({EXIT_ENGINE_GONE})")
@@ -104,10 +101,7 @@ async def test_a_takeover_is_watched_as_a_step_is(
     loads_in_its_turn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of a standby which has yet to load the model is watched as a start."""
-    config = WorkerConfig(
-        role="decode", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16
-    )
-    worker = tree.WorkerTree(config, 1)
+    worker = tree.WorkerTree(config(), 1)
     sent: asyncio.Queue[FromEngine] = asyncio.Queue()
     stages = [messages.Progress("loading weights", 1.0), messages.StandsBy()]
     for message in reversed(stages) if loads_in_its_turn else stages:
@@ -134,7 +128,7 @@ async def test_a_takeover_is_watched_as_a_step_is(
         worker.start_standby()
         await within(worker.start_engine(lambda stage, fraction: None))
         start = processes.START_SILENCE
-        assert limits == [start, start if loads_in_its_turn else config.deadlines.engine_dead]
+        assert limits == [start, start if loads_in_its_turn else config().deadlines.engine_dead]
     finally:
         await worker.kill()
         await worker.close()
@@ -151,11 +145,7 @@ async def test_a_rank_tells_whether_it_can_start_alone(
 
     monkeypatch.setattr("baton.engine.execution.rank.start_rank", fail)
     monkeypatch.setattr("baton.engine.execution.rank.join", lambda *_: (None, None))
-    config = WorkerConfig(
-        role="decode", engine=EngineConfig("model", tensor_parallel_size=2), engine_module="engine",
-        secret=b"x" * 16,
-    )  # fmt: skip
-    worker = tree.WorkerTree(config, 1)
+    worker = tree.WorkerTree(config(engine=EngineConfig("model", tensor_parallel_size=2)), 1)
     code = rank_process.run(RankProcessConfig(**worker._rank_config("rank 1", 1, standby=True)))
     worker._ranks = [child("rank 1", f"raise SystemExit({code})")]
     worker.watch(worker._watch_exit(worker._ranks[0]))
@@ -181,14 +171,11 @@ async def test_lanes_and_the_store_are_encrypted_if_the_worker_is_told_to(
         raise TreeError
 
     monkeypatch.setattr(store, "spawn", started)
-    config = WorkerConfig(
-        role="prefill", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16,
-        kv_store="mooncake://127.0.0.1:1", kv_encrypt=encrypt,
-    )  # fmt: skip
-    with contextlib.closing(store.Store(config, 1)) as of_worker, pytest.raises(TreeError):
+    told_to = config(kv_store="mooncake://127.0.0.1:1", kv_encrypt=encrypt)
+    with contextlib.closing(store.Store(told_to, 1)) as of_worker, pytest.raises(TreeError):
         await of_worker.keep()
     assert msgspec.json.decode(told[0].splitlines()[0], type=StoreStart).encrypt is encrypt
-    worker = tree.WorkerTree(config, 1)
+    worker = tree.WorkerTree(told_to, 1)
     layout = kv_layout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
     ready = EngineReady(pb.WorkerDescription(model_fingerprint="model"), layout)
     starting: list[TransferConfig] = []

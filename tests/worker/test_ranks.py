@@ -27,19 +27,15 @@ from tests.cluster_helpers import (
     tiny_model,
 )
 from tests.device import DEVICE
-from tests.within import WITHIN, within
 
 from .group_failures import Failure, assert_nothing_left, prompt_of, tokens_despite
-from .test_deaths import stop_in_step
 from .test_weights import described, first_token, replaced, replacement, saved
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs two devices")
 
-# One prompt is one step. The step is so long that a signal arrives during it.
 TWO_RANKS = {
     "load_format": "dummy", "num_blocks": 2000, "max_num_batched_tokens": 3900, "tensor_parallel_size": 2,
 }  # fmt: skip
-PROMPT = [7] * 3900
 SHORT_STEPS = TWO_RANKS | {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
 ONE_RANK = SHORT_STEPS | {"tensor_parallel_size": 1, "block_size": 32}
 
@@ -127,57 +123,6 @@ async def test_a_worker_with_two_ranks_serves_the_tokens_of_one(
     assert len(others) == 3, "engine, rank 1 and transfer"
     assert worker.stop() == 0
     assert_nothing_left(worker, others)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        (signal.SIGKILL, "was killed by SIGKILL"),
-        (signal.SIGSTOP, "decode 0 engine gave no sign of life"),
-    ],
-)
-async def test_the_worker_blames_the_step_in_which_a_rank_fails(
-    tmp_path: Path, how: signal.Signals, said: str
-) -> None:
-    settings = {"fails": {"role": "decode", "engine": TWO_RANKS, "deadlines": {"engine_dead": 3.0}}}
-    with side_by_side(tmp_path, settings) as started:
-        worker = started["fails"].wait_ready()
-        await fails(worker, how)
-        assert said in worker.log.read_text()
-
-
-async def fails(worker: WorkerProcess, how: signal.Signals) -> None:
-    """Sends the signal to rank 1 during a step. The worker must end, and blame the requests of the step."""
-    others = worker.tree()[1:]
-    async with attached(worker) as stream:
-        ids = [await stream.submit_decode(request(PROMPT, sampling())) for _ in range(6)]
-        while (await stream.stub.GetStatus(pb.StatusRequest())).tokens_waiting == 0:
-            pass
-        engine, rank = worker.child("engine"), worker.child("rank 1")
-        stop_in_step(engine)
-        rank.send_signal(how)
-        engine.resume()
-        assert await asyncio.to_thread(worker.popen.wait, WITHIN) == 1
-        await within(stream.ended.wait())
-        seen = [stream.events[i].get_nowait().message for i in ids for _ in range(stream.events[i].qsize())]
-    failed = [message for message in seen if isinstance(message, pb.AttemptFailed)]
-    assert 1 <= len(failed) < len(ids), "only those of the step"
-    assert {failure.code for failure in failed} == {pb.FAILURE_CODE_ENGINE}
-    assert_nothing_left(worker, others)
-
-
-@pytest.mark.long
-def test_a_size_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
-    settings = {"refused": {"role": "decode", "engine": TWO_RANKS | {"tensor_parallel_size": 3}}}
-    with side_by_side(tmp_path, settings) as started:
-        worker = started["refused"]
-        worker.wait_told()
-        assert worker.told[-1]["error"].startswith(
-            "--tensor-parallel-size 3: the model has 4 query heads and 2 KV heads; choose one of 1, 2, 4"
-        )
-        assert worker.popen.wait(WITHIN) == 1
-        assert list(worker.run_dir.iterdir()) == []
 
 
 @pytest.mark.long

@@ -293,26 +293,6 @@ async def test_a_planned_restart_ends_the_engine_between_two_steps(worker: Worke
     await assert_whole(worker)
 
 
-@pytest.mark.long
-async def test_a_pause_holds_for_the_next_engine(worker: WorkerProcess) -> None:
-    params = sampling(max_tokens=300, ignore_eos=True)
-    async with attached(worker) as stream:
-        right = ids(await read(stream, await stream.submit_decode(request(PROMPT, params))))
-        decode_id = await held(stream, request(PROMPT, params), 5)
-        await stream.stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_STEPS, seconds=60))
-        kill(worker)
-        while (await stream.next_status()).health != pb.WorkerStatus.HEALTH_DRAINING:
-            pass
-        while (await stream.next_status()).health != pb.WorkerStatus.HEALTH_SERVING:
-            pass
-        count = stream.events[decode_id].qsize()
-        assert (await status(stream)).pause == pb.PAUSE_STEPS
-        assert stream.events[decode_id].qsize() - count <= 1, "it has its blocks, and no other token"
-        await stream.stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_NONE))
-        assert ids(await within(read(stream, decode_id))) == right
-    await assert_whole(worker)
-
-
 async def test_an_engine_that_dies_before_its_first_token_is_the_end(tmp_path: Path) -> None:
     """The attempts of its last step may be the cause, and routers learn of these."""
     with start_worker(

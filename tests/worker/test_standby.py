@@ -112,22 +112,6 @@ def killed_first(pid: int) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
-async def test_a_standby_that_dies_is_followed_by_another_one(worker: WorkerProcess) -> None:
-    """Alone, and with the engine."""
-    asked = request(PROMPT, sampling(max_tokens=80, ignore_eos=True))
-    async with attached(worker) as stream:
-        right = ids(await read(stream, await stream.submit_decode(asked)))
-        first = await within(next_standby(worker, stream, worker.child("engine")))
-        first.kill()
-        second = await within(next_standby(worker, stream, first))
-        decode_id = await held(stream, asked, 50)
-        for process in (second, worker.child("engine")):
-            process.kill()
-        assert ids(await within(read(stream, decode_id))) == right
-        await within(next_standby(worker, stream, second))
-    await assert_whole(worker)
-
-
 async def test_a_planned_restart_uses_code_that_is_new(worker: WorkerProcess) -> None:
     """A version of Baton may have come on the disk since the standby was started."""
     asked = request(PROMPT[1:], sampling(max_tokens=60, ignore_eos=True))
