@@ -46,6 +46,7 @@ class Request:
         positions: whose KV the worker that computes the prompt reserves: with the answer, if it decodes, too.
         cached: prompt tokens that this worker had.
         branch: where the prompt left what the worker had, if it could not begin there. 0: it did.
+        alone: orders the prompts of a worker, as in `engine.core.fair_shares.Tag`.
         untaken: prompt tokens that no step has taken.
         computed: the position from which the next step computes.
         due: when the prompt should be computed.
@@ -71,6 +72,7 @@ class Request:
     positions: int = 0
     cached: int = 0
     branch: int = 0
+    alone: int = 0
     untaken: int = 0
     computed: int = 0
     due: float = 0.0

@@ -1,4 +1,4 @@
-"""An engine step by step: it decodes, and computes prompts in the order of their arrival.
+"""An engine step by step: it decodes, and computes prompts in the order of `FairShares`.
 
 A step takes one token of each decode, and chunks of prompts. The chunk limit and the averages that a worker
 reports are those of the engine. Only the cost of a step is simulated (`steps`).
@@ -10,9 +10,10 @@ behind it.
 
 import heapq
 import math
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Literal
 
 from baton.engine.core.meters import MIXED_STEPS, Batch, ChunkLimit, Meters, may_join, prompt_limit
@@ -103,7 +104,7 @@ class Worker:
         steps = LearnedSteps(*sizes, measured(machine) if warm else None)
         self._limit = ChunkLimit(steps, None, BUDGET, target_steps)
         self._meters = Meters(self._limit, largest)
-        self._prompts: deque[Request] = deque()
+        self._prompts: list[Request] = []
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by `_tokens` at the end
         self._joining: list[Request] = []  # for the next step
         self._arrived: list[Request] = []  # from other workers, for the step that is scheduled next
@@ -131,7 +132,8 @@ class Worker:
     def prefill(self, request: Request) -> None:
         """Computes the prompt, and then calls `first_token`."""
         request.begin(self.usable(request))
-        self._prompts.append(request)
+        request.alone = self._computed + request.untaken if self._rule == "baton" else 0
+        insort(self._prompts, request, key=attrgetter("alone"))
         self.wake()
 
     def decode(self, request: Request) -> None:
@@ -332,7 +334,8 @@ class Worker:
         batch = Batch(decodes, context, prompts_left[0].computed if prompts_left else 0, gap_cost)
         prompts = [(request.untaken, request.due) for request in prompts_left]
         tokens = self._limit.tokens(batch, prompts, begins, joins_at)
-        return min(most, prompt_limit(tokens, decodes, self._mixed_steps, GRAPH_ROWS))
+        first = prompts[0][0] if prompts else 0
+        return min(most, prompt_limit(tokens, decodes, self._mixed_steps, GRAPH_ROWS, first))
 
     def _chunks(self, budget: int, decodes: int) -> Iterator[tuple[Request, int]]:
         tokens = 0

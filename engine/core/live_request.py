@@ -14,6 +14,7 @@ import numpy as np
 
 from baton.engine.api.request import EngineRequest, Logprobs
 from baton.engine.core.block_pool import Held
+from baton.engine.core.fair_shares import Tag
 from baton.engine.core.leases import Leases
 from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.prompt_images import PromptImages
@@ -184,8 +185,8 @@ class LiveRequest:
     # `Outputs` takes back what wrong drafts have computed.
 
     phase: Phase = Phase.WAITING
-    tag: int = 0
-    """Orders the requests of several tenants (`FairShares`)."""
+    tag: Tag = field(default_factory=lambda: Tag(0, 0))
+    """Orders the prompts of all tenants (`FairShares`)."""
     handover: bool = False
     hand_back: bool = False
     """On preemption the request goes back to its sender and is not recomputed here."""
@@ -270,9 +271,8 @@ class LiveRequest:
 
     @property
     def order(self) -> tuple[int, bool, int, int]:
-        """Sort key; the least is served first: by priority, then retried before new, then by tag. Prompts of
-        one tenant have tags in order of arrival."""
-        return self.request.priority, not self.request.retried, self.tag, self.arrival
+        """Sort key; the least is served first: by priority, then retried before new, then by tag."""
+        return self.request.priority, not self.request.retried, self.tag.tokens, self.arrival
 
     @property
     def num_left(self) -> int:

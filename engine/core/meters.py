@@ -43,12 +43,13 @@ MIXED_STEPS = 31
 steps learns from it what decoding costs now."""
 
 
-def prompt_limit(tokens: int, decodes: int, mixed_steps: int, rows: Sequence[int]) -> int:
+def prompt_limit(tokens: int, decodes: int, mixed_steps: int, rows: Sequence[int], first: int = 0) -> int:
     """Returns the most prompt tokens of a step with so many decodes: at most `tokens`, the chunk limit.
 
     `mixed_steps`: steps since the last one that only decoded.
     `rows`: rows of steps that need no padding, in ascending order. A step between two of them is padded to
-    the larger, so it takes longer than expected. The smaller is better if it takes over half of the tokens.
+    the larger, so it takes longer than expected. The smaller is better if it takes over half of the tokens,
+    and does not cut off the end of the first prompt, which has `first` tokens left.
     """
     if decodes and mixed_steps >= MIXED_STEPS:
         return 0
@@ -56,7 +57,8 @@ def prompt_limit(tokens: int, decodes: int, mixed_steps: int, rows: Sequence[int
     if not 0 < count < len(rows):
         return tokens
     fitting = rows[count - 1] - decodes
-    return fitting if 2 * fitting > tokens else tokens
+    ends_first = fitting < first <= tokens
+    return fitting if 2 * fitting > tokens and not ends_first else tokens
 
 
 def may_join(tokens: int, scheduled: int, full_step: int = FULL_STEP) -> bool:
@@ -183,6 +185,9 @@ class ChunkLimit:
         before they are due, since a prompt waits for the end of its last step. The result is bounded by a
         long step, and by one that ends a short step after a request joins. So a request that joins waits for
         a short step at most, and for its own, which is short, too.
+
+        Where gaps cost nothing (`long_seconds`), a step that ends the first prompt may take longer by the time
+        that decodes take, which the step after it would take for them anyway.
         """
         decode, fixed, prompts = self.decode_seconds(batch), self._fixed_seconds(batch), list(prompts)
         behind = list(accumulate(uncomputed for uncomputed, _ in prompts))
@@ -195,9 +200,13 @@ class ChunkLimit:
         full = self._mixed_step(batch, long)
         until_join = max(0.0, joins_at - begins) + short
         most = max(LEAST, full.tokens if until_join >= long else self._fitting(batch, until_join))
+        least = LEAST
+        if behind and batch.rows and not batch.gap_cost and joins_at == math.inf:
+            least = behind[0] if behind[0] <= self._fitting(batch, long + decode) else LEAST
+        most = max(most, least)
         begin = decode + fixed  # of a step, with the first prompt token
         token_seconds = max(0.0, full.seconds - begin) / max(LEAST, full.tokens)
-        tokens, ahead, begins = LEAST, 0, begins + short
+        tokens, ahead, begins = least, 0, begins + short
         for uncomputed, due in prompts:
             ahead += uncomputed
             # ahead / tokens steps must begin in the time that the prompts leave

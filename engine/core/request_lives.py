@@ -37,12 +37,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells
 from baton.engine.core.elastic import Budget
-from baton.engine.core.fair_shares import FairShares
+from baton.engine.core.fair_shares import FairShares, Tag
 from baton.engine.core.leases import Leases, Owner
 from baton.engine.core.live_request import WHOLE, LiveRequest, Phase, SharedPrompt
 from baton.engine.core.offload_tier import OffloadTier
@@ -155,7 +156,7 @@ class RequestLives:
         """Queues a request for prefill."""
         live = self._new(request, owner)
         live.handover = handover
-        live.tag = self._tag(live)
+        self._queue(live)
         self._enter(live, Phase.WAITING)
         return live
 
@@ -178,7 +179,7 @@ class RequestLives:
         tokens = len(live.token_ids) + 1
         if (hits := self._hits_if_spare(live, tokens)) is None:
             return None
-        live.tag = self.shares.now  # nothing of its prompt is computed here
+        live.tag = Tag(self.shares.now, self.shares.now)  # nothing of its prompt is computed here
         live.hand_back = True
         self.memory.take(live, tokens, hits)
         self._enter(live, Phase.RESERVED)
@@ -189,7 +190,7 @@ class RequestLives:
         live = self._new(request, owner)
         if (hits := self._hits_if_spare(live, len(live.token_ids))) is None:
             return None
-        live.tag = self._tag(live)
+        self._queue(live)
         live.hand_back = True
         self._begin(live, hits)
         return live
@@ -214,7 +215,7 @@ class RequestLives:
         live.num_computed = live.num_cached
         uncached = (range(max(each.start, live.num_cached), each.stop) for each in ranges)
         shared.ranges = deque(filter(None, uncached))
-        live.tag = self.shares.tag(request.tenant, live.num_left)
+        self._tag(live, live.num_left)
         states = self.memory.states
         if states is not None and live.shared.ranges and live.shared.ranges[0].start > live.num_cached:
             states.forget_restore(live)  # they come from the worker of the range before
@@ -288,10 +289,16 @@ class RequestLives:
             live.owner, live.leases = owner, owner.leases
         return live
 
-    def _tag(self, live: LiveRequest) -> int:
-        """The tag of a request whose prompt is computed here, as far as it is not cached."""
+    def _queue(self, live: LiveRequest) -> None:
+        """The prompt is computed here, as far as it is not cached."""
         cached = live.cached_when_queued = self.memory.known(live) * self.pool.block_size
-        return self.shares.tag(live.request.tenant, live.num_left - cached)
+        self._tag(live, live.num_left - cached)
+
+    def _tag(self, live: LiveRequest, tokens: int) -> None:
+        """Gives a request with so many tokens to compute its place, and those that it overtakes theirs."""
+        live.tag, overtaken = self.shares.tag(live.request.tenant, tokens)
+        for each in self._of_phase.values() if overtaken else ():
+            each.sort(key=attrgetter("order"))
 
     def _enter(self, live: LiveRequest, phase: Phase) -> None:
         live.phase = phase

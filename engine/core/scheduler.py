@@ -10,6 +10,7 @@ Of one priority, tenants get equal shares of the prompt tokens (`FairShares`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from heapq import merge
 from itertools import chain
 from operator import attrgetter
 
@@ -101,7 +102,8 @@ class Scheduler:
         position = next((position for _, _, position in self.parts_waiting()), 0)
         gap_cost = sum(live.asked.gap_cost for live in schedule.chunks)
         tokens = chunk_limit(Batch(decodes, schedule.decode_context, position, gap_cost))
-        return prompt_limit(tokens, decodes, self._mixed_steps, self._mixed_rows)
+        first = next((left for left, _ in self.prompts()), 0)
+        return prompt_limit(tokens, decodes, self._mixed_steps, self._mixed_rows, first)
 
     def _admit(
         self, budget: int, alone: LiveRequest | None, schedule: Schedule, before: LiveRequest | None = None
@@ -179,8 +181,8 @@ class Scheduler:
             schedule.chunks[live] = range(live.num_computed, live.num_computed + count)
             if not live.decodes:
                 schedule.prompts[live] = schedule.chunks[live]
-            if live.tag > self.lives.shares.now:  # never so for a decode, of which a step has hundreds
-                self.lives.shares.served(live.tag - live.num_left + count)
+            if live.tag.tokens > self.lives.shares.now:  # never so for a decode, of which a step has hundreds
+                self.lives.shares.served(live.tag.tokens - live.num_left + count)
         return count
 
     def _next_alone(self) -> LiveRequest | None:
@@ -211,13 +213,12 @@ class Scheduler:
         return self._memory.can_grow(self._running, one_block=self.speculation is None)
 
     def prompts(self) -> Iterator[tuple[int, float]]:
-        """Yields (tokens left, due time) of each prompt that is not computed, about in the order of the
-        queue. What the cache had when a prompt was queued does not count."""
-        for live in self._running:
-            if not live.decodes:
-                yield live.num_left, live.due
-        for live in self._waiting:
-            yield live.num_left - live.cached_when_queued, live.due
+        """Yields (tokens left, due time) of each prompt that is not computed, in order. What the cache had
+        when a prompt was queued does not count."""
+        begun = (live for live in self._running if not live.decodes)
+        for live in merge(begun, self._waiting, key=attrgetter("order")):
+            cached = live.cached_when_queued if live.phase is Phase.WAITING else 0
+            yield live.num_left - cached, live.due
 
     def parts_waiting(self) -> Iterator[tuple[bytes, int, int]]:
         """Yields (request, tokens, position of the first) of each prompt that no step computes yet, without

@@ -160,6 +160,18 @@ def test_no_step_is_longer_than_a_long_one_however_late_prompts_are() -> None:
             assert limit.tokens(ONE, queue, 5.0, joins_at=5.0) == limit.short_step(ONE).tokens
 
 
+def test_where_gaps_cost_nothing_a_step_ends_the_first_prompt_if_two_would_decode_twice() -> None:
+    """A long step has room for 250 tokens, and the time of the decodes for 100 more."""
+    limit, only = measured(None), Batch(1, 0, 0, 0.0)
+    for due in (0.0, math.inf):  # a prompt in time costs no gap, either
+        chunks = [limit.tokens(only, [(left, due), (900, 0.0)], 0.0) for left in (100, 340, 360)]
+        assert chunks == [pytest.approx(250, abs=1), 340, pytest.approx(250, abs=1)]
+        assert limit.tokens(Batch(1, 0, 0, 1e-9), [(340, due), (900, 0.0)], 0.0) == pytest.approx(250, abs=1)
+    assert limit.tokens(only, [(340, math.inf)], 0.0) == 340
+    assert limit.tokens(only, [(340, 0.0)], 0.0, joins_at=0.0) == limit.short_step(only).tokens
+    assert limit.tokens(Batch(0, 0, 0), [(340, 0.0)], 0.0) == pytest.approx(250, abs=1), "one may join"
+
+
 def test_a_prompt_behind_others_is_in_time_too() -> None:
     limit = measured(None)
     due = 0.2 + short_seconds(limit)

@@ -104,7 +104,7 @@ def test_no_request_is_dropped_for_one_without_a_seat() -> None:
     scheduler.schedule()
     assert (len(scheduler.lives.running), scheduler.lives.pool.free) == (2, 1)
     first = add(scheduler, 9, 3 * BLOCK, handover=True)
-    second = add(scheduler, 10, BLOCK, handover=True)
+    second = add(scheduler, 10, 3 * BLOCK, handover=True)
     assert dropped(scheduler, first, second) == []
     scheduler.lives.drop(scheduler.lives.running[0])
     assert dropped(scheduler, second) == [1], "one seat: the first in the queue needs a block to start"

@@ -28,18 +28,18 @@ HANDOVER = {"handover": True}
 STEPS = {
     "decodes and chunks of prompts fill the exact budget": Case(
         {"budget": 10},
-        {0: [(1, 3)], 1: [(2, 15), (3, 5)]},
+        {0: [(1, 3)], 1: [(2, 15), (3, 15)]},
         [
             [(1, 0, 3)],
             [(1, 3, 4), (2, 0, 9)],
             [(1, 4, 5), (2, 9, 15), (3, 0, 3)],
-            [(1, 5, 6), (2, 15, 16), (3, 3, 5)],
+            [(1, 5, 6), (2, 15, 16), (3, 3, 11)],
         ],
     ),
-    "the first prompt has the whole budget, others share a step until it is full": Case(
+    "short prompts come first and share a step until it is full, a long one has the whole budget": Case(
         {"num_blocks": 64, "full_step": 8},
         {0: [(n, prompt, HANDOVER) for n, prompt in enumerate([20, 3, 4, 2, 9])]},
-        [[(0, 0, 16)], [(0, 16, 20), (1, 0, 3)], [(2, 0, 4), (3, 0, 2)], [(4, 0, 9)]],
+        [[(3, 0, 2), (1, 0, 3)], [(2, 0, 4)], [(4, 0, 9)], [(0, 0, 16)], [(0, 16, 20)]],
     ),
     "beside decodes prompts fill the budget": Case(
         {"num_blocks": 64, "full_step": 8},
@@ -51,11 +51,11 @@ STEPS = {
         {0: [(1, 1)], 1: [(2, 14, {"alone": True}), (3, 2)]},
         [
             [(1, 0, 1)],
-            [(2, 0, 8)],
             [(1, 1, 2), (3, 0, 2)],
+            [(2, 0, 8)],
+            [(1, 2, 3), (3, 2, 3)],
             [(2, 8, 14)],  # its token
-            [(1, 2, 3), (2, 14, 15), (3, 2, 3)],
-            [(1, 3, 4), (2, 15, 16), (3, 3, 4)],
+            [(1, 3, 4), (3, 3, 4), (2, 14, 15)],
         ],
     ),
     "two requests alone never share a step": Case(
@@ -117,17 +117,18 @@ def test_the_first_prompt_of_the_next_step() -> None:
     assert scheduler.next_prompt == 0, "the next step decodes"
 
 
-def test_requests_start_by_priority_then_arrival_and_never_overtake() -> None:
-    scheduler = make(num_blocks=8, budget=100)
+def test_no_request_overtakes_one_that_waits_for_blocks_for_longer_than_its_own_length() -> None:
+    scheduler = make(num_blocks=12, budget=100)
     add(scheduler, 1, 16)
     step(scheduler)
-    add(scheduler, 2, 16)  # does not fit beside the first
-    add(scheduler, 3, 1)  # fits
-    schedule = step(scheduler)
-    assert [live.id[0] for live in schedule.chunks] == [1]
-    add(scheduler, 4, 1, priority=-1)
-    assert [live.id[0] for live in step(scheduler).chunks] == [1, 4]
-    assert [live.id[0] for live in scheduler.lives.waiting] == [2, 3]
+    add(scheduler, 2, 16)  # does not fit beside the others
+    add(scheduler, 3, 15, handover=True)
+    assert [live.id[0] for live in step(scheduler).chunks] == [1, 3]
+    add(scheduler, 4, 1)  # fits
+    assert [live.id[0] for live in step(scheduler).chunks] == [1]
+    add(scheduler, 5, 1, priority=-1)
+    assert [live.id[0] for live in step(scheduler).chunks] == [1, 5]
+    assert [live.id[0] for live in scheduler.lives.waiting] == [2, 4]
 
 
 def test_without_a_free_slot_no_request_starts() -> None:
@@ -360,7 +361,7 @@ def test_a_reservation_limits_chunks_like_a_decode() -> None:
     assert scheduler.lives.reserve(EngineRequest(b"\1", [1, 2])) is not None
     assert scheduler.lives.start(EngineRequest(b"\2", list(range(8)))) is not None
     assert tokens(step(scheduler, 3)) == [(2, 0, 3)]
-    add(scheduler, 3, 2, handover=True)
+    add(scheduler, 3, 8, handover=True)
     assert tokens(step(scheduler, 3)) == [(2, 3, 6)]
 
 
@@ -470,12 +471,16 @@ def test_a_pause_earns_a_tenant_nothing() -> None:
     assert served != [b"late"] * 4 + [b"busy"] * 4, "they take turns"
 
 
-def test_of_one_tenant_prompts_are_served_in_order_of_arrival() -> None:
+def test_of_one_tenant_short_prompts_overtake_long_ones_for_a_bounded_time() -> None:
     scheduler = make(num_blocks=200, budget=16)
-    for number, length in enumerate((40, 8, 24)):
+    for number, length in enumerate((40, 24, 8, 24)):
         add(scheduler, number, length, handover=True)
+    assert tokens(step(scheduler)) == [(2, 0, 8), (1, 0, 8)]
+    assert tokens(step(scheduler)) == [(1, 8, 24)]
+    add(scheduler, 4, 17, handover=True)  # the tenant was served 24 tokens since the others came
+    assert tokens(step(scheduler)) == [(3, 0, 16)]
     order = [number for _ in range(6) for number, _, _ in tokens(step(scheduler))]
-    assert order == sorted(order)
+    assert order == [3, 0, 0, 0, 4, 4]
 
 
 @pytest.mark.parametrize(

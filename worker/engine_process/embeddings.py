@@ -18,12 +18,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from baton.engine.core.fair_shares import FairShares
+from baton.engine.core.fair_shares import FairShares, Tag
 from baton.kv_names import CHUNK_TOKENS, NAME_BYTES
 from baton.kv_names.cache_kinds import EMBEDDING, ITEM_BYTES, CacheArray
 from baton.kv_transfer import FetchFailed, Injected, KVLayout, PagedKV, Transport
@@ -109,7 +110,7 @@ class _Waiting:
 
     tokens: int
     future: "weakref.ref[Future[np.ndarray]]"
-    tag: int
+    tag: Tag
     tenants: set[bytes]
 
 
@@ -253,16 +254,17 @@ class FetchedEmbeddings(Embeddings):
     def _wait_for(self, name: bytes, tokens: int, tenant: bytes, future: "Future[np.ndarray]") -> None:
         waiting = self._asked.get(name)
         if waiting is None or waiting.future() is not future:
-            tag = self._shares.tag(tenant, tokens)
+            tag, _ = self._shares.tag(tenant, tokens)
             self._asked[name] = _Waiting(tokens, weakref.ref(future), tag, {tenant})
         elif tenant not in waiting.tenants:
             waiting.tenants.add(tenant)
-            waiting.tag = min(waiting.tag, self._shares.tag(tenant, tokens))
+            tag, _ = self._shares.tag(tenant, tokens)
+            waiting.tag = min(waiting.tag, tag, key=attrgetter("tokens"))
 
     def _fetch_next(self) -> None:
         """Begins fetches by the tags of images, as far as there is memory."""
         now, self._again_at = time.monotonic(), None
-        for name, waiting in sorted(self._asked.items(), key=lambda each: each[1].tag):
+        for name, waiting in sorted(self._asked.items(), key=lambda each: each[1].tag.tokens):
             tokens, future = waiting.tokens, waiting.future()
             if future is None or future.done():
                 del self._asked[name]
@@ -276,7 +278,7 @@ class FetchedEmbeddings(Embeddings):
             blocks = self._memory.take(tokens)
             if blocks is None:
                 return
-            self._shares.served(waiting.tag)
+            self._shares.served(waiting.tag.tokens)
             fetch = self._fetches[name] = _Fetch(name, tokens, future, source, blocks, now)
             self._receiver.fetch_content(
                 os.urandom(16),
