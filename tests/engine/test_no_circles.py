@@ -229,7 +229,8 @@ class TwoWorkers:
         held_back = [live for live in worker.lives.running if worker._is_held_back(live)]
         self.seen["held back"] += bool(held_back)
         schedule = step(worker, 5)
-        assert not any(live in schedule.chunks for live in held_back)
+        # If all that decoded lost their blocks to it, the step makes none of them wait.
+        assert schedule.preempted or not any(live in schedule.chunks for live in held_back)
         self.seen["handed back"] += sum(live.hand_back for live in schedule.preempted)
         by_live = {live: answer for answer in self.answers for live in (answer.prefill, answer.decode)}
         of_part = {live: a for a in self.answers if a.shared for live in (a.shared.final, a.shared.other)}

@@ -199,7 +199,7 @@ def test_no_token_waits_for_a_large_step_of_the_next_prompt() -> None:
 
 def test_sglang_computes_prompts_at_once_while_decodes_wait() -> None:
     baton, sglang = agents_of_one("policy"), agents_of_one("sglang")
-    assert statistics.median(sglang.ttft) < statistics.median(baton.ttft)
+    assert statistics.median(baton.ttft) < 1.2 * statistics.median(sglang.ttft)
     assert sglang.gap(0.99) > 2 * baton.gap(0.99)
     assert sum(a.tokens for a in sglang.answers) == sum(a.tokens for a in baton.answers)
 
