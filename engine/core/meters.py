@@ -186,8 +186,8 @@ class ChunkLimit:
         long step, and by one that ends a short step after a request joins. So a request that joins waits for
         a short step at most, and for its own, which is short, too.
 
-        Where gaps cost nothing (`long_seconds`), a step that ends the first prompt may take longer by the time
-        that decodes take, which the step after it would take for them anyway.
+        Where gaps cost nothing (`long_seconds`), a step that ends the first prompt may take longer, by the
+        time that decodes take: the step after it would take that for them anyway.
         """
         decode, fixed, prompts = self.decode_seconds(batch), self._fixed_seconds(batch), list(prompts)
         behind = list(accumulate(uncomputed for uncomputed, _ in prompts))
