@@ -11,6 +11,8 @@ ROUNDS = 4
 together, so a shorter window would have many of them, or none."""
 ENOUGH = 16 << 20, 0.25
 """The same, that say something. A few small frames wait for processes more than for the link."""
+LONG = 0.1
+"""Seconds. If a frame takes longer, and twice as long as all before it, it came over another link."""
 RECENT = 1200.0
 """Seconds for which a rate counts. Routers try a link that they avoid more often than that."""
 FORGOTTEN = 30.0
@@ -57,7 +59,7 @@ class LinkRates:
             del self._links[min(self._links, key=lambda other: self._links[other].ended)]
         link = self._links.setdefault(peer, _Link())
         took = ended - began
-        slower = took > max(WINDOW[1], 2 * (link.seconds + link.seconds_before))  # it is another link now
+        slower = took > max(LONG, 2 * (link.seconds + link.seconds_before))
         if slower or due > link.ended + FORGOTTEN:
             link.bytes = link.bytes_before = 0
             link.seconds = link.seconds_before = 0.0

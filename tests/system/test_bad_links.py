@@ -25,6 +25,10 @@ CARDS = "--advanced.kv-host", "eth0,eth1"
 
 
 CUT_S = 20.0
+SLOW = 1e6
+"""Bytes/s: far less than the cores of any machine move."""
+DEEP = cases(24, 2, repeat=14)[2::3]
+"""Prompts of some hundred tokens: 30 MB of KV."""
 ROUTER = (*PATIENT, "--advanced.no-overflow", "--advanced.no-split-prompts")
 
 
@@ -50,7 +54,7 @@ def cluster(
             worker_flags=[*FLAGS, *SOON, *model, "--kv-connector", "tcp", *flags],
             router_flags=[*router, *model],
         ) as started:  # fmt: skip
-            yield Broken(started, asyncio.run(expected(started.url, ASKED)))
+            yield Broken(started, asyncio.run(expected(started.url, [*ASKED, *DEEP])))
 
 
 @pytest.fixture
@@ -106,7 +110,8 @@ async def test_lost_large_packets_are_named_and_small_ones_sent(apart: Broken, h
 
 
 async def test_a_worker_that_was_cut_off_for_long_gets_work_again(apart: Broken, hosts: list[Host]) -> None:
-    """First the only decode worker, whose streams pause. Then a prefill worker, while the other works."""
+    """First the only decode worker, while streams decode and while their KV comes: they pause. Then a prefill
+    worker, while the other works."""
 
     def cut(host: Host) -> None:
         for card in (0, 1):
@@ -116,6 +121,11 @@ async def test_a_worker_that_was_cut_off_for_long_gets_work_again(apart: Broken,
             host.mend(card)
 
     await apart.ride(ASKED, (each_has(1), lambda: cut(hosts[2])), felt=apart.retries)
+    for host in hosts[:2]:
+        host.limit(sends=SLOW)
+    await apart.ride(ASKED, (apart.transferring, lambda: cut(hosts[2])), felt=apart.retries)
+    for host in hosts[:2]:
+        host.limit()
     cutting = asyncio.create_task(asyncio.to_thread(cut, hosts[0]))
     while not cutting.done():
         await apart.ride(ASKED)
@@ -148,6 +158,19 @@ async def test_a_worker_that_ended_unheard_leaves_no_half_open_connection(
     await apart.ride(ASKED)
     after = await asyncio.to_thread(sent, apart)
     assert after[0] > before[0], "the new process hands over"
+
+
+async def test_the_decode_worker_reports_what_each_link_carries(apart: Broken, hosts: list[Host]) -> None:
+    """After some frames: the first ones came without a limit, more than a hundred times as fast."""
+    rate, links = 5 * SLOW, dict[str, float]()
+    for host in hosts[:2]:
+        host.limit(sends=rate)  # of each card
+    while len(links) < 2 or not all(rate < carried < 3 * rate for carried in links.values()):
+        await apart.ride(DEEP)
+        first, second, decode = (await asyncio.to_thread(status, apart.cluster.url))["workers"]
+        links = {link["incarnation"]: link["bytes_per_s"] for link in decode["status"]["kv_links"]}
+        assert links.keys() <= {first["incarnation"], second["incarnation"]}
+        assert first["status"]["kv_links"] == [], "the other direction carried none"
 
 
 async def test_kv_comes_over_routes_that_differ_from_those_back(apart: Broken, hosts: list[Host]) -> None:
