@@ -14,6 +14,7 @@ prefill   the worker that computes the prompt: what is ahead of it
 """
 
 import asyncio
+import itertools
 import random
 import sys
 import time
@@ -175,10 +176,12 @@ def simulated(real: Recorded, load: Sequence[Sent]) -> dict[int, Plan]:
             plans.setdefault(arguments[0].arrival, planned._replace(ranges=ranges, decode=decode))
 
     described = real.workers[0][1]
+    on = [set(worker.computes_on) for _, worker, _ in real.workers.values()]
+    apart = any(one.isdisjoint(other) for one, other in itertools.combinations(on, 2))
     simulate(
         sessions, "policy", warm_up=0, workers=len(rows), prefills=len(pools[0]), seed=real.settings["seed"],
         seats=described.max_num_seqs, machine=machine(real.workers.values()), warm=False,
-        names=[real.workers[row][0] for row in rows], listener=heard,
+        names=[real.workers[row][0] for row in rows], listener=heard, splits=apart,
     )  # fmt: skip
     return plans
 
