@@ -59,7 +59,6 @@ class Demand(NamedTuple):
     Attributes:
         prompts: that come in a second.
         prompt: tokens of one that are not cached, on average.
-        variation: the mean square of these tokens, divided by the square of their mean.
         position: mean position of these tokens.
         output: tokens of answers in a second.
         context: positions that a token of an answer reads, on average.
@@ -68,7 +67,6 @@ class Demand(NamedTuple):
 
     prompts: float
     prompt: float
-    variation: float
     position: float
     output: float
     context: float
@@ -147,7 +145,6 @@ class PrefillLoads:
         self._workers: list[_Worker | None] = []  # by row; None: free
         self._free: list[int] = []  # these rows
         self._prompts = Average()
-        self._squares = Average()
         self._reused = Average()
         self._speed = np.ones(0)
         # The wait is at least the first, and lasts until the second; infinite if the worker does not serve.
@@ -334,7 +331,6 @@ class PrefillLoads:
         worker.router_tokens += work.tokens
         worker.sent.append(work)
         self._prompts.add(work.tokens)
-        self._squares.add(work.tokens * work.tokens)
         self._reused.add(work.cached, work.cached + work.tokens)
         self._changed(row)
         self.index.expect(row, work.chunks)
@@ -413,7 +409,6 @@ class PrefillLoads:
         return Demand(
             computed / prompt,
             prompt,
-            self._squares.value / (prompt * prompt),
             position / computed,
             generated,
             context / generated,

@@ -25,9 +25,8 @@ serve it sooner with all workers. A decision stands while this state costs less 
 those with shared decodes are close, and which of them is least changes with each report.
 
 A worker has as many decodes as write its share of the output at their pace (Little's law). As many prompts
-wait for prefill workers as costs least, and others overflow to decode workers (M/M/m/K queues, with waits by
-the measured variation of prompts). What comes is measured, and is about the same in all states, so the
-decision does not swing. Pure.
+wait for prefill workers as costs least, and others overflow to decode workers (M/M/m/K queues). What comes is
+measured, and is about the same in all states, so the decision does not swing. Pure.
 """
 
 import math
@@ -38,7 +37,6 @@ from typing import NamedTuple
 
 from baton.router.policy.fleet import Seen
 from baton.router.policy.pace import Pace, Steps
-from baton.router.policy.placement import JOIN_STEPS
 from baton.router.policy.prefill_loads import Demand
 
 MOST_WAITING = 8
@@ -70,12 +68,10 @@ class _State(NamedTuple):
     Attributes:
         late: as above, of their gaps.
         first: seconds until a first token, of a prompt that waits for no other one.
-        busy: share of the time of each worker that prompts take.
     """
 
     late: float
     first: float
-    busy: float
 
 
 def apart(prefills: Sequence[Seen], decodes: Sequence[Seen], demand: Demand | None, *, stands: bool) -> bool:
@@ -123,14 +119,12 @@ def _cost(demand: Demand, prefill: _Group, decode: _Group, output: float, *, wai
     work = demand.prompts * computes.first if computes is not None else 0.0
     if not 0 < work < prefill.count + decode.count:  # also if reports are nonsense
         return math.inf
-    factor = demand.variation / 2 if waits else 0.0
     for overflow, wait in _queues(work, prefill.count):
         one = _state(demand, prefill, 1 - overflow, output)
         other = _state(demand, decode, overflow, 1 - output)
         if one is None or other is None:
             continue
-        first = (1 - overflow) * one.first * (1 + wait * factor)
-        first += overflow * other.first * (1 + _wait(other.busy, decode.count) * factor)
+        first = (1 - overflow) * one.first * (1 + wait / 2 if waits else 1) + overflow * other.first
         late = output * one.late + (1 - output) * other.late
         cost = demand.output * demand.gap_cost * late + demand.prompts * first
         if cost > least:
@@ -153,17 +147,12 @@ def _queues(work: float, servers: int) -> Iterator[tuple[float, float]]:
         waiting += (number + 1) * likely
 
 
-def _wait(busy: float, servers: int) -> float:
-    """How long prompts wait, in times of a prompt."""
-    return busy ** (math.sqrt(2 * (servers + 1)) - 1) / (servers * (1 - busy)) if busy else 0.0
-
-
 def _state(demand: Demand, group: _Group, prompts: float, output: float) -> _State | None:
     """`prompts`, `output`: shares of the group. None: it could not do it."""
     pace, tokens = group.pace, output * demand.output / group.count
     busy = prompts * demand.prompts * group.alone / group.count
     if not tokens:
-        return _State(0.0, group.alone, busy) if busy < 1 else None
+        return _State(0.0, group.alone) if busy < 1 else None
 
     def suffices(decodes: int) -> bool:
         return tokens * pace.gap_of(group.steps(decodes), busy)[0] <= decodes
@@ -177,4 +166,4 @@ def _state(demand: Demand, group: _Group, prompts: float, output: float) -> _Sta
     stretch = 1 + share * (steps.stretch - 1)
     if busy * stretch >= 1:
         return None
-    return _State(late, stretch * group.alone + share * JOIN_STEPS * steps.step, busy * stretch)
+    return _State(late, stretch * group.alone)

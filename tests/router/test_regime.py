@@ -24,9 +24,9 @@ EXPERTS = StepModel(
     (16, 64, 512, 2000, 8192), (0.009, 0.0175, 0.0225, 0.0429, 0.133), 0.2e-9, 1.0,
 )  # fmt: skip
 """About Qwen3.5-35B-A3B: few tokens read nearly all experts."""
-CHATS = Demand(12.0, 2000.0, 1.0, 1000.0, 1800.0, 2075.0, 20 / 150)
+CHATS = Demand(12.0, 2000.0, 1000.0, 1800.0, 2075.0, 20 / 150)
 """2000/150 at 12/s."""
-AGENTS = Demand(11.0, 1500.0, 2.3, 16_000.0, 1700.0, 16_400.0, 20 / 150)
+AGENTS = Demand(11.0, 1500.0, 16_000.0, 1700.0, 16_400.0, 20 / 150)
 """48 agents at a time: their decodes are too long for one worker."""
 
 
@@ -105,7 +105,7 @@ nonsense = st.sampled_from([0.0, 1e-300, 1e-6, 1.0, 1e6, 1e300, math.inf, math.n
 
 
 @settings(max_examples=50)
-@given(st.tuples(*[nonsense] * 6), nonsense, nonsense)
+@given(st.tuples(*[nonsense] * 5), nonsense, nonsense)
 def test_any_report_gives_a_decision(demand: tuple[float, ...], gap: float, seconds: float) -> None:
     model = replace(EXPERTS, context_seconds=seconds, pair_seconds=seconds)
     assert decided(model, Demand(demand[0], 2000.0, *demand[1:]), gap=gap) in (True, False)
