@@ -58,7 +58,7 @@ FORMS: dict[str, tuple[str, ...]] = {
 STATEMENTS, KL_ANSWERS = 3, 8
 ALTERNATIVES = 20
 WAIT_SECONDS = 1800
-"""That an answer may wait for a worker: all begin at once, and a slow machine is no failure."""
+"""That an answer may take: all begin at once, and a slow machine is no failure."""
 
 
 class Question(NamedTuple):
@@ -198,7 +198,7 @@ def compare(
 ) -> None:
     """`name`: of the rows."""
     fixed = fixed_answers(tasks, reference.tokenizer.encode)
-    patient = ("--advanced.worker-wait", str(WAIT_SECONDS))
+    patient = ("--advanced.worker-wait", str(WAIT_SECONDS), "--request-timeout", str(WAIT_SECONDS))
     with served(
         run, *SIMPLE, model=str(path), on_cpu=FORMS[form], name=name, router_flags=patient
     ) as cluster:

@@ -49,7 +49,7 @@ class Groups(NamedTuple):
     zeros: Tensor  # [rows, groups] float32
     bits: int
     floats: bool = False
-    """Whether a code stands for a float of 4 bits: FLOATS[code] · scale + zero."""
+    """Whether a code stands for a float of 4 bits: FLOATS[code] · scale. The zeros are 0."""
     order: Tensor | None = None  # [columns] int64: column i of `codes` is column order[i]. None: in order
 
     @property
@@ -68,8 +68,10 @@ class Groups(NamedTuple):
             numbers = FLOATS.to(self.codes.device)[self.codes.int()]
         else:
             numbers = self.codes.float().sub_(1 << (self.bits - 1))
-        numbers = numbers.unflatten(1, (-1, self.size)).mul_(self.scales[:, :, None])
-        values = numbers.add_(self.zeros[:, :, None]).flatten(1)
+        values = numbers.unflatten(1, (-1, self.size)).mul_(self.scales[:, :, None])
+        if not self.floats:  # whose -0.0 stays
+            values = values.add_(self.zeros[:, :, None])
+        values = values.flatten(1)
         return values if self.order is None else values[:, self.order.argsort()]
 
 

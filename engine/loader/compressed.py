@@ -23,6 +23,7 @@ from baton.engine.loader.int_formats import (
     compiled,
     compressed_bytes,
     compressed_packed,
+    nibbles,
     stored_groups,
 )
 from baton.engine.loader.stored_values import StoredValues
@@ -166,42 +167,40 @@ def _check_transforms(transforms: Any, source: str) -> None:
 
 
 def _mxfp4(weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
-    codes = _pairs(weights, f"{name}.weight_packed", rows, columns)
     stored = weights.stored(f"{name}.weight_scale", (rows, columns.in_groups(32)), torch.uint8)
-    return _floats(codes, _exponents(stored))
+    return floats(_packed(weights, f"{name}.weight_packed", rows, columns), exponents(stored))
 
 
 def _nvfp4(weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
-    codes = _pairs(weights, f"{name}.weight_packed", rows, columns)
+    packed = _packed(weights, f"{name}.weight_packed", rows, columns)
     stored = weights.stored(f"{name}.weight_scale", (rows, columns.in_groups(16)), FP8).float()
-    return _floats(
-        codes, stored / weights.stored(f"{name}.weight_global_scale", None, torch.float32).view(1, 1)
-    )
+    whole = weights.stored(f"{name}.weight_global_scale", None, torch.float32)
+    return floats(packed, stored / whole.view(1, 1))
 
 
 def _modelopt_nvfp4(weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
-    codes = _pairs(weights, f"{name}.weight", rows, columns)
+    packed = _packed(weights, f"{name}.weight", rows, columns)
     stored = weights.stored(f"{name}.weight_scale", (rows, columns.in_groups(16)), FP8).float()
-    return _floats(codes, stored * weights.stored(f"{name}.weight_scale_2", None, torch.float32).view(1, 1))
+    whole = weights.stored(f"{name}.weight_scale_2", None, torch.float32)
+    return floats(packed, stored * whole.view(1, 1))
 
 
-def _pairs(weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:
-    """Two codes in a byte, the first one in its lower half."""
-    pairs = weights.stored(name, (rows, columns.in_groups(2)), torch.uint8)
-    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+def _packed(weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:
+    return weights.stored(name, (rows, columns.in_groups(2)), torch.uint8)
 
 
-def _floats(codes: Tensor, scales: Tensor) -> Groups:
-    return Groups(codes, scales, torch.zeros_like(scales), 4, floats=True)
+def floats(packed: Tensor, scales: Tensor) -> Groups:
+    """packed [rows, columns / 2], scales [rows, groups]."""
+    return Groups(nibbles(packed), scales, torch.zeros_like(scales), 4, floats=True)
 
 
 def _mxfp8(weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:
     columns.check_groups(32, f"{name} in {weights.source}")
     values = weights.stored(f"{name}.weight", (rows, columns), FP8).float()
     parts = (rows, columns.in_groups(32))
-    scales = _exponents(weights.stored(f"{name}.weight_scale", parts, torch.uint8))
+    scales = exponents(weights.stored(f"{name}.weight_scale", parts, torch.uint8))
     return (values.unflatten(1, (-1, 32)) * scales[:, :, None]).flatten(1)
 
 
-def _exponents(stored: Tensor) -> Tensor:
+def exponents(stored: Tensor) -> Tensor:
     return E8M0.to(stored.device)[stored.int()]

@@ -18,18 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import FLOATS
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Groups
+from baton.engine.loader.compressed import exponents, floats
 from baton.engine.loader.rearranged import Piece, Rearranged, projections, span
 
 FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales|)$")
 BLOCKS = "_blocks"
 GROUP = 32  # values with one scale
-VALUES = FLOATS.bfloat16()
-PAIRS = torch.stack((VALUES.repeat(16), VALUES.repeat_interleave(16)), dim=1)  # [256, 2]: of each byte
-SCALES = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), torch.nan], dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +57,7 @@ class GptOssCheckpoint(Rearranged):
         if columns.start % GROUP or columns.stop % GROUP:
             return None
         stored, expert, rows = read.args
-        blocks, scales = self._stored(stored, expert, rows, parts)
-        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
-        scales = SCALES[scales.int()].float()
-        return Groups(codes, scales, torch.zeros_like(scales), 4, floats=True)
+        return floats(*self._stored(stored, expert, rows, parts))
 
     def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
         fused = FUSED.match(name)
@@ -99,17 +93,14 @@ class GptOssCheckpoint(Rearranged):
 
     def _read_blocks(self, stored: str, expert: Shard, rows: range, parts: Sequence[Shard]) -> Tensor:
         """As `_read_expert`."""
-        columns = parts[1]
-        blocks, scales = self._stored(stored, expert, rows, parts)
-        values = PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, GROUP)
-        values *= SCALES[scales.int()][..., None]
+        columns, values = parts[1], floats(*self._stored(stored, expert, rows, parts)).values().bfloat16()
         before = columns.in_groups(GROUP).start * GROUP
-        return values.flatten(1)[:, columns.start - before : columns.stop - before]
+        return values[:, columns.start - before : columns.stop - before]
 
     def _stored(
         self, stored: str, expert: Shard, rows: range, parts: Sequence[Shard]
     ) -> tuple[Tensor, Tensor]:
-        """The blocks [rows, groups, 16] and scales [rows, groups] with these parts."""
+        """The blocks [rows, groups, 16] with these parts, and their scales [rows, groups] in float32."""
         groups, expert_rows = parts[1].in_groups(GROUP), span(rows[parts[0].indices])
         names = stored, f"{stored.removesuffix(BLOCKS)}_scales"
         blocks, scales = (
@@ -121,4 +112,4 @@ class GptOssCheckpoint(Rearranged):
                 raise ValueError(
                     f"{self._files.file_of(name)}: tensor {name} is of {tensor.dtype}, not of {torch.uint8}"
                 )
-        return blocks, scales
+        return blocks, exponents(scales)

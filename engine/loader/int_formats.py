@@ -302,6 +302,11 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     return (words[:, :, None] >> shifts).bitwise_and_((1 << bits) - 1).to(torch.uint8).flatten(1)
 
 
+def nibbles(packed: Tensor) -> Tensor:
+    """Two codes in a byte, the first one in its lower half: [rows, …] uint8 → [rows, columns]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+
+
 def _within(unpacked: Tensor, part: Shard, word: int) -> Tensor:
     """The columns of this part, from those of its words."""
     first = part.start % word

@@ -16,7 +16,7 @@ from baton.engine.layers.ranks import Shard
 from baton.engine.layers.weights import Groups, PlainFormat, Weights
 from baton.engine.loader import fp8_formats
 from baton.engine.loader.by_module import ByModule, by_module, require
-from baton.engine.loader.int_formats import SCALES, SIZES, bytes_of, size_of, stored_groups
+from baton.engine.loader.int_formats import SCALES, SIZES, bytes_of, nibbles, size_of, stored_groups
 
 STORED = CODES, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 BYTES = "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig"
@@ -60,8 +60,7 @@ def _value(settings: Any, key: str) -> Any:
 
 def _nibbles(size: int, weights: Weights, name: str, rows: Shard, columns: Shard) -> Groups:
     pairs = weights.stored(f"{name}.{CODES}", (rows, columns.in_groups(2)), torch.int8, torch.uint8)
-    pairs = pairs.view(torch.uint8)
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1) ^ 8  # signed to above 0
+    codes = nibbles(pairs.view(torch.uint8)) ^ 8  # signed to above 0
     parts = columns.in_groups(size), rows
     scales, zeros = (weights.stored(f"{name}.{each}", parts, *SCALES).float().T for each in (SCALE, ZERO))
     return Groups(codes, scales.contiguous(), zeros.contiguous(), 4)
