@@ -27,7 +27,6 @@ SHORT = kv.TransferDeadlines(
 )
 # As the defaults: a dead peer is noticed before an ACK is overdue.
 BACK = msgspec.structs.replace(SHORT, progress=3.0)
-LONGER = kv.TransferDeadlines(handshake=2.0, progress=1.5, peer_dead=1.5)
 TOKENS = 120  # 24 frames
 ROUNDS = [pytest.param(1), pytest.param(40, marks=pytest.mark.long)]
 
@@ -112,16 +111,6 @@ def test_what_decode_says_is_lost_or_wrong(network: tuple[Any, BadNetwork], roun
     pair.assert_whole()
     pair.until(lambda: (len(pair.prefill.free), len(pair.decode.free)) == (64, 64), "every block to be free")
     assert not any(layer.any() for layer in pair.decode.ranks.tensors), "a late byte landed in a free block"
-
-
-@pytest.mark.parametrize("network", [{"deadlines": LONGER}], indirect=True, ids=["patient"])
-def test_a_line_of_a_megabit_is_slow_and_nothing_else(network: tuple[Any, BadNetwork]) -> None:
-    """Slower than every deadline in all, but never without progress."""
-    pair, bad = network
-    bad.fault, bad.hits = "throttle", 10_000
-    assert transfer(pair, bad) == "injected"
-    assert pair.decode.stats().deadlines == pair.prefill.stats().deadlines == {}
-    pair.assert_whole()
 
 
 @pytest.mark.skipif(VARIABLE not in os.environ, reason="the link of this machine stays up")

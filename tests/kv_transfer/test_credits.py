@@ -114,19 +114,6 @@ def test_what_is_said_to_be_on_its_way_is_not_asked_for_all_the_time() -> None:
     assert pool.settle() == [(3, Credit(1)), (2, Credit(1, recall=True))], "now the first has none"
 
 
-def test_a_grant_after_the_recall_makes_its_answer_void() -> None:
-    pool = wanted(8, {1: 2})
-    pool.settle()
-    pool.want(1, 0)
-    pool.settle()
-    pool.want(1, 4)
-    ((_, credit),) = pool.settle() or [(1, None)]
-    if credit is None:  # half of what it wants is still out: the answer comes first
-        pool.returned(1, 2, 0)
-        assert pool.settle() == [(1, Credit(4))]
-    assert pool.free + pool.promised == 8
-
-
 @pytest.mark.parametrize(("total", "sent"), [(5, 0), (4, 5), (4, 0)])
 def test_an_impossible_answer_to_a_recall(total: int, sent: int) -> None:
     pool = wanted(8, {1: 4})

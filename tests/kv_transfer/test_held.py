@@ -129,14 +129,6 @@ def test_an_id_that_is_used_again_is_released_at_once() -> None:
     assert P in held.held
 
 
-def test_a_committed_transfer_survives_its_session() -> None:
-    """Decode has everything; its ACK comes over the next session."""
-    held = streaming()
-    held.commit(T1, COMMIT, 1)
-    assert held.session_down(A, 2) == [StopOut(P, T1)]
-    assert held.ack(T1, 3) == [ReleasedOut(P, "acked")]
-
-
 PIN, PIN2 = b"pin:" + T1, b"pin:" + T2
 CONTENT = FetchContent((b"a" * 16, b"b" * 16, b"c" * 16), 2)
 
@@ -341,18 +333,6 @@ def test_neither_deadline_hits_what_still_flows(committed: bool) -> None:
     assert expire(held, 3610, flow) == ["progress", aborted("deadline", 1), StopOut(P, T1)]
     assert expire(held, 3639.9, {A: 3639.0}) == []
     assert expire(held, 3640, {A: 3640.0}) == ["hold", ReleasedOut(P, "deadline")], "no peer FETCHed it again"
-
-
-def test_the_engines_end_ends_what_still_flows() -> None:
-    """What bounds a peer that takes a byte now and then: its request's deadline, or a cancel."""
-    held = streaming()
-    held.finish(P, 0)
-    held.begin_send(T1, 0)
-    assert expire(held, 100, {A: 100.0}) == []
-    assert held.close(P, "cancelled", 100) == [aborted("cancelled", 1)]
-    assert not held.held
-    assert not held.open
-    assert not held.begin_send(T1, 101)
 
 
 def test_a_fetch_of_an_older_attempt_does_not_replace_a_newer_one() -> None:

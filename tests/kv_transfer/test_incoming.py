@@ -1,6 +1,5 @@
 """One transfer at its receiver: COMPLETE exactly when every byte asked for came once, in any order."""
 
-import itertools
 import math
 import tracemalloc
 from typing import Any
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.kv_names.cache_kinds import STATE, CacheArray
 from baton.kv_transfer.layout import KVLayout, Piece, cut, slice_bytes
-from baton.kv_transfer.protocol.incoming import Fault, Incoming, TransferState
+from baton.kv_transfer.protocol.incoming import Fault, Incoming
 from baton.kv_transfer.protocol.messages import Commit, FirstToken
 from baton.kv_transfer.slices import Slice
 from tests.layouts import kv_layout
@@ -42,19 +41,6 @@ def take(it: Incoming, h: Slice) -> bool:
     return it.verified(h)
 
 
-def test_all_orders_of_four_frames_and_the_commit() -> None:
-    frames = frames_of([(0, 8)])
-    assert len(frames) == 4
-    commit = Commit(FIRST, 4, 4 * 1024)
-    for order in itertools.permutations([*frames, None]):
-        it = incoming((0, 8))
-        results = [it.commit(commit) if h is None else take(it, h) for h in order]
-        assert results == [False] * 4 + [True]
-        assert (it.state, it.first_token, it.missing_frames) == (TransferState.COMPLETE, FIRST, 0)
-        it.injected()
-        assert it.state is TransferState.INJECTED
-
-
 @pytest.mark.all
 @given(st.data())
 def test_any_cutting_in_any_order(data: st.DataObject) -> None:
@@ -81,10 +67,6 @@ def test_any_cutting_in_any_order(data: st.DataObject) -> None:
         assert complete == (done == len(frames) + 1)
         assert complete or it.missing_frames > 0 or it.frames == len(frames)
     assert it.bytes == commit.bytes
-
-
-def test_nothing_asked_for_is_complete_with_the_commit() -> None:
-    assert incoming().commit(Commit(FIRST, 0, 0))
 
 
 WHOLE = Piece(0, 0, 4, 0, 8)

@@ -353,14 +353,6 @@ def test_a_session_that_ends_while_frames_wait_for_a_mover(make_prefill: Any, un
 # ---------------------------------------------------------------- silent and slow lanes
 
 
-def unread(lane: Lane) -> int:
-    """Bytes that a process of this machine has not taken from the other end of a connection."""
-    ends = [f"0100007F:{port:04X}" for _, port in (lane.sock.getpeername(), lane.sock.getsockname())]
-    rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines())
-    [queues] = [row[4] for row in rows if row[1:3] == ends]
-    return int(queues.partition(":")[2], 16)
-
-
 def gives_up(worker: Any, control: Any) -> bool:
     """A peer that it hears on lane 0 all the time."""
     if not worker.stats().deadlines:
@@ -368,15 +360,6 @@ def gives_up(worker: Any, control: Any) -> bool:
             control.send(PING, pack([0]))
         worker.later(20.0)
     return worker.stats().deadlines == {"peer_dead": 1}
-
-
-def test_one_lane_that_falls_silent_ends_its_session(make_prefill: Any, until: Any) -> None:
-    """As over a network that has lost one way of several: lane 0 is heard all the time."""
-    prefill = make_prefill(movers=1, deadlines=deadlines(peer_dead=50.0))
-    control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
-    until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
-    until(lambda: gives_up(prefill, control), "prefill to notice")
-    assert [lane.read()[0] for lane in (control, data)] == [0, 0]
 
 
 def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any) -> None:
@@ -405,27 +388,6 @@ def test_every_lane_is_pinged(make_prefill: Any, until: Any) -> None:
             body = lane._exactly(length + 8)
             assert body is not None
             assert unpack(body[:length]) == [0]
-
-
-def test_a_frame_that_comes_in_dribs_and_drabs_is_progress(make_decode: Any, until: Any) -> None:
-    """Longer than every deadline."""
-    decode = make_decode(lanes=1, movers=1, deadlines=deadlines(progress=50.0))
-    peers = Peers(decode, until, [b"a"])
-    control, data, transfer = peers.asked(b"a")
-    control.say(COMMIT, [[7, None, [], []], 3, 3 * 2560], transfer)
-    body = bytes(2560)
-    slow = frame(KV, body, transfer, head_count=2, token_count=10)
-    for at in range(0, len(slow), 132):
-        data.sock.sendall(slow[at : at + 132])
-        until(lambda: not unread(data), "them to be taken")
-        for _ in range(2):  # it hears of what a mover took with the bytes before, if not of these
-            decode.stats()
-        decode.later(15.0)
-    for layer in (1, 2):
-        data.send(KV, body, transfer, layer=layer, head_count=2, token_count=10, seq=layer)
-    until(lambda: decode.poll() or b"a" in decode.events, "the fetch to end", decode.receiver)
-    assert isinstance(decode.events[b"a"], kv.Injected)
-    assert decode.stats().deadlines == {}
 
 
 # ---------------------------------------------------------------- ends

@@ -18,7 +18,7 @@ from baton.kv_transfer.process.tcp import connecting
 from baton.kv_transfer.spawn import WaitingTransfer
 from baton.kv_transfer.wait import wait
 from baton.system.addresses import url_host
-from tests.kv_transfer.transfer_process import TransferProcess, deadlines, logging_to
+from tests.kv_transfer.transfer_process import TransferProcess, logging_to
 from tests.layouts import kv_layout
 from tests.within import WITHIN
 
@@ -105,15 +105,6 @@ def test_the_process_names_itself_and_has_no_torch(make_pair: Any) -> None:
         assert proc.joinpath("cmdline").read_bytes().startswith(b"baton: %s 0 transfer" % role)
         assert b"libtorch" not in proc.joinpath("maps").read_bytes()
         assert b"a cluster secret" not in proc.joinpath("environ").read_bytes()
-
-
-@pytest.mark.all
-def test_idle_lanes_close_and_reopen(make_pair: Any) -> None:
-    pair = make_pair(decode={"deadlines": deadlines(idle_close=0.3)})
-    for _ in range(2):
-        assert isinstance(pair.event(pair.decode.fetch(pair.prefill, pair.prefill.hold(20), 20)), kv.Injected)
-        pair.until(lambda: pair.prefill.stats().lanes == pair.decode.stats().lanes == 0, "the lanes to close")
-    pair.assert_whole()
 
 
 @pytest.mark.parametrize(

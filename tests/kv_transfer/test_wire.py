@@ -208,14 +208,3 @@ def test_a_group_takes_frames_with_any_heads(fetching: Any, until: Any) -> None:
         lane.send(wire.KV, body, transfer, **head)
     assert ended(decode, until).first_token == kv.FirstToken(77)
     assert_pool(decode, blocks, whole)
-
-
-def test_a_fetch_of_nothing_is_answered(make_prefill: Any, until: Any) -> None:
-    """Decode has all positions already, and wants the first token alone."""
-    prefill = make_prefill()
-    prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
-    lane = wire.connect(prefill.port)
-    lane.say(wire.FETCH, [prefill_id, 0, []], transfer)
-    assert lane.expect(wire.COMMIT) == (transfer, [[42, None, [], []], 0, 0])
-    lane.say(wire.ACK, [], transfer)
-    until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the release", prefill.sender)

@@ -4,14 +4,12 @@ The transfer or the session ends with a reason and a counter, nothing leaks, and
 """
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import baton.kv_transfer as kv
-from baton.kv_transfer.process.tcp import SMALL_SEGMENT
 from baton.kv_transfer.wait import wait
 
 from . import second_wire as wire
@@ -74,23 +72,6 @@ def test_a_sender_that_refuses_the_proof_has_said_why(fetching: Any, until: Any,
         until(lambda: "'busy': '256 peers fetch from here'" in logged(), "the log")
 
 
-def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: Any) -> None:
-    decode, _, lane, transfer, _ = fetching()
-    for attempt in range(3):
-        (head, body), *_ = slices(10)
-        lane.send(wire.KV, body, transfer, **head, checksum=1)
-        lane.expect(wire.ABORT)
-        until(lambda: wait([decode.receiver.fileno()], 0), "the engine to be told")
-        decode.poll()
-        if attempt < 2:
-            transfer, _ = lane.expect(wire.FETCH)
-            while lane.sent == lane.granted:
-                lane.read()
-    assert ended(decode, until) == kv.FetchFailed(b"d", "integrity")
-    assert decode.stats().checksum_failures == {"payload": 3}
-    until(lambda: decode.stats().receiver_slots_free == 16 and decode.receiver.idle, "the slots to come home")
-
-
 def test_a_frame_of_no_transfer(fetching: Any, until: Any) -> None:
     decode, _, lane, transfer, _ = fetching()
     (head, body), *_ = slices(10)
@@ -137,20 +118,6 @@ def kv_refetched(decode: Any, fake: wire.FakePrefill) -> wire.Lane:
     return fake.accept()
 
 
-@pytest.mark.all
-def test_a_session_lost_once_all_has_come_costs_nothing(fetching: Any, until: Any) -> None:
-    """Nothing is asked for again, and prefill learns over the next session that it may let go."""
-    decode, fake, lane, transfer, blocks = fetching()
-    frames = serve(lane, transfer)
-    kind, _, _, payload = lane.read()
-    assert (kind, wire.unpack(payload)) == (wire.CREDIT, [4, True]), "decode misses nothing any more"
-    lane.sock.close()
-    until(lambda: decode.stats().sessions == 0, "decode to notice")
-    assert isinstance(ended(decode, until), kv.Injected)
-    assert_pool(decode, blocks, frames)
-    assert fake.accept().expect(wire.ACK) == (transfer, [])
-
-
 def test_a_session_that_gave_way_to_another_peer_opens_again_for_a_fetch_alone(
     fetching: Any, until: Any
 ) -> None:
@@ -167,16 +134,6 @@ def test_a_session_that_gave_way_to_another_peer_opens_again_for_a_fetch_alone(
         assert decode.stats().sessions == 0
     assert not wait([fake.listener.fileno()], 0)
     assert not decode.stats().refused
-
-
-def test_a_commit_whose_frames_never_come(fetching: Any, until: Any) -> None:
-    """Nor any other: the frames are lost, and their credits with them. Only a new session has any."""
-    decode, fake, lane, transfer, _ = fetching(progress=50.0)
-    lane.say(wire.COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
-    until(lambda: decode.later(20.0) or decode.stats().deadlines, "the deadline")
-    assert lane.read()[0] == 0, "the session ends"
-    assert decode.stats().deadlines == {"progress": 1}
-    asked(kv_refetched(decode, fake))
 
 
 def test_a_transfer_that_stalls_beside_one_that_does_not(fetching: Any, until: Any) -> None:
@@ -199,17 +156,6 @@ def test_a_transfer_that_stalls_beside_one_that_does_not(fetching: Any, until: A
     assert decode.stats().sessions == 1
 
 
-def test_a_peer_that_falls_silent(fetching: Any, until: Any) -> None:
-    """The lane stays open, as over a network that is gone; no PING comes."""
-    decode, fake, silent, _, _ = fetching(peer_dead=50.0)
-    decode.later(50.0)
-    session = kv_refetched(decode, fake)
-    assert decode.stats().deadlines == {"peer_dead": 1}
-    assert silent.sock.fileno() >= 0
-    serve(session, asked(session))
-    assert isinstance(ended(decode, until), kv.Injected)
-
-
 def test_kv_comes_over_the_card_that_is_left_if_the_other_one_refuses(make_decode: Any, until: Any) -> None:
     """Lanes take turns with the cards, so the only lane is tried over the first one, and then over the
     second."""
@@ -222,12 +168,3 @@ def test_kv_comes_over_the_card_that_is_left_if_the_other_one_refuses(make_decod
     lane = fake.accept()
     serve(lane, asked(lane))
     assert isinstance(ended(decode, until), kv.Injected)
-
-
-def test_a_peer_whose_engine_hangs(fetching: Any) -> None:
-    decode, fake, lane, _, _ = fetching(engine_dead=10.0)
-    lane.say(wire.PING, [11_000])
-    again = kv_refetched(decode, fake)
-    assert decode.stats().deadlines == {"engine_dead": 1}
-    segment = again.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-    assert segment > SMALL_SEGMENT, "its engine hangs, and no packet is lost"
