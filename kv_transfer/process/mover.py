@@ -51,17 +51,20 @@ class Mover:
         self._ticked = time.monotonic()
 
     def tell(self, message: ToMover) -> None:
-        match message:  # a message for a lane that has closed is dropped: its LaneClosed is under way
-            case Say(number, kind, transfer_id, payload) if number in self._connections:
-                self._connections[number].push(kind, transfer_id, payload)
-            case Move(number, s) if number in self._connections:
-                self._connections[number].push_slice(s)
-            case Close(number, kind, why) if number in self._connections:
-                self._connections[number].close_soon(kind, why)
+        connection = self._connections.get(message.lane)
+        if connection is None or connection.closed:  # its LaneClosed is under way
+            return
+        match message:
+            case Say(_, kind, transfer_id, payload):
+                connection.push(kind, transfer_id, payload)
+            case Move(_, s):
+                connection.push_slice(s)
+            case Close(_, kind, why):
+                connection.close_soon(kind, why)
 
     def adopt(self, m: Adopt, sock: socket.socket) -> None:
         connection = Connection(
-            sock, self._loop, self._report, self._trace, m.lane, read=m.read, unwritten=m.unwritten,
+            sock, self._loop, self._post, self._trace, m.lane, read=m.read, unwritten=m.unwritten,
             keys=m.keys, ahead=m.ahead,
         )  # fmt: skip
         connection.max_payload = m.max_payload
@@ -71,16 +74,12 @@ class Mover:
 
     def tick(self, now: float) -> None:
         """Several times a second."""
+        self._connections = {n: each for n, each in self._connections.items() if not each.closed}
         for number, connection in self._connections.items():
             connection.tick(now)
             if max(connection.heard, connection.kv_moved) >= self._ticked:
                 self._post(Heard(number, connection.heard, connection.kv_moved))
         self._ticked = now
-
-    def _report(self, report: Report) -> None:
-        if isinstance(report, LaneClosed):
-            del self._connections[report.lane]
-        self._post(report)
 
 
 class ForkedMover(Mover):
@@ -92,7 +91,7 @@ class ForkedMover(Mover):
         """`side`: brings the descriptors of lanes."""
         self._channel = Channel(channel, ToMover, self._watch)
         self._side = side
-        super().__init__(Loop(self._flush), self._channel.post, sending, slots, trace)
+        super().__init__(Loop(self._flush), self._report, sending, slots, trace)
 
     def run(self) -> None:
         """Serves until the transfer process closes the channel."""
@@ -133,4 +132,4 @@ class ForkedMover(Mover):
     def _report(self, report: Report) -> None:
         if isinstance(report, Said) and len(self._channel.pending) >= _MOST_PENDING:
             raise FrameError("flood", "control messages come faster than they are read")
-        super()._report(report)
+        self._channel.post(report)
