@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +14,12 @@ import pytest
 from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle, status
 from baton.bench.lab.harness.hosts import Host, Hosts, NoHosts
 from baton.bench.lab.harness.streams import cases, expected
+from baton.cluster.model import EMBEDDED_NAME
+from baton.rpc import worker_pb2 as pb
+from baton.system.python_path import python_path
+from tests.fake_worker import SECRET, FakeWorker, Lanes
 from tests.forked import FreshPopen
+from tests.within import WITHIN, eventually
 
 from .recovery import FLAGS, PATIENT, Broken, each_has, wait_exit
 
@@ -209,3 +216,32 @@ def test_hosts_may_have_ipv6_alone_or_beside_ipv4(
             asyncio.run(apart.ride(ASKED))
             assert all(sent(apart))
             assert leaks_when_idle(apart.cluster.url) == {}
+
+
+async def test_a_router_follows_a_name_to_its_next_address(tmp_path: Path) -> None:
+    """`/etc/hosts` of the router alone is another file: of its mount namespace."""
+    if os.geteuid():
+        pytest.skip("mount namespaces need root")
+    names = tmp_path / "hosts"
+    names.write_text("127.0.0.2 worker.test\n")  # nothing listens there
+    worker = await FakeWorker(pb.POOL_DECODE, Lanes(), [1]).start()
+    _, port = worker.address.split(":")
+    router = await asyncio.create_subprocess_exec(
+        "unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', names,
+        sys.executable, "-m", "baton.cluster.cli", "router", "--port", "0", "--model", EMBEDDED_NAME,
+        "--advanced.decode-only", "--worker", f"worker.test:{port}",
+        env={**os.environ, **python_path(), "BATON_CLUSTER_SECRET": SECRET.decode()},
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert router.stderr is not None
+    try:
+        async with asyncio.timeout(WITHIN):
+            while b"worker.test" not in await router.stderr.readline():
+                pass  # it says that it cannot reach the worker
+        assert not worker.attached
+        names.write_text("127.0.0.1 worker.test\n")
+        await eventually(lambda: worker.attached)
+    finally:
+        router.terminate()
+        await router.communicate()
+        await worker.kill()
