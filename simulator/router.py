@@ -34,8 +34,12 @@ FETCH_SECONDS, FETCH_TOKEN_SECONDS = 6e-3, 0.5e-6
 Pool = Literal["prefill", "decode"]
 
 
+def _link(worker: Worker) -> pb.PrefixLink:
+    wait = worker.fetch_wait.value or FETCH_SECONDS
+    return pb.PrefixLink(wait=wait, tokens_per_s=1 / FETCH_TOKEN_SECONDS)
+
+
 def _seen(row: int, worker: Worker, seats: int) -> Seen:
-    link = pb.PrefixLink(wait=FETCH_SECONDS, tokens_per_s=1 / FETCH_TOKEN_SECONDS)
     description = pb.WorkerDescription(
         block_size=BLOCK,
         num_blocks=worker.blocks,
@@ -53,7 +57,7 @@ def _seen(row: int, worker: Worker, seats: int) -> Seen:
         row=row,
         status=worker.status(),
         step_model=worker.step_model,
-        prefix_links={(0, Tier.DEVICE): link},
+        prefix_links={(0, Tier.DEVICE): _link(worker)},
     )
 
 
@@ -112,6 +116,7 @@ class Router:
     def reported(self, row: int, status: pb.WorkerStatus) -> None:
         view = self._views[row]
         view.status, view.step_model = status, self.workers[row].step_model
+        view.prefix_links = {(0, Tier.DEVICE): _link(self.workers[row])}
         self.desk.reported(row)
         self.admission.dispatch()
 
@@ -210,8 +215,10 @@ class Router:
             return
         holder, names = self.workers[planned.source.holder], request.prompt_names
         cached, fetched = worker.usable(request), holder.usable(request)
+        wait = FETCH_SECONDS + worker.fetch_delay(holder)
+        worker.fetch_wait.add(wait)
         self.clock.after(
-            FETCH_SECONDS + max(0, fetched - cached) * FETCH_TOKEN_SECONDS,
+            wait + max(0, fetched - cached) * FETCH_TOKEN_SECONDS,
             partial(self._fetched, request, worker, holder.kv, names[: fetched // CHUNK_TOKENS]),
         )
 

@@ -27,6 +27,7 @@ from baton.simulator.copies import Copies
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
 from baton.simulator.steps import GRAPH_ROWS, H200_8B, KV_TOKEN_BYTES, Machine
+from baton.steps.averages import Average
 from baton.steps.learned_steps import LearnedSteps, row_sizes, token_sizes
 from baton.steps.measured_steps import measure
 from baton.steps.step_model import StepModel
@@ -70,6 +71,7 @@ class Worker:
         slowness: how many times as long its steps take.
         sends_until, receives_until: when its link has carried the KV that is under way.
         cache_changed: called when names entered or left the cache.
+        fetch_wait: seconds that fetches of prefixes lately took beside the transfer.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Worker:
         self.kv = KvMemory(self.blocks * BLOCK // CHUNK_TOKENS)
         self.copies = None if machine.copies is None else Copies(machine.copies, BLOCK)
         self.slowness = 1.0
+        self.fetch_wait = Average()
         self.sends_until = self.receives_until = 0.0
         self.cache_changed: Callable[[], None] = lambda: None
         self._leases: dict[int, Lease] = {}  # by the number of the request
@@ -121,6 +124,7 @@ class Worker:
         self._computed = 0  # prompt tokens
         self._generated = 0
         self._joined = self._stepping = False
+        self._step_ends = self._step_seconds = 0.0
 
     # ------------------------------------------------------------ requests
 
@@ -195,6 +199,17 @@ class Worker:
         """The KV of so many positions is there."""
         self.kv.publish(self._leases[request.number], request.names[: positions // CHUNK_TOKENS])
         self._changed()
+
+    def fetch_delay(self, holder: "Worker") -> float:
+        """Seconds that a fetch of a prefix takes beside the transfer. An engine that schedules ahead takes it,
+        and shows what it has, between two steps, and what it shows is read behind the next one."""
+        if not self.machine.ahead:
+            return 0.0
+        return self._step_left + holder._step_left + holder._step_seconds * holder._stepping
+
+    @property
+    def _step_left(self) -> float:
+        return max(0.0, self._step_ends - self._clock.now)
 
     @property
     def idle(self) -> bool:
@@ -297,6 +312,7 @@ class Worker:
                 request.ends(now + seconds)
                 last.append(request)
         self._staying = [request for request in last if request.positions > request.prompt]
+        self._step_ends, self._step_seconds = now + seconds, seconds
         self._clock.after(seconds, partial(self._end_step, seconds, tokens, position, last, joining))
         if self._rule == "sglang":
             self._schedule(now + seconds)
@@ -309,6 +325,8 @@ class Worker:
         if tokens:
             expected = self._meters.step_expected(len(self._decodes), self._context, tokens, position)
             early = EARLY * expected - LEAD_SECONDS if self._decodes or self.reserved else 0.0
+        if self.machine.ahead:
+            early = 0.0
         begins = self._clock.now + expected
         if early < seconds:
             self._clock.after(max(0.0, early), partial(self._schedule, begins))
@@ -325,7 +343,7 @@ class Worker:
         if not (decodes or self.reserved):
             return most
         joins_at = math.inf
-        if self.machine.ends_early:
+        if not self.machine.ahead:
             joins_at = self._clock.now if joined else min(self.arriving.values(), default=math.inf)
         prompts_left = [request for request in self._prompts if request.untaken]
         joining = [*self._joining, *self._staying]

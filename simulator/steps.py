@@ -88,7 +88,8 @@ class Machine:
         copies: of states that it has room for. None: the model has no states.
         link: KV of tokens that it sends, and that come, in a second.
         rows: most tokens of a step. Engines of SGLang do without a graph.
-        ends_early: whether a step ends soon after a request from another worker may join.
+        ahead: whether a step is scheduled when the one before begins. If not, it is scheduled when that is
+            nearly over, and ends soon after a request from another worker may join.
     """
 
     step: Callable[[int, float, Chunks], float]
@@ -97,7 +98,7 @@ class Machine:
     layers: int = LAYERS
     copies: CopyRoom | None = None
     rows: int = 1 << 30
-    ends_early: bool = True
+    ahead: bool = False
     link: float = math.inf
 
 
@@ -122,7 +123,7 @@ def of_vllm(machine: Machine) -> Machine:
     """The machine with vLLM in place of Baton's engine. It computes no part of a split prompt. Its largest
     graph has 512 rows, and no step of a worker has more."""
     return replace(
-        machine, step=partial(_vllm_step, machine.step), doubles_at=0.0, rows=512, ends_early=False
+        machine, step=partial(_vllm_step, machine.step), doubles_at=0.0, rows=512, ahead=True
     )
 
 
