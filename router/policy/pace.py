@@ -58,7 +58,7 @@ class Pace:
         short: seconds of a short step.
         busy: share of its recent time that its prompts would have taken without decodes.
         now: its steps.
-        late: mean seconds of a gap beyond a short step.
+        late: mean seconds of a gap that cost, as in `gap_of`.
         behind: seconds of prompts that come lately, before the worker has none left, for each second in which
             it computes one.
         by_decodes: what `steps` needs of the model for so many decodes. Plans ask for the same ones again.
@@ -127,7 +127,8 @@ class Pace:
         return self.gap_cost * max(1.0, count) * max(0.0, longer)
 
     def gap_of(self, steps: Steps, busy: float) -> tuple[float, float]:
-        """Mean seconds of a gap with these steps, and the part beyond a short step. `busy`: of prompts."""
+        """Mean seconds of a gap with these steps, and how many of them cost: those beyond a short step, and of a
+        shorter one the more the longer it is, so that decodes spread over workers. `busy`: of prompts."""
         if not steps.step:
             return 0.0, 0.0
         step, base, long, late = steps.step, steps.base, steps.long, 0.0
@@ -135,6 +136,10 @@ class Pace:
         gap = step / (1 - min(MOST_BUSY, busy * (long - step)))
         if long > base:
             late = busy * gap * (long - base)
+        fastest = self.model.decode_seconds[0]
+        beyond, room = (step if step < self.short else self.short) - fastest, self.short - fastest
+        if beyond > 0:
+            late += beyond * beyond / room
         return gap, late + base - self.short
 
 
