@@ -201,8 +201,8 @@ class Worker:
         self._changed()
 
     def fetch_delay(self, holder: "Worker") -> float:
-        """Seconds that a fetch of a prefix takes beside the transfer. An engine that schedules ahead takes it,
-        and shows what it has, between two steps, and what it shows is read behind the next one."""
+        """Seconds that a fetch of a prefix takes beside the transfer. Engines that schedule ahead begin it,
+        and show what they have, between two steps. What they show is read behind the next one."""
         if not self.machine.ahead:
             return 0.0
         return self._step_left + holder._step_left + holder._step_seconds * holder._stepping

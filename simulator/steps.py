@@ -122,9 +122,7 @@ VLLM_DECODES = 1.13
 def of_vllm(machine: Machine) -> Machine:
     """The machine with vLLM in place of Baton's engine. It computes no part of a split prompt. Its largest
     graph has 512 rows, and no step of a worker has more."""
-    return replace(
-        machine, step=partial(_vllm_step, machine.step), doubles_at=0.0, rows=512, ahead=True
-    )
+    return replace(machine, step=partial(_vllm_step, machine.step), doubles_at=0.0, rows=512, ahead=True)
 
 
 def _vllm_step(

@@ -127,8 +127,8 @@ class Pace:
         return self.gap_cost * max(1.0, count) * max(0.0, longer)
 
     def gap_of(self, steps: Steps, busy: float) -> tuple[float, float]:
-        """Mean seconds of a gap with these steps, and how many of them cost: those beyond a short step, and of a
-        shorter one the more the longer it is, so that decodes spread over workers. `busy`: of prompts."""
+        """Mean seconds of a gap with these steps, and how many of them cost: those beyond a short step, and
+        more of a shorter one the longer it is, so that decodes spread over workers. `busy`: of prompts."""
         if not steps.step:
             return 0.0, 0.0
         step, base, long, late = steps.step, steps.base, steps.long, 0.0
