@@ -53,24 +53,6 @@ def test_before_the_handshake(shared: Prefill, until: Any, data: bytes, kind: st
     until(lambda: shared.stats().lanes == 0, "the lane to close")
 
 
-def test_a_wrong_secret(make_prefill: Any, until: Any) -> None:
-    prefill = make_prefill()
-    lane = wire.connect(prefill.port, secret=b"guessed")
-    kind, _, _, payload = lane.read()
-    assert (kind, wire.unpack(payload)[:2]) == (wire.HELLO, ["refused", "secret"])
-    assert lane.read()[0] == 0
-    refused(prefill, until, "secret")
-
-
-def test_idle_connections_keep_no_peer_out(make_prefill: Any) -> None:
-    prefill = make_prefill(max_handshakes=4)
-    idle = [wire.Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(6)]
-    lanes = [wire.connect(prefill.port, session=b"s" * 16, number=i, lanes=3) for i in range(3)]
-    assert [lane.read()[0] for lane in idle[:3]] == [0, 0, 0], "the oldest are closed"
-    lanes[0].say(wire.FETCH, [prefill.hold(10), 0, []], os.urandom(16))
-    lanes[0].expect(wire.COMMIT)
-
-
 def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(max_handshakes=3, deadlines=deadlines(handshake=50.0))
     lanes = [wire.Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(5)]

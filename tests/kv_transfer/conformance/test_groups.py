@@ -88,19 +88,6 @@ def test_kv_at_decode_equals_kv_at_prefill(
     assert pair.prefill.stats().transports["decode 0"].startswith(transport.reached)
 
 
-def test_latents_travel_to_every_rank(make_pair: Any) -> None:
-    """By every transport, from blocks of 16 into blocks of 64."""
-    pair = make_pair({"layout": LATENTS}, {"layout": LATENTS, "ranks": 2, "block_size": 64})
-    prefill_id = pair.prefill.hold(150)
-    blocks = pair.prefill.held[prefill_id]
-    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 150, start=20)
-    event = pair.event(decode_id)
-    assert event.stats.bytes == 130 * LATENTS.bytes_per_token
-    pair.assert_same(blocks, decode_id, 20, 150)
-    pair.until(lambda: pair.prefill.released, "the ACK")
-    pair.assert_whole()
-
-
 class Gate(threading.Event):
     """The ranks from 1 on copy only once this is set."""
 
