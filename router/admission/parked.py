@@ -3,6 +3,7 @@
     no worker of a pool ───▶ without_worker ─ a worker becomes ready ─▶ advance
     a pause            ───▶ without_worker ─ a worker goes on       ─▶ advance
     no retry budget left ──▶ without_budget ─ budget is free again ───▶ advance, keys in turns
+    decodes elsewhere  ───▶ away           ─ a worker becomes ready ─▶ advance, while it decodes
 
 A parked generation does not hold up the queue. It may keep a reservation on a decode worker (`Retarget`). Its
 `Waits` bounds how long it waits.
@@ -74,11 +75,13 @@ class Parked:
         without_worker: generations that wait for a worker, or for the end of a pause, as keys in order.
         without_budget: generations that wait for the retry budget. Keys take turns by the retries that
             they got from it. Those of one key go in order of arrival.
+        away: generations that decode, but not where they would if no worker had been lost.
     """
 
     def __init__(self, budget: RetryBudget) -> None:
         self.without_worker: dict[Waits, None] = {}
         self.without_budget: FairQueue[bytes, Waits] = FairQueue()
+        self.away: dict[Waits, None] = {}
         self._budget = budget
         self._waking: dict[Waits, None] = {}  # those of `without_worker` that are woken soon
         self._arrivals = itertools.count()
@@ -96,9 +99,11 @@ class Parked:
         self._waking.pop(generation, None)
 
     def worker_ready(self) -> None:
-        """Wakes all generations that wait for a worker, a part in each round of the event loop."""
+        """Wakes all generations that wait for a worker, then those that may return to one, a part in each
+        round of the event loop."""
         waking = bool(self._waking)
         self._waking.update(self.without_worker)
+        self._waking.update(self.away)
         if not waking:
             self._wake()
 
@@ -125,6 +130,7 @@ class Parked:
 
     def remove(self, generation: "Waits") -> None:
         self.worker_found(generation)
+        self.away.pop(generation, None)
         if generation.ticket is not None:
             self.without_budget.remove(generation.ticket)
             generation.ticket = None
@@ -162,7 +168,7 @@ class Waits:
     entry: Entry
     advance: Callable[[], None]
     """A worker became ready, or the generation got a retry from the budget. If it still lacks a worker, it
-    parks again."""
+    parks again. One that decodes may return to the worker."""
     on_deadline: Callable[[ApiError], None]
     """It has waited too long."""
     prefilled: bool = field(default=False, init=False)

@@ -7,14 +7,14 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.router import prompt_logprobs
 from baton.router.admission.parked import Waits
 from baton.router.admission.queue import Turn, TurnResult
 from baton.router.api.jobs import Job
 from baton.router.errors import Aborted, ApiError, Failed, InvalidRequest, ModelNotFound, Paused, TimedOut
-from baton.router.generation.attempts import AttemptPair, PrefillState, Verdict
+from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillState, Verdict
 from baton.router.generation.context import RequestContext
 from baton.router.generation.failures import is_failure
 from baton.router.generation.output import Delta
@@ -68,7 +68,7 @@ class Generation:
         context = self.context
         self._emitted_at = context.entry.began_at
         context.services.metrics.waiting.inc()
-        self._waits = Waits(context.services.parked, context.entry, self.advance, self._waited_too_long)
+        self._waits = Waits(context.services.parked, context.entry, self._woken, self._waited_too_long)
         self.pair = AttemptPair(self._on_event, self.job, context, self._waits)
 
     def __repr__(self) -> str:
@@ -95,6 +95,26 @@ class Generation:
             self.turn.wait(self._start)
         else:
             self._start()
+
+    def _woken(self) -> None:
+        decode = self.pair.decode
+        if decode is not None and decode.joined:
+            self._return(decode)
+        else:
+            self.advance()
+
+    def _return(self, decode: DecodeAttempt) -> None:
+        """Moves the decode to another worker if that costs less, its handover included. Another worker with
+        the KV is not needed: the one that decodes has it in its prefix cache."""
+        pool, request = self.context.services.pool, replace(self.pair.request(), interrupted=True)
+        if pool.pause or not decode.worker.attached:
+            return
+        planned = pool.desk.returns(request, decode.worker.row)
+        if planned is not None and self._waits.may_prefill():
+            self._note("returns", decode.worker)
+            self.pair.drop(decode, "")
+            self.pair.retried = True
+            self._submit(planned)
 
     def _start(self) -> TurnResult:
         """As `_go_on`. An error there is a defect: it ends this generation, and no caller sees it, since most
@@ -206,6 +226,8 @@ class Generation:
             self._waits.worker_found()  # it may have waited for another prefill
             self._note("decode has the KV" if decode.sources else "prompt computed", attempt.worker)
             self.pair.decode_joined(decode)
+            if self.pair.retried or decode.worker.pool != pb.POOL_DECODE:
+                self._waits.parked.away[self._waits] = None
             if not decode.sources and not self.pair.output_ids:
                 self._found_cached(event.cached_tokens)
 

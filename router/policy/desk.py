@@ -23,7 +23,7 @@ from baton.router.policy.decode import DecodeCaches, DecodePool, FreeCapacity
 from baton.router.policy.fleet import Fleet, Seen
 from baton.router.policy.placement import PrefillWindow
 from baton.router.policy.plan import Plan
-from baton.router.policy.planner import Held, Lack, plan
+from baton.router.policy.planner import NOTHING, Held, Lack, plan
 from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.policy.settings import DEFAULT_SETTINGS, PlanSettings
@@ -191,6 +191,19 @@ class Desk(Fleet):
             self._take_links(planned)
         if self.listener is not None:
             self.listener(self.now, "plan", (request, held, planned))
+        return planned
+
+    def returns(self, request: PrefillRequest, row: int) -> Plan | None:
+        """The plan by which a request that decodes at this worker goes on at another one. None: it stays, as
+        that costs no more."""
+        self._event("returns", request, row)
+        planned = plan(request, NOTHING, self)
+        if isinstance(planned, Lack) or planned.decode in (None, row):
+            return None
+        stays = placement.offer(self, request, row, request.tokens).decode_cost()
+        if min(planned.costs.values(), default=math.inf) >= stays:
+            return None
+        self._take_links(planned)
         return planned
 
     def _take_links(self, planned: Plan) -> None:

@@ -72,6 +72,37 @@ async def streaming(cluster: Cluster) -> AsyncIterator[Callable[..., Awaitable[l
         yield read
 
 
+@pytest.mark.parametrize("target", [0.01, 1.0])
+async def test_a_stream_returns_to_a_decode_worker_that_came_back_where_that_costs_less(
+    cluster: Cluster, target: float
+) -> None:
+    """Steps of 40 ms at the prefill worker cost its gaps much with a target of 10 ms, and nothing with 1 s."""
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+    decode.steps = asyncio.Semaphore(3)
+    prefill.status.step_seconds, prefill.status.gap_target_seconds = 0.040, target
+    prefill.report()
+    async with streaming(cluster) as read:
+        await read(3)
+        prefill.steps = steps = asyncio.Semaphore(2)
+        await decode.kill()
+        await read(5)
+        [stays] = decodes(prefill)
+        decode.submitted.clear()
+        decode.steps = None
+        await decode.start(int(decode.address.rpartition(":")[2]))
+        if target < 0.1:
+            await prefill.until(lambda w: stays.decode_id in w.cancelled)
+        else:
+            await cluster.until(lambda: cluster.pool.complete and decode.attached)
+        prefill.steps = None
+        for _ in cluster.output_ids:
+            steps.release()
+        tokens = await read()
+    assert tokens == cluster.output_ids
+    came = [(list(each.request.output_ids), each.HasField("source")) for each in decodes(decode)]
+    assert came == ([(tokens[:5], True)] if target < 0.1 else [])
+
+
 def waiting_prefills(cluster: Cluster) -> int:
     connections = cluster.pool.ready(pb.POOL_PREFILL)
     return sum(len(connection.attempts) for connection in connections)
