@@ -45,6 +45,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 RETRY_CAUSES = (
     "lost",
     "mismatch",
+    "returned",
     *(name.removeprefix("FAILURE_CODE_").lower() for name in pb.FailureCode.keys()),  # noqa: SIM118
 )
 DEADLINES = ("request", "worker_wait", "pause")

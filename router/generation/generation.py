@@ -112,6 +112,7 @@ class Generation:
         planned = pool.desk.returns(request, decode.worker.row)
         if planned is not None and self._waits.may_prefill():
             self._note("returns", decode.worker)
+            self.context.services.metrics.retries["returned"].inc()
             self.pair.drop(decode, "")
             self.pair.retried = True
             self._submit(planned)

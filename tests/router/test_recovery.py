@@ -76,7 +76,7 @@ async def streaming(cluster: Cluster) -> AsyncIterator[Callable[..., Awaitable[l
 async def test_a_stream_returns_to_a_decode_worker_that_came_back_where_that_costs_less(
     cluster: Cluster, target: float
 ) -> None:
-    """Steps of 40 ms at the prefill worker cost its gaps much with a target of 10 ms, and nothing with 1 s."""
+    """Steps of 40 ms at the prefill worker cost much with a gap target of 10 ms, and nothing with 1 s."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
     decode.steps = asyncio.Semaphore(3)
     prefill.status.step_seconds, prefill.status.gap_target_seconds = 0.040, target
