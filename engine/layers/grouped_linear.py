@@ -60,7 +60,7 @@ class GroupsFormat(PlainFormat):
             expert: Tensor | FourBits
             if groups is None:
                 expert = self.dense(weights, stack)
-            elif _packs_on_gpu(groups, weights) and groups.size in GROUP_SIZES_ON_GPU[4] and groups.bits == 4:
+            elif groups.bits == 4 and _packs_on_gpu(groups, weights):
                 expert = four_bits(*groups[:3], weights.dtype, floats=groups.floats)
             else:
                 expert = groups.values().to(weights.dtype)

@@ -246,9 +246,13 @@ def main() -> None:
                 if dtype is torch.bfloat16:
                     of_gate_up, of_down = (
                         of_experts(
-                            [four_bits(codes, codes[:, ::32], codes[:, ::32], dtype, floats=floats)] * 16
+                            [four_bits(codes, codes[:, ::group], codes[:, ::group], dtype, floats=floats)]
+                            * 16
                         )
-                        for codes, floats in ((gate_up[0].byte(), False), (down[0].byte(), True))
+                        for codes, group, floats in (
+                            (gate_up[0].byte(), 32, False),
+                            (down[0].byte(), 16 if tokens == 40 else 32, True),
+                        )
                     )
                     kernels.mix_experts(x, logits, Experts(of_gate_up, of_down, choice), counts)
             experts = Experts(

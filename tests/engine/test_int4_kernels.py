@@ -122,6 +122,7 @@ def test_int8_products(
         (22, 32, False, False),
         (60, 64, True, False),
         (210, 32, True, True),
+        (22, 16, True, True),
     ],
 )
 def test_experts_in_four_bits(
@@ -143,7 +144,7 @@ def test_experts_in_four_bits(
         assert scales is not None
         return weight._replace(words=words, scales=scales, zeros=zeros)
 
-    hidden, inner, chosen = {128: (256, 128), 64: (192, 64), 32: (96, 32)}[size] + (4,)
+    hidden, inner, chosen = {128: (256, 128), 64: (192, 64), 32: (96, 32), 16: (80, 48)}[size] + (4,)
     gate_up, down = experts(2 * inner, hidden), experts(hidden, inner)
     x, logits = normal(tokens, hidden, seed=3).to(dtype), normal(tokens, 4, seed=4)
     choice, counts = Choice(chosen, Scoring.NORMALIZED_SOFTMAX), torch.zeros(4, dtype=torch.int32)

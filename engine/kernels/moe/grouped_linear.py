@@ -128,6 +128,8 @@ def grouped_linear(
     if bits is None and weight_scales is not None:
         grouped, blocks = weight_scales.shape[1] > 1, weight_scales.shape[2] < size
     shape = tiling(pairs / shuffled.among, x.dtype, gated=gated, grouped=grouped, bits=bits is not None)
+    if bits:
+        shape = shape._replace(block_k=min(shape.block_k, bits.block))
     columns = size // 2 if gated else size
     out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
     if (
