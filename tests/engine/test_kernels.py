@@ -280,17 +280,30 @@ def test_without_triton_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
         kernels_for(torch.device("cuda:1"), 64)
 
 
-@pytest.mark.long
-def test_all_kernels_compile_for_an_h200(tmp_path: Path) -> None:
-    """In another process, because Triton interprets in this one."""
+def in_another_process(module: str, cache: Path) -> list[str]:
+    """Its lines. Triton interprets in this process."""
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.engine.compile_kernels"],
+        [sys.executable, "-m", module],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    compiled = {line.partition(":")[0] for line in ran.stdout.splitlines()}
+    return ran.stdout.splitlines()
+
+
+@pytest.mark.long
+def test_a_rehearsal_has_all_kernels_of_steps(tmp_path: Path) -> None:
+    """So no step of a new machine waits for Triton, as the first one of an engine that follows another."""
+    lines = in_another_process("tests.engine.rehearsed_kernels", tmp_path)
+    assert [line for line in lines if " tokens from " in line] == []
+    assert len(lines) == len({line.partition(":")[0] for line in lines}) == 5
+
+
+@pytest.mark.long
+def test_all_kernels_compile_for_an_h200(tmp_path: Path) -> None:
+    lines = in_another_process("tests.engine.compile_kernels", tmp_path)
+    compiled = {line.partition(":")[0] for line in lines}
     assert compiled >= {"_prefill", "_split", "_attend_absorbed", "_attend"}
