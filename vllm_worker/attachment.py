@@ -73,8 +73,8 @@ class Close(Local):
 
 
 class Commit(Local):
-    """Engine process → connector: the first token of a prefill with `logprobs`. The connector knows the other
-    first tokens from vLLM, which does not show it log probabilities."""
+    """Engine process → connector: the first token of a prefill. vLLM's scheduler would show it without log
+    probabilities and up to a step later, since it has scheduled the next step by then."""
 
     prefill_id: bytes
     first_token: FirstToken

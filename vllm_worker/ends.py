@@ -53,9 +53,7 @@ class VLLMSender:
         self._owners[prefill_id] = owner
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
-        """The connector knows the first tokens without log probabilities from vLLM."""
-        if first_token.logprob is not None:
-            self._tell(Commit(prefill_id, first_token))
+        self._tell(Commit(prefill_id, first_token))
 
     def close(self, prefill_id: bytes, reason: Reason) -> None:
         self._tell(Close(prefill_id, reason))

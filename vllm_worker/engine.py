@@ -224,8 +224,7 @@ class VLLMEngine:
         live = self._live(request, owner, handover=handover)
         params: dict[str, Any] = {}
         if handover:
-            params = {"do_remote_decode": True, "prefill_id": request.id.hex()}
-            params["logprobs"] = request.sampling.logprobs is not None
+            params = {"do_remote_decode": True, "prefill_id": request.id.hex(), "worker_commits": True}
         self.submit(live, params)
         return live
 

@@ -197,8 +197,8 @@ class _Prompt:
     """Empty until the first chunk is scheduled, and after a preemption."""
     blocks: list[list[int]] = field(default_factory=list)
     preempted: bool = False
-    scored: bool = False
-    """Its first token has log probabilities, which the worker knows."""
+    worker_commits: bool = False
+    """The worker sends its first token."""
 
 
 @dataclass(slots=True)
@@ -260,7 +260,7 @@ class ConnectorScheduler:
             self._requests[request_id] = _Prompt(
                 prompt_tokens,
                 fixed_id,
-                scored=self._named and params.get("logprobs", False),
+                worker_commits=self._named and params.get("worker_commits", False),
             )
             if fixed_id:
                 self._metadata.expected.append(fixed_id)
@@ -393,7 +393,7 @@ class ConnectorScheduler:
         if first_token is None:
             self._metadata.aborted[prompt.prefill_id] = reason
             return True, None
-        self._metadata.committed[prompt.prefill_id] = None if prompt.scored else first_token
+        self._metadata.committed[prompt.prefill_id] = None if prompt.worker_commits else first_token
         if self.address is None:
             return True, None
         return True, Source(*self.address, prompt.prefill_id).params

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 from baton.vllm_worker.version import TESTED, Version, installed_release
@@ -24,38 +25,19 @@ class Patch:
     process: Process
     helps: Callable[[VllmConfig], bool]
     """Whether a configuration needs it."""
-    apply: Callable[[], None]
-    """Before the first step. May be repeated."""
+    function: str
+    """A module of this package and its function without arguments, which is called before the first step. It
+    may be called again."""
     last: Version = TESTED[1]
     """The last version that needs it, as far as known. Newer ones may need it, too, if it is the last one
     that is tested."""
 
+    def apply(self) -> None:
+        module, _, name = self.function.partition(".")
+        getattr(import_module(f"baton.vllm_worker.{module}"), name)()
+
     def is_for(self, release: Version) -> bool:
         return release <= self.last or self.last == TESTED[1]
-
-
-def _tie_coordinators() -> None:
-    from baton.vllm_worker.coordinator import tie_coordinators
-
-    tie_coordinators()
-
-
-def _cut_prompts_at_blocks() -> None:
-    from baton.vllm_worker.cpu_states import cut_prompts_at_blocks
-
-    cut_prompts_at_blocks()
-
-
-def _add_collectives() -> None:
-    from baton.vllm_worker.cpu_experts import add_collectives
-
-    add_collectives()
-
-
-def _repeat_what_drafts_are_sampled_with() -> None:
-    from baton.vllm_worker.cpu_drafts import repeat_what_drafts_are_sampled_with
-
-    repeat_what_drafts_are_sampled_with()
 
 
 def _on_cpu() -> bool:
@@ -69,17 +51,17 @@ def _has_group(config: VllmConfig) -> bool:
 
 
 PATCHES: Sequence[Patch] = (
-    Patch("engine", _has_group, _tie_coordinators),
+    Patch("engine", _has_group, "coordinator.tie_coordinators"),
     Patch(
         "engine",
         lambda config: _on_cpu() and config.cache_config.mamba_cache_mode == "align",
-        _cut_prompts_at_blocks,
+        "cpu_states.cut_prompts_at_blocks",
     ),
-    Patch("model", lambda config: _on_cpu() and _has_group(config), _add_collectives),
+    Patch("model", lambda config: _on_cpu() and _has_group(config), "cpu_experts.add_collectives"),
     Patch(
         "model",
         lambda config: _on_cpu() and config.speculative_config is not None,
-        _repeat_what_drafts_are_sampled_with,
+        "cpu_drafts.repeat_what_drafts_are_sampled_with",
     ),
 )
 

@@ -181,10 +181,8 @@ class TestIdsOfARouter:
         assert scheduler.finished("a", 7) == (True, None), "the router knows where it is"
         assert scheduler.take().committed == {prefill_id(77): 7}
 
-    def test_the_worker_sends_a_first_token_with_log_probabilities(
-        self, scheduler: ConnectorScheduler
-    ) -> None:
-        scheduler.expect("a", self.params | {"logprobs": True}, 100)
+    def test_the_worker_may_send_the_first_token(self, scheduler: ConnectorScheduler) -> None:
+        scheduler.expect("a", self.params | {"worker_commits": True}, 100)
         scheduler.scheduled("a", [[4]], 0, 100, anew=True)
         assert scheduler.finished("a", 7) == (True, None)
         assert scheduler.take().committed == {prefill_id(77): None}
