@@ -12,7 +12,9 @@ import pytest
 
 from baton.router.errors import ApiError
 from baton.router.generation.failures import MAX_FAILURES
+from baton.router.policy.recording import events, replay
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.workers.checks import step_model
 from baton.rpc import worker_pb2 as pb
 from tests.fake_worker import FakeWorker
 
@@ -74,33 +76,38 @@ async def streaming(cluster: Cluster) -> AsyncIterator[Callable[..., Awaitable[l
 
 @pytest.mark.parametrize("target", [0.01, 1.0])
 async def test_a_stream_returns_to_a_decode_worker_that_came_back_where_that_costs_less(
-    cluster: Cluster, target: float
+    tokenizer: ModelTokenizer, tmp_path: Path, target: float
 ) -> None:
     """Steps of 40 ms at the prefill worker cost much with a gap target of 10 ms, and nothing with 1 s."""
-    [prefill], [decode] = cluster.prefills, cluster.decodes
-    decode.steps = asyncio.Semaphore(3)
-    prefill.status.step_seconds, prefill.status.gap_target_seconds = 0.040, target
-    prefill.report()
-    async with streaming(cluster) as read:
-        await read(3)
-        prefill.steps = steps = asyncio.Semaphore(2)
-        await decode.kill()
-        await read(5)
-        [stays] = decodes(prefill)
-        decode.submitted.clear()
-        decode.steps = None
-        await decode.start(int(decode.address.rpartition(":")[2]))
-        if target < 0.1:
-            await prefill.until(lambda w: stays.decode_id in w.cancelled)
-        else:
-            await cluster.until(lambda: cluster.pool.complete and decode.attached)
-        prefill.steps = None
-        for _ in cluster.output_ids:
-            steps.release()
-        tokens = await read()
+    async with make_cluster(tokenizer, tmp_path, record_plans=str(tmp_path / "plans")) as cluster:
+        [prefill], [decode] = cluster.prefills, cluster.decodes
+        decode.steps = asyncio.Semaphore(3)
+        prefill.status.step_seconds, prefill.status.gap_target_seconds = 0.040, target
+        prefill.report()
+        async with streaming(cluster) as read:
+            await read(3)
+            prefill.steps = steps = asyncio.Semaphore(2)
+            await decode.kill()
+            await read(5)
+            [stays] = decodes(prefill)
+            decode.submitted.clear()
+            decode.steps = None
+            await decode.start(int(decode.address.rpartition(":")[2]))
+            if target < 0.1:
+                await prefill.until(lambda w: stays.decode_id in w.cancelled)
+            else:
+                await cluster.until(lambda: cluster.pool.complete and decode.attached)
+            prefill.steps = None
+            for _ in cluster.output_ids:
+                steps.release()
+            tokens = await read()
     assert tokens == cluster.output_ids
     came = [(list(each.request.output_ids), each.HasField("source")) for each in decodes(decode)]
     assert came == ([(tokens[:5], True)] if target < 0.1 else [])
+    [file] = tmp_path.glob("plans.*")
+    lines = file.read_bytes().splitlines()
+    assert "returns" in [name for _, name, _ in events(lines)]
+    assert all(recorded == now for recorded, now in replay(lines, step_model))
 
 
 def waiting_prefills(cluster: Cluster) -> int:
