@@ -349,7 +349,7 @@ def test_a_preempted_request_gets_its_kv_back_from_the_host(handed_back: bool) -
     """The first request needs all blocks in the end. A request that is handed back comes again from its
     router, with the tokens that it has."""
     worker = Worker(num_blocks=14, num_places=64, seqs=2)
-    first, second = worker.add(text(100, 1), answer=110), worker.add(text(60, 2), answer=60)
+    first, second = worker.add(text(60, 1), answer=150), worker.add(text(60, 2), answer=60)
     while second.phase is not Phase.RUNNING:
         worker.step()
     second.hand_back = handed_back
