@@ -375,6 +375,8 @@ class ModuleStates:
     layer: int
     """Of transformers' cache."""
     states: tuple[ModuleState, ...]
+    goes_on: bool = True
+    """Whether a pass of several tokens begins with the states. If not, only that of one token does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,9 @@ LENGTHS = {
 }  # fmt: skip
 """Settings after whose number of tokens something changes."""
 WIDTHS = {
-    "head_dim": 16, "hidden_size": 64, "intermediate_size": 48, "kv_lora_rank": 32,
+    "attention_head_dim": 32, "attention_hidden_size": 128, "head_dim": 16, "hidden_size": 64,
+    "intermediate_size": 48, "kv_lora_rank": 32, "linear_head_dim": 16, "linear_key_head_dim": 16,
+    "linear_num_heads": 4, "linear_value_head_dim": 16, "mamba_d_state": 16, "mamba_headdim": 16,
     "moe_intermediate_size": 24, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
     "shared_expert_intermediate_size": 24, "swa_head_dim": 16, "v_head_dim": 16,
 }  # fmt: skip
@@ -124,6 +126,9 @@ def reduced_settings(config: ModelConfig) -> Sequence[Mapping[str, Any]]:
         narrow["num_attention_heads"] = 4
         if kv_heads is not None:
             narrow["num_key_value_heads"] = 4 if alike else 1 if kv_heads == 1 else 2
+    of_keys, of_values = (settings.get(f"linear_num_{of}_heads") for of in ("key", "value"))
+    if of_keys is not None and of_values is not None:
+        narrow |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 if of_keys == of_values else 4}
     if heads is not None and "mrope_section" in (settings.get("rope_parameters") or {}):
         size = settings.get("head_dim") or settings["hidden_size"] // heads  # whose sections have sizes
         narrow |= {"head_dim": size, "hidden_size": narrow["num_attention_heads"] * size}

@@ -75,6 +75,21 @@ def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
             assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
 
 
+def test_modules_whose_scan_begins_anew_take_token_by_token(tmp_path: Path) -> None:
+    """Those of Mamba-1 read the states of a request in a pass of one token only."""
+    reference = save_tiny(tmp_path, "Jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=1)
+    modules = read_config(tmp_path, model_impl="transformers").modules
+    assert modules is not None
+    assert [layer.goes_on for layer in modules.states.values()] == [False, False]
+    prompts = [list(range(3, 40)), [7]]
+    engine = load(
+        tmp_path, num_blocks=64, max_num_batched_tokens=16, max_num_seqs=4, model_impl="transformers"
+    )
+    requests = [request_of(i, prompt, max_tokens=3, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    for prompt, tokens in zip(prompts, tokens_of(engine, requests), strict=True):
+        assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist()
+
+
 def test_of_a_model_that_sees_the_text_is_served(tmp_path: Path) -> None:
     """Tensors of its tower are left out."""
     sizes: dict[str, Any] = {

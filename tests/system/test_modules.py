@@ -8,7 +8,11 @@ from docs.lab.models import by_cluster, differences, prompts_of, write_small
 
 pytestmark = pytest.mark.long
 
-KINDS = {"Olmo3ForCausalLM": "olmo3", "Mistral4ForCausalLM": "mistral4", "Gemma2ForCausalLM": "gemma2"}
+KINDS = {
+    "Olmo3ForCausalLM": "olmo3", "Mistral4ForCausalLM": "mistral4", "Gemma2ForCausalLM": "gemma2",
+    "OlmoHybridForCausalLM": "olmo_hybrid", "JambaForCausalLM": "jamba",
+}  # fmt: skip
+"""The last two have states, of which one does not continue within a prompt."""
 
 
 @pytest.mark.parametrize("name", KINDS)

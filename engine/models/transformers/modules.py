@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def record_calls(settings: str) -> tuple[tuple[ModuleAttention | ModuleStates, .
 
 
 def _recorded(settings: str, dtype: torch.dtype) -> tuple[Calls, tuple[str, ...]]:
-    from baton.engine.models.transformers.states import record_modules
+    from baton.engine.models.transformers.states import record_modules, watch_states
 
     model, calls = build(settings, RECORDING).to(dtype), Calls()
     record_modules(model, calls)
@@ -158,6 +159,17 @@ def _recorded(settings: str, dtype: torch.dtype) -> tuple[Calls, tuple[str, ...]
     }
     if others:
         raise ValueError(f"its cache has {', '.join(sorted(others))}")
+    states = [layer for layer in calls.layers if isinstance(layer, ModuleStates)]
+    if states:
+        name = "past_key_values" if kept is not None else "cache_params"
+        kept = output[name]
+        read_none = watch_states(kept, states)
+        with calling(Calls(spans=calls.spans)), torch.inference_mode():
+            model(input_ids=ids, **{name: kept})
+        calls.layers = [
+            replace(layer, goes_on=layer.module not in read_none()) if layer in states else layer
+            for layer in calls.layers
+        ]
     return calls, tuple(
         name
         for name, module in model.named_modules()

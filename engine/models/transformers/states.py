@@ -64,6 +64,13 @@ class Stateful:
         tokens = next(x.shape[1] for x in (*args, *named.values()) if isinstance(x, Tensor))
 
         def advance(rows: slice, states: Sequence[Tensor] | None, *, decodes: bool) -> Sequence[Tensor]:
+            if states is not None and not decodes and not self.kept.goes_on:
+                for row in range(rows.start, rows.stop):
+                    states = compute(slice(row, row + 1), states, decodes=False)
+                return states
+            return compute(rows, states, decodes=decodes)
+
+        def compute(rows: slice, states: Sequence[Tensor] | None, *, decodes: bool) -> Sequence[Tensor]:
             cache = held(self.kept, states)
 
             def cut(x: Any) -> Any:
@@ -119,6 +126,35 @@ def record_modules(whole: nn.Module, calls: Calls) -> None:
     for name, module in whole.named_modules():
         module.register_forward_pre_hook(before(name))
         module.register_forward_hook(after(name), with_kwargs=True)
+
+
+class _Watched(Tensor):
+    """A tensor on the device "meta" that knows whether something is computed of its values."""
+
+    is_read = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if not isinstance(result, Tensor) or func is Tensor.copy_:
+            return result
+        for x in args:
+            for each in x if isinstance(x, tuple | list) else [x]:
+                if isinstance(each, _Watched):
+                    each.is_read = True
+        return result.as_subclass(Tensor)
+
+
+def watch_states(cache: Any, kept: Sequence[ModuleStates]) -> Callable[[], set[str]]:
+    """From now on a pass with this cache shows which modules do not begin with their states. Returns what
+    names them after the pass."""
+    watched: list[tuple[str, _Watched]] = []
+    for module in kept:
+        for state in module.states:
+            of_name = getattr(cache.layers[module.layer], state.name)
+            of_name[state.index] = of_name[state.index].as_subclass(_Watched)
+            watched.append((module.module, of_name[state.index]))
+    return lambda: {name for name, x in watched if not x.is_read}
 
 
 def _new_states(layer: Any, number: int, seen: set[tuple[int, str, int]]) -> tuple[ModuleState, ...]:
