@@ -30,8 +30,13 @@ from baton.engine.models.transformers.modules import (
     record_calls,
     text_of,
 )
+from baton.engine.models.transformers.replaced import in_one_form
 
 LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
+QUANTIZED_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.(?!(?:weight|bias)$)\w+")
+"""A tensor of a matrix of an expert that no plain one has, such as a scale."""
+PROJECTIONS = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+"""Other names of an expert's matrices."""
 OF_LENGTH = ("dynamic", "longrope")
 """Rotations that change with the longest position of a step. Cached keys would have several."""
 
@@ -133,7 +138,24 @@ class ModulesCheckpoint(Checkpoint):
         self._last: tuple[str, Mapping[str, Any]] = "", {}
         prefix = model.base_model_prefix
         left_out = tuple(f"{name}." for name, part in model.named_modules() if isinstance(part, LeftOut))
+        found = map(QUANTIZED_EXPERT.match, files.names() if files.config.quantization else ())
+        quantized = {match[1] for match in found if match}
+        of_parts = dict(model.named_modules())
         for stored in sorted(files.names(), key=dot_natural_key):
+            experts = stored.partition(".experts.")[0] + ".experts"
+            if experts in quantized:  # the format reads each expert by itself
+                name, _ = rename_source_key(stored, renamings, [], prefix, state)
+                for other, common in PROJECTIONS.items():
+                    name = name.replace(other, common)
+                part = of_parts.get(name.partition(".experts.")[0] + ".experts")
+                if part is not None and in_one_form(part):
+                    self._stored[name] = stored
+                elif not (name.startswith(left_out) or self._is_further(name)):
+                    raise ValueError(
+                        f"{files.file_of(stored)}: quantized experts of {self.config.architecture} are not "
+                        f"supported, such as {stored}"
+                    )
+                continue
             name, pattern = rename_source_key(stored, renamings, converters, prefix, state)
             if name not in state:
                 plain, _ = rename_source_key(stored, [], [], prefix, state)
@@ -144,13 +166,6 @@ class ModulesCheckpoint(Checkpoint):
                     self._made_with[name.replace(targets[0], target)] = name
             elif name in state or not (name.startswith(left_out) or self._is_further(name)):
                 self._stored[name] = stored
-        parts = {name for name, _ in model.named_modules()} if files.config.quantization else set()
-        for name, stored in self._stored.items():
-            if parts and ".experts." in name and name not in state and name.rpartition(".")[0] not in parts:
-                raise ValueError(
-                    f"{files.file_of(stored)}: quantized experts of {self.config.architecture} are not "
-                    f"supported, such as {stored}"
-                )
 
     def _is_further(self, name: str) -> bool:
         """Whether the tensor belongs to a layer behind those of the modules. It predicts further tokens."""

@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine.loader import torch_ao
 from docs.lab import formats
-from tests.engine.checkpoints import assert_refused, edit_json, load
+from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
 from tests.engine.conftest import request_of, tokens_of
 from tests.engine.quantized import KINDS, pack_quantized, save_quantized, torchao
 from tests.engine.test_fp8 import compressed as compressed_float
@@ -33,10 +33,20 @@ def test_tokens_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) 
     assert tokens(tmp_path, model_impl="transformers", skip_model_check=True) == expected
 
 
-def test_modules_of_transformers_take_no_quantized_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["bytes", "auto-round", "nvfp4", "modelopt-fp8"])
+def test_modules_of_transformers_dequantize_experts(kind: str, tmp_path: Path) -> None:
+    exact = save_quantized(tmp_path, kind, "Qwen3Moe", moe_intermediate_size=64)
+    expected = tokens(exact)
+    assert tokens(tmp_path, model_impl="transformers", skip_model_check=True) == expected
+
+
+def test_quantized_experts_that_no_module_has_are_refused(tmp_path: Path) -> None:
     save_quantized(tmp_path, "bytes", "Qwen3Moe")
-    message = "quantized experts of Qwen3MoeForCausalLM are not supported, such as model.layers.0"
-    assert_refused(tmp_path, message, model_impl="transformers")
+    with edited_tensors(tmp_path) as tensors:
+        for name in [name for name in tensors if ".mlp.experts." in name]:
+            tensors[name.replace(".mlp.", ".other.")] = tensors.pop(name)
+    message = "quantized experts of Qwen3MoeForCausalLM are not supported, such as model.layers.0.other"
+    assert_refused(tmp_path, message, model_impl="transformers", skip_model_check=True)
 
 
 @pytest.mark.parametrize(

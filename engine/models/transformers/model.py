@@ -153,8 +153,9 @@ def _load(whole: Any, weights: Weights, read: Collection[str]) -> None:
         names.setdefault(id(x), []).append(name)
     tied = {name for each in names.values() if len(each) > 1 for name in each}
     done = replaced.linears(whole, weights, {*read, *(name.rpartition(".")[0] for name in tied)})
+    done |= replaced.dequantized(whole, weights)
     for all_names in names.values():
-        if all_names[0].rpartition(".")[0] in done:
+        if done & {all_names[0], all_names[0].rpartition(".")[0]}:
             continue
         name = next(filter(weights.has, all_names), all_names[0])
         value = _value(name, state[name], weights)

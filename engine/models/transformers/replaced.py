@@ -18,7 +18,7 @@ from baton.engine.kernels.moe.experts import Choice, Experts
 from baton.engine.layers.current_step import CurrentStep, computing, current_step
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import unsharded
-from baton.engine.layers.weights import Weights
+from baton.engine.layers.weights import Stack, Weights
 from baton.engine.model_config import Scoring
 from baton.engine.models.transformers.interface import ERRORS, SERVING
 
@@ -196,14 +196,14 @@ def mixtures(whole: Any, weights: Weights) -> None:
     tried: dict[type, tuple[Scoring | None, ...]] = {}
     for block in list(whole.modules()):
         experts = getattr(block, "experts", None)
-        if isinstance(experts, nn.Module) and _in_one_form(experts):
+        if isinstance(experts, nn.Module) and in_one_form(experts):
             if type(block) not in tried:
                 tried[type(block)] = _way(whole, block, experts, weights)
             for scoring in tried[type(block)]:
                 _replace(block, experts, scoring, weights)
 
 
-def _in_one_form(experts: nn.Module) -> bool:
+def in_one_form(experts: nn.Module) -> bool:
     """[experts, gate and up, size] and [experts, size, inner], without biases."""
     wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     wanted |= {"has_post_expert_norm": False}
@@ -211,6 +211,29 @@ def _in_one_form(experts: nn.Module) -> bool:
     return names == {"gate_up_proj", "down_proj"} and all(
         getattr(experts, name, value) is value for name, value in wanted.items()
     )
+
+
+def dequantized(whole: Any, weights: Weights) -> set[str]:
+    """Gives experts that a checkpoint has one by one, in the format of its other matrices, their values in
+    the model's dtype. Returns the names of their parameters."""
+    done, size = set[str](), unsharded
+    for name, experts in list(whole.named_modules()):
+        if not in_one_form(experts) or weights.has(f"{name}.gate_up_proj"):
+            continue
+        count, hidden, inner = experts.down_proj.shape
+        ways = {
+            "gate_up_proj": (("gate_proj", "up_proj"), [size(inner)] * 2, size(hidden)),
+            "down_proj": (("down_proj",), [size(hidden)], size(inner)),
+        }
+        for parameter, (parts, rows, columns) in ways.items():
+            shape = getattr(experts, parameter).shape
+            values = torch.empty(shape, dtype=weights.dtype, device=weights.device)
+            for expert in range(count):
+                stack = Stack([f"{name}.{expert}.{part}" for part in parts], rows, columns)
+                values[expert] = weights.format.dense(weights, stack)
+            setattr(experts, parameter, nn.Parameter(values, requires_grad=False))
+            done.add(f"{name}.{parameter}")
+    return done
 
 
 def _way(whole: Any, block: nn.Module, experts: Any, weights: Weights) -> tuple[Scoring | None, ...]:
