@@ -124,13 +124,11 @@ def _keep_states(whole: Any, body: Any, layers: Mapping[int, ModuleStates]) -> d
 
 def body_of(whole: Any) -> tuple[str, Any]:
     """The layers with the embedding and the last norm, and where the modules have them."""
-    from transformers import GenerationMixin, PreTrainedModel
+    from transformers import PreTrainedModel
 
     parts = {name: part for name, part in whole.named_modules() if name and isinstance(part, PreTrainedModel)}
     sees = whole.config.get_text_config() is not whole.config
-    decoder = whole.base_model if sees and whole.base_model is not whole else whole.get_decoder()
-    if decoder in parts.values() and isinstance(decoder, GenerationMixin):
-        decoder = decoder.get_decoder()  # the output projection is within it
+    decoder = whole.base_model if sees else whole.get_decoder()
     return next((item for item in parts.items() if item[1] is decoder), next(iter(parts.items())))
 
 
