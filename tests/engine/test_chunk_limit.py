@@ -157,7 +157,8 @@ def test_no_step_is_longer_than_a_long_one_however_late_prompts_are() -> None:
         limit = measured(target)
         for queue in ([(500, -9.0)] * 50, [(10**6, -9e9)]):
             assert STEP + limit.tokens(ONE, queue, 5.0) * TOKEN <= limit.gap_target + 1e-9
-            assert limit.tokens(ONE, queue, 5.0, joins_at=5.0) == limit.short_step(ONE).tokens
+            alone = limit.tokens(ONE, queue[:1], 5.0, joins_at=5.0)
+            assert alone == limit.short_step(ONE).tokens
 
 
 def test_where_gaps_cost_nothing_a_step_ends_the_first_prompt_if_two_would_decode_twice() -> None:
@@ -196,6 +197,14 @@ def test_a_step_ends_a_short_step_after_a_request_joins_at_most() -> None:
     short = limit.short_step(ONE).tokens
     for joins_at, tokens in ((math.inf, 200), (1.004, short + 40), (1.5, 200), (1.0, short), (0.5, short)):
         assert limit.tokens(ONE, LATE, 1.0, joins_at=joins_at) == pytest.approx(tokens, abs=1), joins_at
+
+
+def test_many_that_wait_are_not_held_up_by_one_that_joins() -> None:
+    """As after a takeover: streams begin again with some tokens each, while requests join in each step."""
+    limit = measured(0.030)
+    short, long = limit.short_step(ONE).tokens, limit.long_step(ONE).tokens
+    waiting = [(60, 0.0)] * 9
+    assert limit.tokens(ONE, waiting, 1.0, joins_at=1.0) == limit.tokens(ONE, waiting, 1.0) == long > short
 
 
 def test_the_limit_stays_within_the_token_budget() -> None:
