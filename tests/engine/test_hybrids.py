@@ -101,7 +101,7 @@ def alone(path: Path, tiny_engine: MakeEngine, requests: list[Any]) -> list[list
         ),
         *(
             pytest.param(
-                {"num_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 6},
+                {"num_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 10},
                 overlap,
                 id=f"preemption-{overlap}",
             )

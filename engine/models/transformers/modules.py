@@ -5,7 +5,6 @@ import importlib
 import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from baton.engine.model_config import ModuleAttention, ModuleStates
-from baton.engine.models.transformers.interface import ERRORS, RECORDING, SERVING, Calls, calling, register
+from baton.engine.models.transformers.interface import RECORDING, SERVING, Calls, calling, register
 from baton.engine.models.transformers.replaced import compute_experts
 
 TOKENS = 4
@@ -136,8 +135,7 @@ def record_calls(settings: str) -> tuple[tuple[ModuleAttention | ModuleStates, .
     it reads without calling them. Raises any of `ERRORS`; `ValueError` names what is missing."""
     calls, plain = _recorded(settings, torch.float32)
     if any(isinstance(layer, ModuleStates) for layer in calls.layers):
-        with suppress(*ERRORS):  # which states are in float32 in a smaller type, too
-            calls, _ = _recorded(settings, torch.bfloat16)
+        calls, _ = _recorded(settings, torch.bfloat16)  # which states are in float32 in a smaller type, too
     return tuple(calls.layers), plain
 
 
