@@ -57,6 +57,11 @@ class RetryBudget:
         self._retries.append(now)
         return True
 
+    def spares(self, now: float) -> bool:
+        """Whether less than half of the budget is taken."""
+        self._forget(now)
+        return 2 * len(self._retries) < max(FLOOR, int(SHARE * len(self._requests)))
+
     def wait(self, now: float) -> float:
         """Seconds until the window frees a retry. New requests may free one earlier."""
         self._forget(now)
@@ -83,7 +88,8 @@ class Parked:
         self.without_budget: FairQueue[bytes, Waits] = FairQueue()
         self.away: dict[Waits, None] = {}
         self._budget = budget
-        self._waking: dict[Waits, None] = {}  # those of `without_worker` that are woken soon
+        self._waking: dict[Waits, None] = {}  # those that are woken soon
+        self._returning: dict[Waits, None] = {}  # those of `away` that wait for the retry budget
         self._arrivals = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -101,9 +107,11 @@ class Parked:
     def worker_ready(self) -> None:
         """Wakes all generations that wait for a worker, then those that may return to one, a part in each
         round of the event loop."""
+        self._wake_soon({**self.without_worker, **self.away})
+
+    def _wake_soon(self, generations: "dict[Waits, None]") -> None:
         waking = bool(self._waking)
-        self._waking.update(self.without_worker)
-        self._waking.update(self.away)
+        self._waking.update(generations)
         if not waking:
             self._wake()
 
@@ -128,9 +136,20 @@ class Parked:
             self._retry_later()
         return False
 
+    def may_return(self, generation: "Waits") -> bool:
+        """Whether the budget has a retry for a generation that decodes, which waits for it if not.
+
+        It leaves half of the budget to failures: the worker that it returns to may be lost again."""
+        if not self.without_budget and self._budget.spares(time.monotonic()):
+            return True
+        self._returning[generation] = None
+        self._retry_later()
+        return False
+
     def remove(self, generation: "Waits") -> None:
         self.worker_found(generation)
         self.away.pop(generation, None)
+        self._returning.pop(generation, None)
         if generation.ticket is not None:
             self.without_budget.remove(generation.ticket)
             generation.ticket = None
@@ -145,10 +164,13 @@ class Parked:
             generation.ticket = None
             self.without_budget.charge(generation.tenant, 1)
             generation.retry_granted()
+        if self._returning and not self.without_budget and self._budget.spares(time.monotonic()):
+            returning, self._returning = self._returning, {}
+            self._wake_soon(returning)
         self._retry_later()
 
     def _retry_later(self) -> None:
-        if self.without_budget and self._timer is None:
+        if (self.without_budget or self._returning) and self._timer is None:
             delay = self._budget.wait(time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay, self._retry)
 

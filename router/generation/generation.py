@@ -6,8 +6,9 @@ The docstring of the package shows the states, and what waits for what.
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from baton.router import prompt_logprobs
 from baton.router.admission.parked import Waits
@@ -99,29 +100,33 @@ class Generation:
     def _woken(self) -> None:
         decode = self.pair.decode
         if decode is not None and decode.joined:
-            self._return(decode)
+            self._safely(partial(self._return, decode))
         else:
             self.advance()
 
-    def _return(self, decode: DecodeAttempt) -> None:
+    def _return(self, decode: DecodeAttempt) -> TurnResult:
         """Moves the decode to another worker if that costs less, its handover included. Another worker with
         the KV is not needed: the one that decodes has it in its prefix cache."""
-        pool, request = self.context.services.pool, replace(self.pair.request(), interrupted=True)
-        if pool.pause or not decode.worker.attached:
-            return
-        planned = pool.desk.returns(request, decode.worker.row)
-        if planned is not None and self._waits.may_prefill():
-            self._note("returns", decode.worker)
-            self.context.services.metrics.retries["returned"].inc()
-            self.pair.drop(decode, "")
-            self.pair.retried = True
-            self._submit(planned)
+        pool, waits = self.context.services.pool, self._waits
+        if pool.pause or not decode.worker.attached or not waits.parked.may_return(waits):
+            return TurnResult.PARKED
+        request = replace(self.pair.request(), interrupted=True)
+        planned = pool.desk.returns(request, decode.worker.row, decode.tokens)
+        if planned is None or not waits.may_prefill():
+            return TurnResult.PARKED
+        self._note("returns", decode.worker)
+        self.context.services.metrics.retries["returned"].inc()
+        self.pair.retried = True
+        return self._submit(planned)
 
     def _start(self) -> TurnResult:
-        """As `_go_on`. An error there is a defect: it ends this generation, and no caller sees it, since most
-        act for other generations or workers."""
+        return self._safely(self._go_on)
+
+    def _safely(self, act: Callable[[], TurnResult]) -> TurnResult:
+        """An error there is a defect: it ends this generation, and no caller sees it, since most act for
+        other generations or workers."""
         try:
-            return self._go_on()
+            return act()
         except Exception as error:
             log.exception("%r: a defect in the router", self, extra=of_request(self.context.entry.name))
             self.fail(ApiError(f"{self}: a defect in the router: {type(error).__name__}: {error}"))

@@ -193,15 +193,18 @@ class Desk(Fleet):
             self.listener(self.now, "plan", (request, held, planned))
         return planned
 
-    def returns(self, request: PrefillRequest, row: int) -> Plan | None:
+    def returns(self, request: PrefillRequest, row: int, tokens: int) -> Plan | None:
         """The plan by which a request that decodes at this worker goes on at another one. None: it stays, as
-        that costs no more."""
-        self._event("returns", request, row)
+        that costs no more. `tokens`: positions of its reservation, which counts at no worker here."""
+        self._event("returns", request, row, tokens)
+        load = self.caches.loads[row]
+        load.ended(tokens, full=load.full)
         planned = plan(request, NOTHING, self)
+        stays = placement.offer(self, request, row, request.tokens).decode_cost()
+        load.sent(tokens)
         if isinstance(planned, Lack) or planned.decode in (None, row):
             return None
-        stays = placement.offer(self, request, row, request.tokens).decode_cost()
-        if min(planned.costs.values(), default=math.inf) >= stays:
+        if planned.costs.get(planned.place, math.inf) >= stays:  # without overflow no plan has such a cost
             return None
         self._take_links(planned)
         return planned

@@ -105,7 +105,7 @@ def _tell(
 
 _KINDS: dict[str, tuple[Any, ...]] = {
     "plan": (PrefillRequest, Held, Plan | Lack),
-    "returns": (PrefillRequest, int),
+    "returns": (PrefillRequest, int, int),
     "join": (str, pb.WorkerDescription, pb.WorkerStatus),
     "reported": (int, pb.WorkerStatus),
     "described": (int, pb.WorkerDescription),

@@ -47,6 +47,13 @@ def test_requests_before_the_window_do_not_count() -> None:
     assert take_all(budget, WINDOW_S + 1) == FLOOR
 
 
+def test_half_of_the_budget_is_left_to_failures() -> None:
+    budget = RetryBudget()
+    assert sum(budget.spares(1.0) and budget.take(1.0) for _ in range(FLOOR)) == FLOOR // 2
+    assert take_all(budget, 2.0) == FLOOR // 2
+    assert (budget.spares(1.0 + WINDOW_S), budget.spares(2.0 + WINDOW_S)) == (False, True)
+
+
 @dataclass
 class Waiting:
     """A generation that waits. It parks again `times` times for a worker, and then calls `then`."""
@@ -154,6 +161,9 @@ class Scripted(RetryBudget):
         self.left -= 1
         return self.left >= 0
 
+    def spares(self, now: float) -> bool:
+        return self.left > 0
+
     def wait(self, now: float) -> float:
         return 0.001
 
@@ -172,6 +182,25 @@ async def test_parked_generations_retry_in_order_of_arrival() -> None:
     assert served == [early, late]
     newest.waits.end()
     assert len(parked.without_budget) == 0
+
+
+async def test_a_stream_that_returns_waits_behind_failures_for_the_budget() -> None:
+    budget = Scripted()
+    parked = Parked(budget)
+    returns, gone, failed = (Waiting(parked) for _ in range(3))
+    for generation in (returns, gone):
+        assert not parked.may_return(generation.waits)
+    gone.waits.end()
+    assert not parked.take_retry(failed.waits)
+    budget.left = 1
+    await within(failed.done.wait())
+    assert returns.woken == 0
+    budget.left = 1
+    await eventually(lambda: returns.woken)
+    assert (returns.woken, gone.woken) == (1, 0)
+    assert parked.may_return(returns.waits)
+    for generation in (returns, failed):
+        generation.waits.end()
 
 
 async def test_keys_take_turns_for_the_retry_budget() -> None:

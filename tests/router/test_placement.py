@@ -14,6 +14,7 @@ from baton.kv_names import ImageSpan, Tier
 from baton.router.policy import placement
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.decode import DecodeCaches, DecodeLoad
+from baton.router.policy.desk import Desk
 from baton.router.policy.fleet import Seen
 from baton.router.policy.links import TRY_AGAIN, Links
 from baton.router.policy.pace import MOST_BUSY, Pace
@@ -579,3 +580,24 @@ def test_a_longer_prefill_queue_favours_overflow_and_more_work_at_decode_disfavo
         assert at_decode(queue + more, waiting)
     else:
         assert not at_decode(queue, waiting + more)
+
+
+@pytest.mark.parametrize(("there", "returns"), [(3, True), (4, False), (5, False)])
+def test_a_stream_returns_where_fewer_others_decode_than_beside_it(there: int, returns: bool) -> None:
+    """It counts at no worker meanwhile, so two streams do not change places."""
+    desk = Desk(lambda: 0.0, PlanSettings(ttft_target=1e6), seed=1)
+    slower = StepModel((1, 256), (0.010, 2.560), 0.0, (1, 8192), (0.0001, 0.8192), 0.0, 0.0)
+    described = pb.WorkerDescription(block_size=16, num_blocks=999, max_num_seqs=99)
+    status = pb.WorkerStatus(blocks_free=999, gap_target_seconds=0.02)
+    for address, decodes in (("a", 5), ("b", there)):
+        load = DecodeLoad.of(address, described)
+        worker = Seen(address, pool=pb.POOL_DECODE, description=described, status=status, decode_load=load)
+        worker.step_model = slower
+        desk.join(worker)
+        desk.serve(worker.row, pb.POOL_DECODE, True)
+        for _ in range(decodes):
+            desk.reserved(worker.row, 100)
+    before = [replace(load) for load in desk.caches.loads.values()]
+    planned = desk.returns(PrefillRequest(key=1, tokens=64, answer=100), 0, 100)
+    assert (None if planned is None else planned.decode) == (1 if returns else None)
+    assert [*desk.caches.loads.values()] == before

@@ -82,11 +82,13 @@ class Life:
         waiting: Sequence[int] = (0, 0, 5000),
         *,
         rolls: bool = False,
+        steps: Sequence[float] = (),
         **config: Any,
     ) -> None:
         """`pools`: of the workers. Drawn if there are none. `waiting`: prompt tokens that one may have.
-        `rolls`: workers that attach again have newer weights."""
-        self.rng, self.waiting, self.rolls = random.Random(seed), waiting, rolls
+        `rolls`: workers that attach again have newer weights. `steps`: seconds that those of a worker may
+        take, which knows its gap target then."""
+        self.rng, self.waiting, self.rolls, self.steps = random.Random(seed), waiting, rolls, steps
         self.versions: dict[bytes, str] = {}
         """Of the weights of the worker that an attempt was sent to."""
         rng = self.rng
@@ -104,7 +106,8 @@ class Life:
         self.computed = set[bytes]()
         self.submitted = self.events = 0
         self.seen: Counter[str] = Counter()
-        self.output = [rng.randrange(3, 10) for _ in range(rng.choice([1, 2, 3, 6]) - 1)] + [STOP]
+        length = rng.choice([30] if steps else [1, 2, 3, 6])
+        self.output = [rng.randrange(3, 10) for _ in range(length - 1)] + [STOP]
         self.pools = pools or [PREFILL] * rng.choice([1, 2]) + [DECODE] * rng.choice([1, 1, 2, 3])
         for number, first in enumerate(self.pools):
             worker = Worker(f"w{number}", pool.desk, lambda: pool.on_capacity(), pool.breaker_changed)
@@ -132,6 +135,8 @@ class Life:
             fastest_step_seconds=0.01, step_seconds=0.01, long_chunk_tokens=50, long_chunk_seconds=0.015,
             tokens_waiting=self.rng.choice(self.waiting), staged_version="new" if self.rolls else "",
         )  # fmt: skip
+        if self.steps:
+            status.step_seconds, status.gap_target_seconds = self.rng.choice(self.steps), 0.01
         described = pb.WorkerDescription(
             first_pool=pool, incarnation=self.rng.getrandbits(64), vocab_size=10, kv_address="k",
             block_size=16, num_blocks=512, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048,
@@ -383,7 +388,7 @@ class Life:
         assert pair.failures.total <= MAX_FAILURES + MAX_LOSSES
 
     async def run(self) -> None:
-        faults = self.rng.randrange(0, 20)
+        faults = self.rng.randrange(0, 60 if self.steps else 20)
         while not self.ends and faults:
             await self.round(disturbs=self.rng.random() < 0.4)
             faults -= 1
@@ -419,6 +424,7 @@ class Life:
         else:
             assert "without a new token" in end.message, end
         self.check()
+        self.seen.update(event.what for event in self.generation.events if event.what == "returns")
         pool, entering = self.pool, self.entering
         entering.__exit__(None, None, None)
         assert not any(worker.attempts for worker in self.works)
@@ -450,7 +456,15 @@ async def test_nothing_is_planned_without_retry_budget(monkeypatch: pytest.Monke
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    "config", [{}, {"overflow": False}, {"split_prompts": False}, {"rolls": True}], ids=str
+    "config",
+    [
+        {},
+        {"overflow": False},
+        {"split_prompts": False},
+        {"rolls": True},
+        {"steps": [0.01, 1.0], "ttft_target": 1e6},
+    ],
+    ids=str,
 )
 def test_a_request_is_answered_once_whatever_fails(config: dict[str, Any]) -> None:
     async def lives() -> Counter[str]:
@@ -468,9 +482,10 @@ def test_a_request_is_answered_once_whatever_fails(config: dict[str, Any]) -> No
         return seen
 
     seen = asyncio.run(lives())
-    expected = {"prefill", "one token", "decode", "retarget", "queued", "lost", "flip", "drain", "room", "kv"}
+    expected = {"prefill", "decode", "retarget", "queued", "lost", "flip", "drain", "room", "kv"}
     expected |= {"inline"} if config.get("overflow", True) else set()
     expected |= {"split"} if config.get("split_prompts", True) else set()
+    expected |= {"returns"} if "steps" in config else {"one token"}  # those that return are long
     assert expected <= seen.keys(), seen
 
 

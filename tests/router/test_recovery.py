@@ -301,6 +301,20 @@ async def test_a_defect_of_a_plan_ends_its_request_alone(
     assert remedies == 2 * [ApiError.remedy], "its log has the stack"
 
 
+async def test_a_defect_as_a_stream_returns_ends_its_request(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+    decode.steps, prefill.steps = asyncio.Semaphore(3), asyncio.Semaphore(2)
+    request = asyncio.create_task(cluster.events("/v1/completions", **BODY))
+    await cluster.until(lambda: decodes(decode))
+    await decode.kill()
+    await cluster.until(lambda: cluster.router.services.parked.away)
+    monkeypatch.setattr("baton.router.policy.desk.plan", lambda *_: 1 // 0)
+    await decode.start(int(decode.address.rpartition(":")[2]))
+    assert "a defect in the router: ZeroDivisionError" in (await request)[-1]["error"]["message"]
+
+
 async def test_a_handed_back_request_continues_elsewhere_without_a_failure(pair: Cluster):
     for worker in pair.decodes:
         worker.fail = (2, pb.FAILURE_CODE_HANDED_BACK)
