@@ -307,9 +307,9 @@ async def test_a_defect_as_a_stream_returns_ends_its_request(
     [prefill], [decode] = cluster.prefills, cluster.decodes
     decode.steps, prefill.steps = asyncio.Semaphore(3), asyncio.Semaphore(2)
     request = asyncio.create_task(cluster.events("/v1/completions", **BODY))
-    await cluster.until(lambda: decodes(decode))
+    await cluster.until(lambda: bool(decodes(decode)))
     await decode.kill()
-    await cluster.until(lambda: cluster.router.services.parked.away)
+    await cluster.until(lambda: bool(cluster.router.services.parked.away))
     monkeypatch.setattr("baton.router.policy.desk.plan", lambda *_: 1 // 0)
     await decode.start(int(decode.address.rpartition(":")[2]))
     assert "a defect in the router: ZeroDivisionError" in (await request)[-1]["error"]["message"]
