@@ -358,6 +358,9 @@ async def test_nothing_leaks_in_50_kills(worker: WorkerProcess) -> None:
                     standby.kill()
                 kill(worker)
             assert ids(await within(read(stream, decode_id))) == right
-        assert counts[5][:2] == counts[-1][:2]
-        assert counts[-1][2] <= 1.1 * counts[5][2]
+        # Some files are open for a while after a kill, so the fewest of five are compared.
+        files, processes, memory = ([min(each[5:10]), min(each[-5:])] for each in zip(*counts, strict=True))
+        assert files[1] <= files[0]
+        assert processes[1] == processes[0]
+        assert memory[1] <= 1.1 * memory[0]
     await assert_whole(worker)
