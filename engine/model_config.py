@@ -652,7 +652,17 @@ class ModelConfig:
         layers, of an output projection that is not tied to it, and of the other matrices."""
         one, of_layers = self.vocab_size * self.hidden_size, self.layer_table_parameters
         tables = one * (embedding if self.tie_embeddings else embedding + output) + of_layers * embedding
-        return round(tables + (self.num_parameters - self.embedding_parameters - of_layers) * matrix)
+        return round(tables + self.matrix_parameters * matrix)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Number of parameters of the matrices of `weight_bytes` that are no tables."""
+        return self.num_parameters - self.embedding_parameters - self.layer_table_parameters
+
+    @property
+    def expert_parameters(self) -> int:
+        """Those of routed experts. 0 also for modules of transformers, which do not say it."""
+        return self.num_parameters - round(self._parameters(0))
 
     def _parameters(self, experts: float) -> float:
         """Number of parameters with this many experts in each layer that has experts."""

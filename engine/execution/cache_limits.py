@@ -25,6 +25,9 @@ CPU_POOL_BYTES = 1 * GIB
 CUDA_BYTES = 1 * GIB
 """For the CUDA context and the code of kernels: half a GiB and more, which torch's allocator does not count.
 It is not measured, because other processes may allocate memory during the measurement."""
+STEP_BYTES = 4 * GIB
+"""Of a GPU, for activations, graphs and CUDA itself, where they are not measured yet. Measured with models of
+8B: 3.7 to 3.9 GiB."""
 TOKENS_OF_WINDOW = 4096
 """In a pool of fixed size, layers with windows have room for the window of one request in so many tokens,
 whether the request runs or is in the prefix cache. So the cache keeps as many ends of prompts of 2,000 tokens
@@ -138,8 +141,9 @@ def choose_limits(
     *,
     drafts: bool,
     loaded: bool,
-) -> CacheLimits:
-    """The limits for this model, equal on all ranks. Raises `ValueError` naming the flag that does not fit.
+) -> tuple[CacheLimits, PlainFormat]:
+    """The limits for this model, equal on all ranks, and the format in which its weights are kept. Raises
+    `ValueError` naming the flag that does not fit.
 
     `device` is that of this rank. `drafts`: the model has a draft head, which caches what a layer caches.
     `loaded`: an engine before has left the weights in memory that this one shares, so they need no other."""
@@ -154,18 +158,18 @@ def choose_limits(
     kv_dtype = choose_kv_dtype(config, dtype, device)
     cache = layer_caches(model.of_rank(ranks.size), dtype, kv_dtype, drafts=drafts)
     most_bytes = CPU_POOL_BYTES // ranks.size
-    output = weight_format.bytes_per_parameter(dtype, output=True)
-    weights = model.weight_bytes(dtype.itemsize, output, weight_format.bytes_per_parameter(dtype))
+    limits = CacheLimits(dtype, block_size, max_model_len, cache)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        check_weights_fit(config, weights // ranks.size, total if loaded else free, total)
         most_bytes = ranks.minimum(total)
-    elif weights > (free := available_memory()) and not loaded:
+        weight_format = kept_format(config, model, weight_format, limits, most_bytes)
+        weights = weight_bytes(model, weight_format, dtype)
+        check_weights_fit(config, weights // ranks.size, total if loaded else free, total)
+    elif (weights := weight_bytes(model, weight_format, dtype)) > (free := available_memory()) and not loaded:
         raise ValueError(
             f"--model {config.model}: its weights take {gib(weights)} in {dtype}, and {gib(free)} of memory "
             "are available; free some, or choose a smaller model or --dtype"
         )
-    limits = CacheLimits(dtype, block_size, max_model_len, cache)
     states = f"; states: {_states(model, limits)}" if limits.state_bytes else ""
     log.info(
         "weights: %s, %s, %s; KV: %s, %d bytes a token%s",
@@ -173,7 +177,33 @@ def choose_limits(
     )  # fmt: skip
     bytes_each = limits.token_bytes - limits.window_token_bytes
     capacity = config.num_blocks * block_size if config.num_blocks else most_bytes // bytes_each
-    return limits if config.max_model_len else replace(limits, max_model_len=min(max_model_len, capacity))
+    if not config.max_model_len:
+        limits = replace(limits, max_model_len=min(max_model_len, capacity))
+    return limits, weight_format
+
+
+def weight_bytes(model: ModelConfig, weight_format: PlainFormat, dtype: torch.dtype) -> int:
+    """Of all ranks."""
+    output = weight_format.bytes_per_parameter(dtype, output=True)
+    return model.weight_bytes(dtype.itemsize, output, weight_format.matrix_bytes(model, dtype))
+
+
+def kept_format(
+    config: EngineConfig, model: ModelConfig, weight_format: PlainFormat, limits: CacheLimits, total: int
+) -> PlainFormat:
+    """How a GPU of `total` bytes keeps the weights: integers of 8 bits packed only if they would else leave
+    no room for the KV of one longest request, since products with packed ones are slower. The exact mode
+    has no such product.
+
+    `baton serve` chooses the fewest GPUs that hold the packed weights and as much KV. The free memory does
+    not count: engine processes on one GPU share weights, which need one format."""
+    plain = weight_format.with_int8_dequantized()
+    blocks = config.num_blocks or -(-limits.max_model_len // limits.block_size)
+    kv = limits.pool_bytes(blocks, limits.window_blocks(blocks, config.max_num_batched_tokens))
+    weights = weight_bytes(model, plain, limits.dtype) // config.tensor_parallel_size
+    steps = config.other_bytes + STEP_BYTES * (2 if config.stands_by else 1)
+    fits = weights + steps + kv + limits.state_bytes <= int(config.gpu_memory_utilization * total)
+    return plain if fits or config.batch_invariant else weight_format
 
 
 def _states(model: ModelConfig, limits: CacheLimits) -> str:

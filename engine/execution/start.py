@@ -40,7 +40,9 @@ from baton.engine.execution.threads import set_threads
 from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_times, rehearsal_in, warm_up
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.ranks import Ranks
+from baton.engine.layers.weights import Checkpoint, PlainFormat
 from baton.engine.loader import choose_format, draft_head, open_checkpoint
+from baton.engine.loader.draft_heads import FoundHead
 from baton.engine.loader.live_weights import LoadedModel
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
@@ -114,21 +116,12 @@ def start_rank(
         wait_for_turn = _nothing
     checkpoint = open_checkpoint(config, device, progress)
     checkpoint.config.check_step(config.max_num_batched_tokens, config.max_num_seqs)
-    weight_format = choose_format(config, checkpoint.config, device)
-    head = draft_head(config, checkpoint, weight_format)
     stands_by = wait_for_turn is not _nothing
     kept_weights = keep.memory[0].weights if keep.memory and config.stands_by else None
     if kept_weights is not None and not stands_by:
         kept_weights.clear()  # an engine before has left them, and no other process has them any more
-    limits = choose_limits(
-        config,
-        checkpoint.config,
-        weight_format,
-        device,
-        ranks,
-        drafts=head is not None,
-        loaded=kept_weights is not None and stands_by,
-    )
+    loaded = kept_weights is not None and stands_by
+    limits, weight_format, head, dequantizes_int8 = _planned(config, checkpoint, device, ranks, loaded=loaded)
     model, drafter, fingerprint, encoder, tower, embeddings, of_weights = load_weights(
         config,
         checkpoint,
@@ -217,6 +210,7 @@ def start_rank(
             model,
             drafter,
             tower=tower,
+            dequantizes_int8=dequantizes_int8,
             writing=nullcontext if of_weights is None else of_weights.writing,
         ),
         encoder,
@@ -225,6 +219,21 @@ def start_rank(
         kept,
         _releasable(config, {"kv_cache": memory, "weights": of_weights}),
     )
+
+
+def _planned(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, ranks: Ranks, *, loaded: bool
+) -> tuple[CacheLimits, PlainFormat, FoundHead | None, bool]:
+    """The limits, the format of the weights, the draft head, and whether integers of 8 bits are dequantized.
+    `loaded`: as in `choose_limits`."""
+    stored = choose_format(config, checkpoint.config, device)
+    head = draft_head(config, checkpoint, stored)
+    limits, kept = choose_limits(
+        config, checkpoint.config, stored, device, ranks, drafts=head is not None, loaded=loaded
+    )
+    if head is not None and head.weight_format is stored:
+        head = replace(head, weight_format=kept)
+    return limits, kept, head, kept is not stored
 
 
 def _nothing() -> None:

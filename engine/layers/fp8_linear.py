@@ -80,7 +80,9 @@ class Fp8Format(PlainFormat):
         weight = self.read(weights, name, rows, columns)
         return super().values(weights, name, rows, columns) if weight is None else exact(weight)
 
-    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
+    def bytes_per_parameter(
+        self, dtype: torch.dtype, *, output: bool = False, experts: bool = False
+    ) -> float:
         return 1 + 4 / FP8_GROUP if self.quantizes_activations and not output else dtype.itemsize
 
     def linear(self, weights: Weights, stack: Stack) -> LinearMethod:

@@ -4,7 +4,8 @@ CPU, bfloat16     decodes    torch's kernel for 4 bits, which computes a row in 
                   prompts    oneDNN, from a copy in bfloat16 or float32, in tiles of equally many rows
 GPU, 16 bits      4 bits     kernels that read the codes, from Hopper on (`quantized.int4_linear`)
                   experts    the grouped form of these kernels (`moe.grouped_linear`)
-                  8 bits     few rows as before (`quantized.int8_linear`); else dequantized for each product
+                  8 bits     dequantized at load if that leaves room for KV (`execution.cache_limits`); else
+                             few rows as before (`quantized.int8_linear`), many dequantized for each product
 other             dequantized at load; also on a CPU in the exact mode, since both kernels of a CPU would have
                   to add in one order
 """
@@ -12,7 +13,7 @@ other             dequantized at load; also on a CPU in the exact mode, since bo
 import functools
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -45,13 +46,38 @@ class GroupsFormat(PlainFormat):
     """The base of formats that read matrices as `Groups`."""
 
     device: torch.device
+    int8_packed: bool = True
+    """Whether a GPU keeps integers of 8 bits packed."""
+
+    @property
+    def has_int8(self) -> bool:
+        """Whether some products have integers of 8 bits."""
+        return False
+
+    def with_int8_dequantized(self) -> PlainFormat:
+        if not self.has_int8:
+            return self
+        return replace(self, name=f"{self.name}, 8 bits dequantized at load", int8_packed=False)
+
+    def kept_bytes(
+        self, bits: int, size: int | None, dtype: torch.dtype, *, experts: bool, floats: bool = False
+    ) -> float:
+        """Bytes of one parameter in memory. Experts stay packed on GPUs alone, and in 4 bits."""
+        on_gpu = self.device.type == "cuda"
+        packed = bits == 4 or self.int8_packed
+        if (experts and (bits == 8 or not on_gpu)) or (on_gpu and not packed):
+            return dtype.itemsize
+        return bytes_per_parameter(bits, size, dtype, self.device, floats=floats)
 
     def linear(self, weights: Weights, stack: Stack) -> LinearMethod:
         groups = self.read_groups(weights, stack)
         return super().linear(weights, stack) if groups is None else self.product(groups, weights, stack)
 
     def product(self, groups: Groups, weights: Weights, stack: Stack) -> LinearMethod:
-        return grouped_linear(groups, weights.bias(stack), weights, output=stack.names == [OUTPUT])
+        bias = weights.bias(stack)
+        if groups.bits == 8 and not self.int8_packed:
+            return PlainLinear(groups.values().to(weights.dtype), bias, exact=weights.kernels.exact)
+        return grouped_linear(groups, bias, weights, output=stack.names == [OUTPUT])
 
     def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
         held: list[Tensor | FourBits] = []
@@ -146,7 +172,7 @@ def _packs_on_gpu(groups: Groups, weights: Weights) -> bool:
         return False
     if groups.floats and weights.dtype is not torch.bfloat16:
         return False  # float16 has not all scales of MXFP4
-    if groups.bits == 8 and (weights.kernels.exact or groups.codes.shape[1] % 16):
+    if groups.bits == 8 and groups.codes.shape[1] % 16:
         return False
     size = groups.size if groups.bits == 4 or groups.scales.shape[1] > 1 else None
     fits = _fits_gpu(groups.bits, size, floats=groups.floats)
@@ -161,6 +187,7 @@ def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMeth
     if not _packs_on_gpu(groups, weights):
         return PlainLinear(groups.values().to(weights.dtype), bias, exact=weights.kernels.exact)
     if groups.bits == 8:
+        assert not weights.kernels.exact, "no such product is exact, so they are dequantized"
         return Int8Linear(*groups[:3], bias, weights.dtype, multiprocessors(weights.device))
     weight = four_bits(*groups[:3], weights.dtype, floats=groups.floats)
     return Int4Linear(weight, bias, multiprocessors(weights.device), exact=weights.kernels.exact)

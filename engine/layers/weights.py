@@ -149,10 +149,23 @@ class PlainFormat:
     identity: str = ""
     """All that the format changes about results: a part of the model's fingerprint. Empty: nothing."""
 
-    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
+    def bytes_per_parameter(
+        self, dtype: torch.dtype, *, output: bool = False, experts: bool = False
+    ) -> float:
         """Memory for one parameter of a matrix, scales included. `dtype` is the model's. `output`: of an
-        output projection that is not tied to the embedding."""
+        output projection that is not tied to the embedding. `experts`: of routed experts."""
         return dtype.itemsize
+
+    def matrix_bytes(self, model: ModelConfig, dtype: torch.dtype) -> float:
+        """The mean of all matrices of this model but the output projection."""
+        share = model.expert_parameters / model.matrix_parameters
+        of_experts = self.bytes_per_parameter(dtype, experts=True)
+        return share * of_experts + (1 - share) * self.bytes_per_parameter(dtype)
+
+    def with_int8_dequantized(self) -> "PlainFormat":
+        """The same format, whose integers of 8 bits are dequantized at load on a GPU. This one if it has none
+        that stay packed. Results have the same numbers."""
+        return self
 
     def linear(self, weights: "Weights", stack: Stack) -> LinearMethod:
         """Loads a product. Tensors come from `weights.stack` and `weights.stored`, and may be on the device

@@ -6,7 +6,7 @@ the model's dtype.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,8 +47,22 @@ class ByModule(Dequantized):
     extra_biases: bool = False
     """Whether a checkpoint may have biases that the model lacks, as those of AutoGPTQ."""
 
-    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
-        return max(each.bytes_per_parameter(dtype, output=output) for each in self.formats)
+    def bytes_per_parameter(
+        self, dtype: torch.dtype, *, output: bool = False, experts: bool = False
+    ) -> float:
+        return max(each.bytes_per_parameter(dtype, output=output, experts=experts) for each in self.formats)
+
+    def with_int8_dequantized(self) -> PlainFormat:
+        changed = {each.name: each.with_int8_dequantized() for each in self.formats}
+        if all(each is changed[each.name] for each in self.formats):
+            return self
+
+        def of(name: str) -> PlainFormat | None:
+            found = self.chosen(name)
+            return None if found is None else changed[found.name]
+
+        names = "; ".join(each.name for each in changed.values())
+        return replace(self, name=names, formats=tuple(changed.values()), chosen=of)
 
     def reads(self, weights: Weights, name: str) -> bool:
         return self._of(weights, name) is not PLAIN

@@ -76,6 +76,7 @@ LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors with settings of LongRoPE."""
 
 FUSED = {"attn_q": "qkv", "attn_k": "qkv", "attn_v": "qkv", "ffn_gate": "gate_up", "ffn_up": "gate_up"}
+FUSED |= {"ffn_gate_exps": "gate_up_exps", "ffn_up_exps": "gate_up_exps"}
 """The product of a matrix that the model computes together with others."""
 
 INTERLEAVED = re.compile(r"\.[qk]_proj\.")
@@ -272,15 +273,18 @@ class GGUFCheckpoint(Files):
             config = replace(config, rope_scaling=RopeScaling("tensor"))
         if self.kind.form is not None:
             return config
-        return replace(config, quantization={"quant_method": "gguf", "products": self._products()})
+        products, of_experts = self._products(2), self._products(3)
+        settings = {"quant_method": "gguf", "products": products, "of_experts": of_experts}
+        return replace(config, quantization=settings)
 
-    def _products(self) -> dict[tuple[str, ...], int]:
-        """Parameters of the products of all layers, by the types of their matrices."""
+    def _products(self, dimensions: int) -> dict[tuple[str, ...], int]:
+        """Parameters of the products of all layers, by the types of their matrices. Those of routed experts
+        have three dimensions."""
         products: defaultdict[tuple[str, str], list[TensorInfo]] = defaultdict(list)
         for name in self._file_of:
             info = self._info(name)
             match name.split("."):
-                case ["blk", layer, part, "weight"] if len(info.shape) == 2:
+                case ["blk", layer, part, "weight"] if len(info.shape) == dimensions:
                     products[layer, FUSED.get(part, part)].append(info)
         parameters: defaultdict[tuple[str, ...], int] = defaultdict(int)
         for matrices in products.values():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import LinearMethod
-from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter, grouped_linear, packs
+from baton.engine.layers.grouped_linear import GroupsFormat, grouped_linear, packs
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.weights import Groups, Stack, Weights
 
@@ -76,18 +76,27 @@ class GGUFFormat(GroupsFormat):
 
     products: Mapping[tuple[str, ...], int]
     """Parameters of the products of all layers, by the types of their matrices."""
+    of_experts: Mapping[tuple[str, ...], int]
+    """The same of routed experts."""
     identity: str = "gguf"
 
-    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
+    def bytes_per_parameter(
+        self, dtype: torch.dtype, *, output: bool = False, experts: bool = False
+    ) -> float:
         """The mean of all products."""
-        if output:
+        products = self.of_experts if experts else self.products
+        if output or not products:
             return dtype.itemsize
 
         def of(types: Iterable[str]) -> float:
             bits = _bits(types)
-            return bytes_per_parameter(bits, GROUP, dtype, self.device) if bits else dtype.itemsize
+            return self.kept_bytes(bits, GROUP, dtype, experts=experts) if bits else dtype.itemsize
 
-        return fmean(map(of, self.products), self.products.values())
+        return fmean(map(of, products), products.values())
+
+    @property
+    def has_int8(self) -> bool:
+        return any(_bits(types) == 8 for types in self.products)
 
     def tied(self, weights: Weights, stack: Stack, embedding: Tensor) -> LinearMethod:
         plain = weights.device.type == "cuda" or weights.kernels.exact
@@ -100,7 +109,7 @@ class GGUFFormat(GroupsFormat):
 def gguf(settings: Mapping[str, Any], source: str, device: torch.device) -> GGUFFormat:
     products = settings["products"]
     name = f"gguf ({', '.join(sorted(set(chain(*products))))})"
-    return GGUFFormat(name=name, products=products, device=device)
+    return GGUFFormat(name=name, products=products, of_experts=settings["of_experts"], device=device)
 
 
 def serves_packed(settings: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> bool:

@@ -35,7 +35,9 @@ class Mxfp4(GroupsFormat):
 
     name: str = "mxfp4 experts"
 
-    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
+    def bytes_per_parameter(
+        self, dtype: torch.dtype, *, output: bool = False, experts: bool = False
+    ) -> float:
         """As if all matrices were experts, which they nearly are."""
         if output or self.device.type != "cuda":
             return dtype.itemsize

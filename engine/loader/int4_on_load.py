@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.engine.kernels import LinearMethod
 from baton.engine.layers.fp8_linear import ALIGNED, KEPT_PLAIN, Fp8Format
-from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
+from baton.engine.layers.grouped_linear import GroupsFormat
 from baton.engine.layers.pieces import rows_in_pieces
 from baton.engine.layers.weights import OUTPUT, Groups, Stack, Weights, stacked
 from baton.engine.loader.fp8_formats import fp8_output
@@ -28,10 +28,12 @@ class Int4OnLoad(GroupsFormat):
     output: Fp8Format
     identity: str = "int4 on load"
 
-    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
+    def bytes_per_parameter(
+        self, dtype: torch.dtype, *, output: bool = False, experts: bool = False
+    ) -> float:
         if output:
             return self.output.bytes_per_parameter(dtype)
-        return bytes_per_parameter(4, SIZES[0], dtype, self.device)
+        return self.kept_bytes(4, SIZES[0], dtype, experts=experts)
 
     def linear(self, weights: Weights, stack: Stack) -> LinearMethod:
         aligned = not any(part.length % ALIGNED for part in (*stack.rows, stack.columns))

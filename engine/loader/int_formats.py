@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
+from baton.engine.layers.grouped_linear import GroupsFormat
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Groups, PlainFormat, Stack, Weights, stacked
 from baton.engine.loader.by_module import ByModule, Dequantized, by_module, require
@@ -54,10 +54,16 @@ class StoredGroups(GroupsFormat, Dequantized):
     floats: bool = False
     """As in `Groups`."""
 
-    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
+    def bytes_per_parameter(
+        self, dtype: torch.dtype, *, output: bool = False, experts: bool = False
+    ) -> float:
         if output:
             return dtype.itemsize
-        return bytes_per_parameter(max(self.bits, 4), self.size, dtype, self.device, floats=self.floats)
+        return self.kept_bytes(max(self.bits, 4), self.size, dtype, experts=experts, floats=self.floats)
+
+    @property
+    def has_int8(self) -> bool:
+        return self.bits == 8
 
     def reads(self, weights: Weights, name: str) -> bool:
         return weights.has(f"{name}.{self.marker}")

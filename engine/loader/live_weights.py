@@ -78,6 +78,8 @@ class LoadedModel:
     drafter: DraftHead | None
     tower: Mapping[str, Tensor]
     """The weights of the encoder of images that the engine uses."""
+    dequantizes_int8: bool
+    """As `PlainFormat.with_int8_dequantized` does."""
     writing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """The tensors may be written to within."""
 
@@ -92,6 +94,8 @@ class LoadedModel:
             checkpoint = open_checkpoint(config, self.device)
             self._check_same(checkpoint.config, path)
             weight_format = choose_format(config, checkpoint.config, self.device)
+            if self.dequantizes_int8:
+                weight_format = weight_format.with_int8_dequantized()
             head = draft_head(config, checkpoint, weight_format)
             new_pairs: list[Pair] = []
 

@@ -1,10 +1,13 @@
 """Which workers `baton serve` starts on the GPUs of a machine."""
 
 import json
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from baton.cluster import check_model, serve
@@ -15,7 +18,14 @@ from baton.cluster.gpus import gpus_with_memory
 from baton.cluster.supervision import blueprint
 from baton.cluster.supervision.blueprint import Blueprint, RoleSpec
 from baton.cluster.tools.sizing import MODELS
+from baton.cluster.tools.sizing.speeds import H200 as H200_GPU
+from baton.cluster.tools.sizing.speeds import as_kept
 from baton.cluster.tools.sizing.worker_needs import TooLarge, computed
+from baton.engine.api.config import EngineConfig
+from baton.engine.execution.cache_limits import CacheLimits, kept_format, weight_bytes
+from baton.engine.loader.families import cache_spec
+from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.loader.int_formats import stored_groups
 
 H200, H100 = 139.0, 79.6
 OPTIONS: dict[str, object] = {
@@ -87,6 +97,27 @@ def test_all_gpus_are_used(
     assert (needs.ranks, (chosen.prefill, chosen.decode)) == ((ranks, ranks), pools)
     assert f"--prefill {chosen.prefill} --decode {chosen.decode}, {ranks} GPU" in chosen.text
     assert chosen.text.endswith("Choose otherwise with " + CHOOSE + ".")
+
+
+def test_int8_weights_are_planned_as_the_engine_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed only where they would else leave no room for one request. A worker has the fewest GPUs that hold
+    it then."""
+    monkeypatch.setattr("baton.engine.layers.grouped_linear.from_hopper_on", lambda device: True)
+    model = model_config_from_hf(MODELS["llama-3.1-8b"] | SHAPES["70B"], {}, "70B")
+    bf16, cuda, found = torch.bfloat16, torch.device("cuda"), set[bool]()
+    int8 = stored_groups("t", 8, 128, "m", lambda *_: pytest.fail("reads no weights"), cuda)
+    for gib, ranks, context in product((60, 80, 100, 139, 200), (1, 2, 4, 8), (2048, 131072)):
+        config = EngineConfig("m", tensor_parallel_size=ranks)
+        limits = CacheLimits(bf16, 128, context, cache_spec(model.of_rank(ranks), bf16))
+        kept = kept_format(config, model, int8, limits, gib << 30)
+        gpu = replace(H200_GPU, memory=gib << 30)
+        share = config.gpu_memory_utilization
+        worker = as_kept(gpu, model, int8, bf16, ranks, bf16, 2000, share, context)
+        assert worker.weight_bytes == weight_bytes(model, kept, bf16), (gib, ranks, context)
+        found.add(kept is int8)
+        if not worker.holds(context, share):
+            assert kept is int8
+    assert found == {True, False}
 
 
 @pytest.mark.parametrize(

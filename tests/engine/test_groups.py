@@ -27,9 +27,12 @@ from baton.engine.layers.grouped_linear import (
 )
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Ranks, Shard, unsharded
-from baton.engine.layers.weights import Groups, PlainFormat, Weights
-from baton.engine.loader import choose_format, model_fingerprint, open_checkpoint
+from baton.engine.layers.weights import Groups, PlainFormat, Stack, Weights
+from baton.engine.loader import choose_format, gguf_groups, model_fingerprint, open_checkpoint
+from baton.engine.loader.by_module import ByModule
+from baton.engine.loader.compressed import compressed
 from baton.engine.loader.gguf_groups import UNPACK
+from baton.engine.loader.int_formats import StoredGroups, stored_groups
 from tests.engine.conftest import request_of, run
 from tests.engine.test_disaggregation import Pair
 from tests.engine.test_gguf import write
@@ -100,12 +103,52 @@ def test_what_gpus_keep_packed(
     monkeypatch.setattr("baton.engine.kernels.launch.multiprocessors", lambda device: 132)
     monkeypatch.setattr("baton.engine.layers.linear._product", lambda *_, **__: None)
     device, dtype = torch.device("cuda"), torch.bfloat16
-    weights = stand_in(Weights, device=device, dtype=dtype, kernels=Kernels())
+    weights = stand_in(Weights, device=device, dtype=dtype, kernels=Kernels(), bias=lambda stack: None)
     groups = random_groups(64, 512, size or 512, bits)._replace(floats=floats)
     product = grouped_linear.grouped_linear(groups, None, weights)
     found = sum(tensor.nbytes for tensor in in_place.tensors(product)) / (64 * 512)
     assert bytes_per_parameter(bits, size, dtype, device, floats=floats) == kept
     assert kept <= found <= kept + 8 / 512
+    made = stored_groups("t", bits, size, "m", lambda *_: groups, device, kind="fp" if floats else "int")
+    assert made.bytes_per_parameter(dtype) == kept
+    assert made.bytes_per_parameter(dtype, experts=True) == (2 if bits == 8 else kept)
+    on_cpu = replace(made, device=torch.device("cpu"))
+    assert on_cpu.bytes_per_parameter(dtype, experts=True) == 2
+    plain = made.with_int8_dequantized()
+    assert (plain is made) == (bits == 4)
+    if bits == 8:
+        assert plain.name == f"{made.name}, 8 bits dequantized at load"
+        assert plain.identity == made.identity, "workers that keep them packed have the same KV"
+        assert plain.bytes_per_parameter(dtype) == 2
+        assert isinstance(plain, StoredGroups)
+        stack = Stack(["x"], [unsharded(64)], unsharded(512))
+        assert isinstance(plain.product(groups, weights, stack), PlainLinear)
+
+
+def test_of_several_formats_those_of_8_bits_are_dequantized() -> None:
+    """And those of a GGUF file: products of one type."""
+    of_all = {"type": "int", "strategy": "group", "group_size": 32}
+    four, eight = ({"num_bits": bits, **of_all} for bits in (4, 8))
+    groups = {"a": {"weights": four}, "b": {"weights": eight, "targets": ["re:.*down_proj"]}}
+    settings = {"format": "pack-quantized", "config_groups": groups, "ignore": ["lm_head"]}
+    stored = compressed(settings, "m", torch.device("cuda"))
+    plain = stored.with_int8_dequantized()
+    assert isinstance(plain, ByModule)
+    of_four, of_eight = plain.formats
+    assert of_four is stored.formats[0]
+    assert plain.name == f"{stored.name}, 8 bits dequantized at load"
+    assert plain.chosen("q_proj") is of_four
+    assert plain.chosen("down_proj") is of_eight
+    assert plain.chosen("lm_head") is None
+    assert isinstance(of_eight, StoredGroups)
+    groups_of_8, cpu = random_groups(16, 64, 32, 8), torch.device("cpu")
+    weights = stand_in(Weights, device=cpu, dtype=torch.float32, kernels=Kernels(), bias=lambda stack: None)
+    product = of_eight.product(groups_of_8, weights, Stack(["x"], [unsharded(16)], unsharded(64)))
+    torch.testing.assert_close(product(torch.eye(64)).T, groups_of_8.values())
+    assert plain.bytes_per_parameter(torch.bfloat16) == 2
+    settings = {"products": {("Q4_K",): 3, ("Q8_0",): 1}, "of_experts": {}}
+    of_file = gguf_groups.gguf(settings, "m", torch.device("cuda"))
+    assert of_file.with_int8_dequantized().name == "gguf (Q4_K, Q8_0), 8 bits dequantized at load"
 
 
 @needs_packing
@@ -140,7 +183,8 @@ def test_which_gguf_files_stay_packed(embedded_model_path: Path, monkeypatch: py
     model = open_checkpoint(EngineConfig(path), torch.device("cpu")).config
 
     def chosen(device: str, products: Any = None, **settings: Any) -> str:
-        of_file = model.quantization if products is None else {"quant_method": "gguf", "products": products}
+        changed = {} if products is None else {"products": products}
+        of_file = {**(model.quantization or {}), **changed}
         shape = replace(model, quantization=of_file)
         return choose_format(EngineConfig(path, **settings), shape, torch.device(device)).name
 

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from baton.cluster.tools.sizing import MODELS
 from baton.engine import Engine, EngineConfig, Hooks, build_engine
-from baton.engine.execution.cache_limits import GIB, CacheLimits, check_weights_fit, choose_kv_dtype
+from baton.engine.execution.cache_limits import (
+    GIB,
+    CacheLimits,
+    check_weights_fit,
+    choose_kv_dtype,
+    kept_format,
+)
 from baton.engine.execution.graphs import LayerDone
 from baton.engine.execution.memory_sizing import MemoryUse, PoolSize, memory_for, size_pool
 from baton.engine.execution.runner import Launched, ModelRunner
@@ -20,7 +27,8 @@ from baton.engine.kernels.blocks_of_rows import size_for
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader.families import cache_spec
-from baton.engine.loader.hf_config import read_config
+from baton.engine.loader.hf_config import model_config_from_hf, read_config
+from baton.engine.loader.int_formats import stored_groups
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
@@ -468,3 +476,49 @@ def test_a_standby_takes_what_the_engine_takes_and_a_page() -> None:
     # As above, less 1 (CUDA) + 15 + 2 + 0.5 of the standby
     assert room == (use().room(0.9) - int(18.5 * GIB)) * 64 // 65
     assert "the standby 18.50 GiB" in str(replace(use(), stands_by=True))
+
+
+INT8 = stored_groups("t", 8, 128, "m", lambda *_: pytest.fail("reads no weights"), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("gib", "packed", "config"),
+    [
+        (40, False, {}),  # 15.0 of weights, 16 of KV and 4 of steps, of 36
+        (38, True, {}),
+        (22, False, {"max_model_len": 4096}),  # 0.5 of KV
+        (21, True, {"max_model_len": 4096}),
+        (27, False, {"max_model_len": 4096, "stands_by": True}),  # steps of two processes
+        (26, True, {"max_model_len": 4096, "stands_by": True}),
+        (24, False, {"max_model_len": 4096, "other_bytes": 2 * GIB}),
+        (23, True, {"max_model_len": 4096, "other_bytes": 2 * GIB}),
+        (24, False, {"num_blocks": 128}),  # 2 of KV
+        (23, True, {"num_blocks": 128}),
+        (28, False, {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.75}),  # half of weights and KV
+        (25, True, {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.75}),
+        (4, False, {"batch_invariant": True}),  # no exact product reads packed ones
+    ],
+)
+def test_a_gpu_keeps_int8_packed_only_where_it_would_else_lack_room(
+    gib: float, packed: bool, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.engine.layers.grouped_linear.from_hopper_on", lambda device: True)
+    engine = EngineConfig("llama", **config)
+    length = engine.max_model_len or LLAMA.max_model_len
+    cache = cache_spec(LLAMA.of_rank(engine.tensor_parallel_size), torch.bfloat16)
+    limits = CacheLimits(torch.bfloat16, 128, length, cache)
+    kept = kept_format(engine, LLAMA, INT8, limits, int(gib * GIB))
+    assert (kept is INT8) == packed
+    assert kept.bytes_per_parameter(torch.bfloat16) == (1 + 8 / 128 if packed else 2)
+
+
+def test_memory_sizing_counts_experts_in_8_bits_as_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.engine.layers.grouped_linear.from_hopper_on", lambda device: True)
+    model = model_config_from_hf(MODELS["qwen3-30b-a3b"], {}, "qwen3-30b-a3b")
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert model.expert_parameters == experts
+    assert LLAMA.expert_parameters == 0
+    others = model.matrix_parameters - experts
+    assert INT8.matrix_bytes(model, torch.bfloat16) * model.matrix_parameters == pytest.approx(
+        2 * experts + (1 + 8 / 128) * others
+    )

@@ -17,7 +17,7 @@ from baton.cluster.tools.sizing.answer import (
     predicted,
 )
 from baton.cluster.tools.sizing.images import choose, encoding, images_of, with_images
-from baton.cluster.tools.sizing.speeds import H200, Speeds, measured, shape
+from baton.cluster.tools.sizing.speeds import H200, Speeds, as_kept, measured, shape
 from baton.cluster.tools.tables import console, table
 from baton.engine.api.config import EngineConfig
 from baton.engine.kernels import FP8
@@ -43,7 +43,6 @@ def run(sizing: SizingOptions) -> int:
             "--measured FILE"
         )
     weight_format = choose_format(EngineConfig(sizing.model), model, torch.device("cuda"))
-    element = weight_format.bytes_per_parameter(torch.bfloat16)
     sizes = sizing.prefill_tensor_parallel_size, sizing.decode_tensor_parallel_size
     kv_dtype = FP8 if sizing.kv_cache_dtype == "fp8" else torch.bfloat16
     for pool, ranks in zip(("prefill", "decode"), sizes, strict=True):
@@ -54,9 +53,11 @@ def run(sizing: SizingOptions) -> int:
                 f"of {possible}"
             )
     of_prefill, of_decode = (
-        Speeds(gpu, model, element, ranks, kv_dtype, positions_of(sizing)) for ranks in sizes
-    )
-    images = images_of(sizing, model, Speeds(gpu, model, element))
+        as_kept(gpu, model, weight_format, torch.bfloat16, ranks, kv_dtype, positions_of(sizing),
+                sizing.gpu_memory_utilization, model.max_model_len)
+        for ranks in sizes
+    )  # fmt: skip
+    images = images_of(sizing, model, Speeds(gpu, model, weight_format.matrix_bytes(model, torch.bfloat16)))
     load, chosen = with_images(sizing, images), None
     if load.prefill is not None and load.decode is not None:
         speeds = of_prefill, of_decode

@@ -29,8 +29,9 @@ import torch
 from baton.cluster.model import reach_hub, resolve
 from baton.cluster.options.optimize import HOST_PART
 from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, MODELS, STEP_MODEL
-from baton.engine.execution.cache_limits import TOKENS_BESIDE_STATES, TOKENS_OF_WINDOW
+from baton.engine.execution.cache_limits import STEP_BYTES, TOKENS_BESIDE_STATES, TOKENS_OF_WINDOW
 from baton.engine.execution.memory_sizing import COPY_SHARE, COPY_TOKENS
+from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hf_config import model_config_from_hf, read_config
 from baton.engine.model_config import ModelConfig, Span
@@ -49,7 +50,6 @@ from baton.steps.step_model import StepModel, interpolated
 
 ELEMENT_BYTES = 2  # bfloat16
 BLOCK = 128  # positions of a block on a GPU
-OTHER_BYTES = 4 << 30  # of a GPU, for activations, graphs and context
 CONTEXT = 1064  # tokens per request in the measured decode steps
 
 
@@ -316,6 +316,13 @@ class Speeds:
         parameters = gemm_parameters(self._model, tokens) / gemm_parameters(REFERENCE, tokens)
         return parameters * self._matrix_bytes / ELEMENT_BYTES
 
+    def holds(self, context: int, utilization: float) -> bool:
+        """Whether there is room for the KV of a request of so many positions."""
+        try:
+            return self.kv_room(utilization) >= self.kv_bytes(context)
+        except ValueError:
+            return False
+
     def kv_bytes(self, positions: float) -> float:
         """Bytes of the KV pool that a request of so many positions takes, as the engine plans its memory:
         layers with windows have a window for each `TOKENS_OF_WINDOW` tokens. With its states."""
@@ -327,11 +334,11 @@ class Speeds:
         return min(positions * self.kv_bytes_per_token, planned)
 
     def kv_room(self, utilization: float) -> int:
-        """Bytes for KV, after the weights and `OTHER_BYTES` of each GPU.
+        """Bytes for KV, after the weights and `STEP_BYTES` of each GPU.
 
         Raises ValueError if none are left, with the number of GPUs that would do.
         """
-        of_gpu = int(self._gpu.memory * utilization) - OTHER_BYTES
+        of_gpu = int(self._gpu.memory * utilization) - STEP_BYTES
         room = self.ranks * of_gpu - self.weight_bytes
         if room <= 0:
             gpus = "one GPU" if self.ranks == 1 else f"{self.ranks} GPUs"
@@ -347,6 +354,28 @@ class Speeds:
                 f"{gpus}; {larger} a smaller --model"
             )
         return room
+
+
+def as_kept(
+    gpu: Gpu,
+    model: ModelConfig,
+    weight_format: PlainFormat,
+    dtype: torch.dtype,
+    ranks: int,
+    kv_dtype: torch.dtype,
+    positions: float,
+    utilization: float,
+    context: int,
+) -> Speeds:
+    """A worker that keeps its weights as the engine does (`cache_limits.kept_format`).
+
+    Raises ValueError as `Speeds` does.
+    """
+    dequantized, kept = (
+        Speeds(gpu, model, each.matrix_bytes(model, dtype), ranks, kv_dtype, positions)
+        for each in (weight_format.with_int8_dequantized(), weight_format)
+    )
+    return dequantized if dequantized.holds(context, utilization) else kept
 
 
 def _at(measured: Mapping[int, float], size: float) -> float:

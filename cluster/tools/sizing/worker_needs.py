@@ -69,7 +69,7 @@ def computed(
     """
     import torch
 
-    from baton.cluster.tools.sizing.speeds import H200, Speeds, shape
+    from baton.cluster.tools.sizing.speeds import H200, Speeds, as_kept, shape
     from baton.engine.api.config import EngineConfig
     from baton.engine.kernels import FP8
     from baton.engine.loader import choose_format
@@ -81,17 +81,19 @@ def computed(
     config = EngineConfig(location, quantization=str(options["quantization"]), dtype=str(options["dtype"]))
     weight_format = choose_format(config, model, torch.device("cuda"))
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-    element = weight_format.bytes_per_parameter(dtype)
     kv_dtype = FP8 if options["kv_cache_dtype"] == "fp8" else torch.bfloat16
     gpu = replace(H200, memory=int(gpu_gib * (1 << 30)))
     context = int(str(options["max_model_len"] or model.max_model_len))
 
     positions = NEW_TOKENS + CACHED_TOKENS + OUTPUT_TOKENS / 2
 
+    def of_worker(ranks: int) -> Speeds:
+        return as_kept(gpu, model, weight_format, dtype, ranks, kv_dtype, positions, utilization, context)
+
     def speeds(ranks: int) -> Speeds | None:
         """None: the model does not divide into so many, or leaves no room for KV."""
         try:
-            worker = Speeds(gpu, model, element, ranks, kv_dtype, positions)
+            worker = of_worker(ranks)
             worker.kv_room(utilization)
         except ValueError:
             return None
@@ -106,15 +108,10 @@ def computed(
 
     # They hold the weights and the KV of one longest request. Otherwise it is the most.
     fewest = next(
-        (
-            ranks
-            for ranks, worker in fitting.items()
-            if worker.kv_room(utilization) >= worker.kv_bytes(context)
-        ),
-        max(fitting),
+        (ranks for ranks, worker in fitting.items() if worker.holds(context, utilization)), max(fitting)
     )
     ranks = Ranks(given_ranks[0] or fewest, given_ranks[1] or fewest)
-    of_prefill, of_decode = (Speeds(gpu, model, element, number, kv_dtype, positions) for number in ranks)
+    of_prefill, of_decode = map(of_worker, ranks)
     room = of_decode.kv_room(utilization)
     batch = min(int(seats), int(room / of_decode.kv_bytes(positions)))
     if longest_step:
