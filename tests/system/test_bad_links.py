@@ -236,8 +236,8 @@ async def test_a_router_follows_a_name_to_its_next_address(tmp_path: Path) -> No
     assert router.stderr is not None
     try:
         async with asyncio.timeout(WITHIN):
-            while b"worker.test" not in await router.stderr.readline():
-                pass  # it says that it cannot reach the worker
+            while b"worker.test" not in (line := await router.stderr.readline()):
+                assert line, "the router says that it cannot reach the worker, and goes on"
         assert not worker.attached
         names.write_text("127.0.0.1 worker.test\n")
         await eventually(lambda: worker.attached)

@@ -182,6 +182,7 @@ class VLLMCluster(Front):
                     "--model", str(model),
                     "--served-model-name", "tiny", "--port", str(self.port), "--dtype", "float32",
                     "--log-dir", str(self.logs), "--advanced.num-threads", "1", "--advanced.no-overflow",
+                    "--advanced.worker-wait", str(START_S),  # vLLM starts slowly on a busy machine
                     "--vllm-args", "--enforce-eager", *flags,
                 ],
                 cwd=directory, env=environment, stdout=out, stderr=subprocess.STDOUT,
