@@ -51,8 +51,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     # With states, of linear attention or convolutions.
     "Qwen3Next": {},
-    "Lfm3": {"layer_types": ["full_attention", "conv", "full_attention"]},
-    "OlmoHybrid": {"num_hidden_layers": 4},
+    "Lfm3": {},
+    "OlmoHybrid": {},
 }
 
 
