@@ -246,6 +246,7 @@ class Worker:
             step_seconds=self._meters.step_seconds,
             computed_prompt_tokens=self._computed,
             generation_tokens=self._generated,
+            mixed_step_tokens=self.machine.rows if self.machine.rows < BUDGET else 0,
             long_chunk_tokens=long.tokens,
             long_chunk_seconds=long.seconds,
             fastest_step_seconds=limit.fastest_seconds,

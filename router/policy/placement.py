@@ -21,7 +21,7 @@ c = F / (G · N) seconds of a first token, and all costs are in these:
     behind     added to the first tokens of prompts that come before its worker has none left
     longer     added to the gaps of each request that decodes where the prompt is computed, while it decodes
     d, d'      seconds of a gap that cost where the request decodes, without and with it: those beyond a short
-               step, and (s - f)² / (short - f) of a shorter step of s seconds, f being the fastest
+               step, and with vLLM (s - f)² / (short - f) of a shorter step of s seconds, f being the fastest
     slower     added to the first tokens of prompts that come there while it decodes
     late       how much later than the first token its KV comes, over the link and behind what is queued there
     step       what a decode that is handed over waits for there: the end of a step

@@ -157,13 +157,20 @@ def test_a_prompt_that_is_all_cached_makes_no_gap_longer() -> None:
     assert cached.prompt_cost == cached.first
 
 
-def test_decoding_costs_gaps_beyond_the_fastest_step_and_prompts_that_become_slower() -> None:
+def test_decoding_with_vllm_costs_gaps_beyond_the_fastest_step() -> None:
     slow = replace(FIXED, decode_seconds=(0.010, 0.010 + 255 * 0.001))
-    assert offer(model=slow).decode_cost() == 0, "the fastest step costs nothing"
-    two = offer(model=slow, decodes=1)  # 10 ms, and 11 with this request, which is less than a short step
+    assert offer(model=slow, largest=9000).decode_cost() == 0, "the fastest step costs nothing"
+    two = offer(model=slow, decodes=1, largest=9000)  # 10 ms, then 11: less than a short step
     assert two.decode_cost() == pytest.approx(2 * 0.001**2 / (SHORT - 0.010) / GAP)
-    ten = offer(model=slow, decodes=10)  # 19 ms, and 20 with this request
+    ten = offer(model=slow, decodes=10, largest=9000)  # 19 ms, and 20 with this request
     assert ten.decode_cost() == pytest.approx((0.020 - 0.010 + 10 * 0.001) / GAP)
+
+
+def test_decoding_costs_gaps_beyond_a_short_step_and_prompts_that_become_slower() -> None:
+    slow = replace(FIXED, decode_seconds=(0.010, 0.010 + 255 * 0.001))
+    assert offer(model=slow).decode_cost() == 0, "a short step costs nothing"
+    ten = offer(model=slow, decodes=10)  # 19 ms, and 20 with this request
+    assert ten.decode_cost() == pytest.approx((0.020 - SHORT + 10 * 0.001) / GAP)
     hasty = changed(ten, 0.5, gap_cost=ten.pace.gap_cost / 2)
     assert hasty.decode_cost() == pytest.approx(0.5 * ten.decode_cost())
     assert ten.join_cost == pytest.approx(0.019 / 150 / GAP), "it waits for the step under way"

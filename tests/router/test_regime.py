@@ -95,7 +95,7 @@ def test_the_decision_is_the_same_in_both_states() -> None:
 
 def test_a_decision_stands_while_no_other_fleet_costs_less() -> None:
     """Fleets with shared decodes cost about the same, so reports change which of them costs least."""
-    fewer = CHATS._replace(prompts=9.0, output=700.0)
+    fewer = CHATS._replace(prompts=9.0, output=1100.0)
     assert not decided(EXPERTS, fewer)
     assert decided(EXPERTS, fewer, stands=True)
     assert not decided(DENSE, AGENTS, stands=True)
