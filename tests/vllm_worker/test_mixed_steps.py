@@ -13,7 +13,7 @@ from baton.engine.core.meters import LEAST, MIXED_STEPS
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.fleet import Seen
 from baton.router.policy.pace import Pace
-from baton.router.policy.placement import Offer
+from baton.router.policy.placement import TTFT_GAPS, Offer
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import NOTHING, plan
 from baton.router.policy.prefill import PrefillRequest
@@ -399,7 +399,7 @@ def placed(vllm: VLLM, ahead: int) -> str:
         status = pb.WorkerStatus(
             requests_running=decodes, requests_decoding=decodes, blocks_free=10_000, blocks_spare=10_000,
             blocks_total=10_000, step_model=reported_step_model(Load(costs=costs).stats(10_000, [])),
-            **same_names(pb.WorkerStatus, costs),
+            **same_names(pb.WorkerStatus, costs) | {"gap_cost": decodes * TTFT_GAPS / 150},
         )  # fmt: skip
         seen = seen_worker(row, load, pool, status=status, step_model=step_model(status.step_model))
         assert seen.step_model is not None
