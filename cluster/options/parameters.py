@@ -46,8 +46,20 @@ REMOVED: dict[str, str] = {
     "enforce_eager": "CUDA graphs cannot be switched off; CPUs use none.",
     "enable_auto_tool_choice": "Tool calls are always parsed; see --tool-call-parser.",
     "max_waiting_tokens": "Waiting requests are limited by their time: see --max-wait.",
+    "hold_timeout": "It is three times --failure-timeout.",
+    "transfer_timeout": "Give --failure-timeout.",
+    "peer_timeout": "It is half of --failure-timeout.",
+    "engine_timeout": "Give --failure-timeout.",
+    "ttit_target": "Give --itl-target.",
+    "kv_slot_bytes": "Give --advanced.kv-slot-size.",
+    "max_body_bytes": "Give --advanced.max-body-size.",
+    "input": "Give --input-len.",
+    "output": "Give --output-len.",
+    "cluster_certfile": "Give --cluster-ssl-certfile.",
+    "cluster_keyfile": "Give --cluster-ssl-keyfile.",
+    "cluster_ca_certs": "Give --cluster-ssl-ca-certs.",
 }
-"""Options of vLLM that Baton does not have: name -> what to do instead.
+"""Options of vLLM that Baton does not have, and earlier ones of Baton: name -> what to do instead.
 
 Baton refuses them by name, because a user that copies a command line must learn which options have no
 effect."""

@@ -349,7 +349,7 @@ def _one_token(
 def parse_slo(text: str) -> Targets:
     """Parses `ttft=500,itl=20`, in ms. Raises ValueError with the flag."""
     try:
-        pairs = (word.split("=") for word in text.split(","))
+        pairs = (word.split("=") for word in text.replace("ttit", "itl").split(","))  # its earlier name
         targets = {name.strip(): float(value) / 1e3 for name, value in pairs}
     except ValueError:
         targets = {}
