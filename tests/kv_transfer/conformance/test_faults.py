@@ -115,7 +115,9 @@ def test_an_engine_that_hangs_is_told_to_its_peer(make_pair: Any, hangs: str) ->
     worker.heartbeat.tick()  # and never again
     prefill_id = pair.prefill.open(20)
     pair.decode.fetch(pair.prefill, prefill_id, 20)
-    pair.until(lambda: worker.later(20.0) or peer.stats().deadlines.get("engine_dead"), "its peer to notice")
+    pair.until(lambda: worker.stats().sessions and peer.stats().sessions, "their session")
+    worker.later(60.0)  # once: while it closes lanes, more of it would be the time of a mover that hangs
+    pair.until(lambda: peer.stats().deadlines.get("engine_dead"), "its peer to notice")
     assert worker.stats().deadlines == {}
 
 
