@@ -30,15 +30,15 @@ class FairShares:
 
     def __init__(self) -> None:
         self.now = 0  # virtual time, in prompt tokens: requests up to this tag were served
-        self._queues: dict[bytes, list[Tag]] = {}  # by tenant, in order; only tags after `now`
+        self._queues: dict[bytes, list[Tag]] = {}  # by tenant, in order; the last one is after `now`
 
     def tag(self, tenant: bytes, tokens: int) -> tuple[Tag, Sequence[Tag]]:
         """The tag of a new request with so many prompt tokens to compute, and those of its tenant that it
         overtakes, which are later now."""
         # A tenant without requests under way has no claim for the time before.
-        later = {name: [x for x in queue if x.tokens > self.now] for name, queue in self._queues.items()}
-        self._queues = {name: queue for name, queue in later.items() if queue}
+        self._queues = {name: queue for name, queue in self._queues.items() if queue[-1].tokens > self.now}
         queue = self._queues.setdefault(tenant, [])
+        del queue[: bisect_right(queue, self.now, key=attrgetter("tokens"))]
         alone = self.now + tokens
         place = bisect_right(queue, alone, key=attrgetter("alone"))
         new = Tag(queue[place - 1].tokens + tokens if place else alone, alone)

@@ -138,10 +138,11 @@ class Pace:
         gap = step / (1 - min(MOST_BUSY, busy * (long - step)))
         if long > base:
             late = busy * gap * (long - base)
-        fastest = self.model.decode_seconds[0]
-        beyond, room = (step if step < self.short else self.short) - fastest, self.short - fastest
-        if self.largest and beyond > 0:
-            late += beyond * beyond / room
+        if self.largest:
+            fastest = self.model.decode_seconds[0]
+            beyond = (step if step < self.short else self.short) - fastest
+            if beyond > 0:
+                late += beyond * beyond / (self.short - fastest)
         return gap, late + base - self.short
 
 
