@@ -26,9 +26,10 @@ async def test_a_first_token_that_ends_the_request_ends_the_transfer(pair: Pair)
 
 
 async def test_a_prefill_reports_its_start_when_the_prompts_ahead_are_computed(pair: Pair) -> None:
+    """The shorter prompt comes first, so it is ahead whether or not one step saw both."""
     first, second = [
         await pair.prefill.submit_prefill(request(prompt(n), ENDLESS), handover=True, report_start=True)
-        for n in (1000, 200)
+        for n in (200, 1000)
     ]
     _, first_at = await pair.prefill.token(first)
     _, second_at = await pair.prefill.token(second)
