@@ -13,7 +13,8 @@ The package imports no other package of Baton, and no torch.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -95,11 +96,19 @@ def oom_kills(root: Path = _ROOT) -> int:
     """How many processes of this cgroup the kernel has killed for want of memory. 0: no cgroup tells. `root`
     has /proc and /sys."""
     kills = [0]
-    for group in _cgroups(root, "memory"):
-        words = _words(group / "memory.events") or _words(group / "memory.oom_control")
+    for words in map(_words, _kill_counters(root)):
         pairs = zip(words[::2], words[1::2], strict=False)
         kills += [int(number) for name, number in pairs if name == "oom_kill"]
     return max(kills)
+
+
+@cache
+def _kill_counters(root: Path) -> Sequence[Path]:
+    """The files that count kills, found once: a process stays in its cgroup, and each request of a child asks
+    for the counts."""
+    names = "memory.events", "memory.oom_control"
+    files = (group / name for group in _cgroups(root, "memory") for name in names)
+    return [*dict.fromkeys(file for file in files if file.is_file())]
 
 
 def _meminfo(root: Path, name: str) -> int:

@@ -105,18 +105,16 @@ def serve(answer: Callable[[bytes], bytes], cpu_seconds: float, *, once: bool = 
     """Answers requests until the caller closes the socket. A request that takes longer ends the process.
 
     `once`: it ends after the first one."""
-    reply = str(os.getpid()).encode()
-    while True:
-        _write(reply)
-        if (request := read()) is None:
-            return None
+    _write(str(os.getpid()).encode())
+    while (request := read()) is not None:
         # The timer's signal ends the process even inside a library.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         reply = answer(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(reply)
         if once:
-            return _write(reply)
-        del request  # the next one may come much later
+            return
+        del request, reply  # the next request may come much later
         _give_memory_back()
 
 

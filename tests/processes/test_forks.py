@@ -15,6 +15,7 @@ import pytest
 from baton.processes import forks as forks_module
 from baton.processes.children import Child, Forked, process_end
 from baton.processes.forks import Forks, HelperEnded
+from baton.processes.sandbox import helper as sandbox
 from tests.processes.helpers import helper
 from tests.within import within
 
@@ -96,3 +97,13 @@ async def test_a_helper_that_ends_while_it_is_asked_is_told(forks: Forks, proces
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(HelperEnded):
         await within(asked)
+
+
+def test_a_child_replies_before_it_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = list[bytes]()
+    requests = iter([b"a", b"b", None])
+    monkeypatch.setattr(sandbox, "read", lambda: next(requests))
+    monkeypatch.setattr(sandbox, "_write", happened.append)
+    monkeypatch.setattr(sandbox, "_give_memory_back", lambda: happened.append(b"gives back"))
+    sandbox.serve(bytes.upper, 20.0)
+    assert happened[1:] == [b"A", b"gives back", b"B", b"gives back"]

@@ -506,7 +506,7 @@ async def test_a_child_keeps_no_memory_of_a_large_body(cluster: Cluster):
     for messages in ([{"role": "user", "content": "a"}] * 150_000, [0] * 4_000_000):
         status, _ = await cluster.post("/v1/chat/completions", messages=messages)
         assert status == 400
-        assert private_mib() - before < 48
+        await cluster.until(lambda: private_mib() - before < 48)  # it replies first
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,12 @@ def test_kills_for_want_of_memory_are_counted(
     tmp_path: Path, group: str, files: dict[str, str], kills: int
 ) -> None:
     made = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | {"proc/self/cgroup": group}
-    assert oom_kills(written(tmp_path, made)) == kills
+    root = written(tmp_path, made)
+    assert oom_kills(root) == kills
+    for name, text in files.items():
+        (root / "sys/fs/cgroup" / name).write_text(text.replace(f"oom_kill {kills}", f"oom_kill {kills + 1}"))
+    (root / "proc/self/cgroup").unlink()
+    assert oom_kills(root) == (kills + 1 if files else 0), "its files are found once, and read each time"
 
 
 def test_older_samples_of_an_average_weigh_less() -> None:
