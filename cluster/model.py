@@ -119,13 +119,6 @@ def _exists(option: str, text: str) -> Path | None:
         raise ValueError(f"{option} {text}: {reason}; correct the path") from error
 
 
-def download_to(directory: Path | None) -> None:
-    """Keeps models of the hub in this directory, here and in child processes. Must be called before the hub's
-    client is imported."""
-    if directory is not None:
-        os.environ["HF_HUB_CACHE"] = str(directory.absolute())
-
-
 def of_workers(location: str, name: str) -> ResolvedModel:
     """Resolves the model of the workers for a router without `--model`.
 

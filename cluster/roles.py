@@ -38,7 +38,6 @@ def run_worker(role: Role, flags: WorkerRole) -> int:
         from baton.rpc.auth import load_secret
 
         flags = flags.of_encoder() if role == "encode" else flags
-        model.download_to(flags.model.download_dir)
         resolved = model.resolve(flags.model.model, flags.engine.engine)
         model.reach_hub(resolved.location)
         model.check_context(resolved.location, flags.model.revision, flags.engine.max_model_len)
@@ -177,7 +176,6 @@ def run_router(flags: RouterRole) -> int:
                 "a router needs workers: --worker HOST:PORT (repeatable), --workers-file FILE or "
                 "--kubernetes-service NAME"
             )
-        model.download_to(flags.model.download_dir)
         resolved = None if flags.model.model is None else model.resolve(flags.model.model)
         if resolved is not None:
             model.reach_hub(resolved.location)

@@ -52,7 +52,6 @@ def run(blueprint: Blueprint) -> int:
     roles = blueprint.roles()
     if blueprint.ray.ray_address is None:
         check_ports(blueprint.front)
-    model.download_to(blueprint.model.download_dir)
     resolved = model.resolve(blueprint.model.model, blueprint.engine.engine)
     model.reach_hub(resolved.location)
     model.check_context(resolved.location, blueprint.model.revision, blueprint.engine.max_model_len)

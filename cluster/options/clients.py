@@ -10,7 +10,6 @@ from baton.cluster.options.engine import kv_cache_dtype, state_dtype
 from baton.cluster.options.parameters import (
     NO_ARGV,
     OLD_FILE,
-    PORT,
     advanced,
     argument,
     between,
@@ -177,8 +176,6 @@ class DoctorOptions:
     admin_url: str | None = advanced(
         None, "URL of the router's --admin-port, if it has one.", "URL", shown="as --url"
     )
-    host: str = opt("127.0.0.1", "Address of --check-port.", "ADDRESS")
-    check_port: list[int] = opt([], "Check that this port is free; repeat it.", "PORT", **PORT)
     model: str | None = opt(None, "Check this model's files.", "MODEL", shown="the embedded model")
     tensor_parallel_size: int = opt(
         1, "Check that the model allows workers of N GPUs.", "N", check=between(1)

@@ -54,9 +54,6 @@ class ModelOptions:
     language_model_only: bool = opt(
         False, "Take no images: workers load no encoder. All workers and routers need it."
     )
-    download_dir: Path | None = directory(
-        "Keep models of the hub here.", shown="HF_HUB_CACHE, or the hub's default", advanced=True
-    )
 
 
 @dataclass(frozen=True)

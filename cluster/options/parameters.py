@@ -44,6 +44,7 @@ REMOVED: dict[str, str] = {
     "--host-cache-size.",
     "cpu_offload_gb": "Weights are never offloaded; use a smaller model or more memory.",
     "enforce_eager": "CUDA graphs cannot be switched off; CPUs use none.",
+    "download_dir": "Set HF_HUB_CACHE, the variable of the hub's client.",
     "enable_auto_tool_choice": "Tool calls are always parsed; see --tool-call-parser.",
     "max_waiting_tokens": "Waiting requests are limited by their time: see --max-wait.",
     "hold_timeout": "It is three times --failure-timeout.",
@@ -53,6 +54,7 @@ REMOVED: dict[str, str] = {
     "ttit_target": "Give --itl-target.",
     "kv_slot_bytes": "Give --advanced.kv-slot-size.",
     "max_body_bytes": "Give --advanced.max-body-size.",
+    "check_port": "Every command that listens names a port that is taken, before it starts anything.",
     "input": "Give --input-len.",
     "output": "Give --output-len.",
     "cluster_certfile": "Give --cluster-ssl-certfile.",
@@ -117,14 +119,13 @@ def directory(text: str, *, shown: str | bool = True, advanced: bool = False) ->
 
 
 def between(least: float, most: float = math.inf) -> Callable[[Any], Any]:
-    """A check of a number's range, or of each number of a list. `--help` does not show it."""
+    """A check of a number's range. `--help` does not show it."""
 
-    def check(value: Any) -> Any:
-        for number in value if isinstance(value, list) else [value]:
-            if number is not None and not least <= number <= most:
-                bound = f"at least {least}" if most == math.inf else f"{least} to {most}"
-                raise typer.BadParameter(f"{number} is out of range: must be {bound}.")
-        return value
+    def check(number: Any) -> Any:
+        if number is not None and not least <= number <= most:
+            bound = f"at least {least}" if most == math.inf else f"{least} to {most}"
+            raise typer.BadParameter(f"{number} is out of range: must be {bound}.")
+        return number
 
     return check
 

@@ -147,7 +147,7 @@ def test_the_operator_selects_all_that_is_for_it(objects: list[Object]) -> None:
 
 def test_a_private_model_comes_from_its_hub() -> None:
     worker = {
-        "args": ["--advanced.download-dir=/scratch"],
+        "env": [{"name": "HF_HUB_CACHE", "value": "/scratch"}],
         "extraVolumes": GPU_NODES["extraVolumes"],
         "extraVolumeMounts": GPU_NODES["extraVolumeMounts"],
     }

@@ -1,4 +1,4 @@
-"""Checks this machine: versions, GPUs, memory, network cards, system limits, ports, secret, model."""
+"""Checks this machine: versions, GPUs, memory, network cards, system limits, secret, model."""
 
 import importlib.metadata
 import importlib.util
@@ -12,8 +12,6 @@ from baton.cluster import check_model, model
 from baton.cluster.gpus import nvidia_smi
 from baton.cluster.options.clients import DoctorOptions
 from baton.cluster.options.engine import EngineOptions
-from baton.cluster.options.roles import FrontOptions
-from baton.cluster.supervision.blueprint import check_ports
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.processes import spawn
 from baton.system import available_memory, cpu_engines, usable_cpus
@@ -48,7 +46,6 @@ def node(options: DoctorOptions) -> Iterator[Finding]:
     yield from engines()
     yield from cards(ROOT)
     yield from limits(ROOT)
-    yield from ports(options)
     yield from secret(options)
     yield from the_model(options)
 
@@ -158,16 +155,6 @@ def limits(root: Path) -> Iterator[Finding]:
             yield warning(key, value, f"Run `sysctl -w {key}={minimum}`.")
         else:
             yield good(key, value)
-
-
-def ports(options: DoctorOptions) -> Iterator[Finding]:
-    for port in options.check_port:
-        try:
-            check_ports(FrontOptions(host=options.host, port=port))
-        except ValueError as error:
-            yield bad(f"port {port}", str(error), "Stop the process that listens there, or use another port.")
-        else:
-            yield good(f"port {port}", f"free on {options.host}")
 
 
 def secret(options: DoctorOptions) -> Iterator[Finding]:
