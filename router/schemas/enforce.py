@@ -31,8 +31,8 @@ def enforceable(
             return made, "no value has this schema"
         error = error_of(alphabet, "json_schema", json.dumps(made.schema))
         remedies = {name for text, name in _REMEDIES.items() if text in error}
-        if "regex" in error:  # of a value, or of a name
-            remedies.add("patternProperties")
+        if "regex" in error:  # of a value, of a name, or one that the compiler made of bounds
+            remedies |= {"patternProperties", "bounds"}
         if error and made.has_forms and remedies <= without:
             remedies = {"forms"}
         if remedies <= without:

@@ -129,7 +129,8 @@ def counts(walk: Walk, node: Node, keyword: str) -> bool:
     if "counts" in walk.without:
         del node.new[keyword]
         return False
-    return True
+    # llguidance 1.9.1 counts a name that is not in `properties` again if the object repeats it.
+    return not least or node.is_closed or count <= len(required) + 1
 
 
 def dependent(walk: Walk, node: Node, keyword: str) -> bool:

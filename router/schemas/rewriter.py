@@ -10,7 +10,7 @@ The work is bounded by the constants of `walk`, and by the steps of `disjoint` a
 
 from typing import Any, NamedTuple
 
-from baton.router.schemas import combinations, objects
+from baton.router.schemas import combinations, numbers, objects
 from baton.router.schemas.disjoint import types_of
 from baton.router.schemas.lookahead import LOOK, without_lookahead
 from baton.router.schemas.places import token
@@ -42,6 +42,12 @@ _RULES: dict[str, tuple[Rule, str]] = {
     "dependencies": (objects.dependent, "object"),
     "minProperties": (objects.counts, "object"),
     "maxProperties": (objects.counts, "object"),
+    "minimum": (numbers.bounds, "number"),
+    "maximum": (numbers.bounds, "number"),
+    "exclusiveMinimum": (numbers.bounds, "number"),
+    "exclusiveMaximum": (numbers.bounds, "number"),
+    "const": (numbers.listed, ""),
+    "enum": (numbers.listed, ""),
     "$dynamicRef": (lambda *_: False, ""),
     "$recursiveRef": (lambda *_: False, ""),
 }
@@ -60,7 +66,8 @@ def rewritten(schema: Any, probe: Probe, without: frozenset[str] = frozenset()) 
     """Raises ValueError for a schema of an earlier draft, or one that is too deep.
 
     `without`: what is not to be used. "forms": equal forms with alternatives. "forms of the whole": those of
-    the outermost schema. "pattern", "patternProperties", "counts": what the compiler does not take of them.
+    the outermost schema. "pattern", "patternProperties", "counts", "bounds": what the compiler does not take
+    of them.
     """
     rewriter = _Rewriter(schema, probe, without)
     return Rewritten(rewriter.whole(), tuple(dict.fromkeys(rewriter.unenforced)), rewriter.forms > 0)

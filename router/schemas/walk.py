@@ -53,6 +53,7 @@ class Walk:
     Attributes:
         unenforced: JSON pointers of what is left out.
         forms: equal forms with alternatives that are used.
+        tightened: bounds that now exclude some values that they should allow.
     """
 
     def __init__(self, root: Any, probe: Probe, without: frozenset[str]) -> None:
@@ -65,6 +66,7 @@ class Walk:
         self.negation = Negation(self.places, self._exact_target)
         self.unenforced: list[str] = []
         self.forms = 0
+        self.tightened = 0
         self._looks = 0
         self._targets: dict[str, Any] = {}
 
@@ -74,9 +76,9 @@ class Walk:
 
     def exact(self, schema: Any, pointer: str, depth: int) -> Any:
         """Returns an equal schema; None: there is none. It names no place then."""
-        count = len(self.unenforced)
+        count, tightened = len(self.unenforced), self.tightened
         new = self.schema(schema, pointer, depth)
-        if len(self.unenforced) > count or not isinstance(new, bool | dict):
+        if len(self.unenforced) > count or self.tightened > tightened or not isinstance(new, bool | dict):
             del self.unenforced[count:]
             return None
         return new
