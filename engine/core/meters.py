@@ -118,11 +118,6 @@ class ChunkLimit:
         """Of a step that only decodes. 0: not known."""
         return 0.0 if (model := self.steps.model) is None else model.decode(max(1, batch.rows), batch.context)
 
-    def short_step(self, batch: Batch) -> MixedStep:
-        """The step with as many prompt tokens as a short one has room for."""
-        seconds = self._short_seconds(self.decode_seconds(batch), self._fixed_seconds(batch))
-        return self._mixed_step(batch, seconds)
-
     def long_step(self, batch: Batch) -> MixedStep:
         """The step with as many prompt tokens as a long one has room for."""
         seconds = self._long_seconds(batch, self.decode_seconds(batch), self._fixed_seconds(batch))

@@ -84,7 +84,6 @@ def test_steps_stay_within_their_bounds(target: float | None, short: int, long: 
     for limit in (measured(target), fed(learning(target))):
         assert limit.tokens(ONE, [], 0.0) == pytest.approx(short, abs=2)
         assert limit.tokens(ONE, LATE, 0.0) == pytest.approx(long, rel=0.02, abs=1)
-        assert limit.short_step(ONE).seconds <= short_seconds(limit) + 1e-9
         assert limit.long_step(ONE).seconds <= (target or LONG * STEP) + 1e-9
 
 
@@ -142,8 +141,8 @@ def test_the_engine_passes_its_targets_on(tiny_engine: MakeEngine, monkeypatch: 
 def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:
     """500 tokens take 50 ms beside the decodes. In 300 ms there is time for 22 steps that decode."""
     limit = measured(None)
-    short, tokens = short_seconds(limit), limit.short_step(ONE).tokens
-    assert limit.tokens(ONE, [], 0.0) == limit.tokens(ONE, [(500, math.inf)], 0.0) == tokens
+    short, tokens = short_seconds(limit), limit.tokens(ONE, [], 0.0)
+    assert limit.tokens(ONE, [(500, math.inf)], 0.0) == tokens == pytest.approx((short - STEP) / TOKEN, abs=1)
     assert limit.tokens(ONE, [(500, 5.3)], 5.0) == tokens, "short steps suffice"
     for seconds in (0.1, 0.08):
         found = limit.tokens(ONE, [(500, 5.0 + seconds + short)], 5.0)
@@ -158,7 +157,7 @@ def test_no_step_is_longer_than_a_long_one_however_late_prompts_are() -> None:
         for queue in ([(500, -9.0)] * 50, [(10**6, -9e9)]):
             assert STEP + limit.tokens(ONE, queue, 5.0) * TOKEN <= limit.gap_target + 1e-9
             alone = limit.tokens(ONE, queue[:1], 5.0, joins_at=5.0)
-            assert alone == limit.short_step(ONE).tokens
+            assert alone == limit.tokens(ONE, [], 0.0)
 
 
 def test_where_gaps_cost_nothing_a_step_ends_the_first_prompt_if_two_would_decode_twice() -> None:
@@ -169,7 +168,7 @@ def test_where_gaps_cost_nothing_a_step_ends_the_first_prompt_if_two_would_decod
         assert chunks == [pytest.approx(250, abs=1), 340, pytest.approx(250, abs=1)]
         assert limit.tokens(Batch(1, 0, 0, 1e-9), [(340, due), (900, 0.0)], 0.0) == pytest.approx(250, abs=1)
     assert limit.tokens(only, [(340, math.inf)], 0.0) == 340
-    assert limit.tokens(only, [(340, 0.0)], 0.0, joins_at=0.0) == limit.short_step(only).tokens
+    assert limit.tokens(only, [(340, 0.0)], 0.0, joins_at=0.0) == limit.tokens(only, [], 0.0)
     assert limit.tokens(Batch(0, 0, 0), [(340, 0.0)], 0.0) == pytest.approx(250, abs=1), "one may join"
 
 
@@ -194,7 +193,7 @@ def test_a_prompt_that_is_in_time_finishes_in_time() -> None:
 
 def test_a_step_ends_a_short_step_after_a_request_joins_at_most() -> None:
     limit = measured(0.030)
-    short = limit.short_step(ONE).tokens
+    short = limit.tokens(ONE, [], 0.0)
     for joins_at, tokens in ((math.inf, 200), (1.004, short + 40), (1.5, 200), (1.0, short), (0.5, short)):
         assert limit.tokens(ONE, LATE, 1.0, joins_at=joins_at) == pytest.approx(tokens, abs=1), joins_at
 
@@ -202,7 +201,7 @@ def test_a_step_ends_a_short_step_after_a_request_joins_at_most() -> None:
 def test_many_that_wait_are_not_held_up_by_one_that_joins() -> None:
     """As after a takeover: streams begin again with some tokens each, while requests join in each step."""
     limit = measured(0.030)
-    short, long = limit.short_step(ONE).tokens, limit.long_step(ONE).tokens
+    short, long = limit.tokens(ONE, [], 0.0), limit.long_step(ONE).tokens
     waiting = [(60, 0.0)] * 9
     assert limit.tokens(ONE, waiting, 1.0, joins_at=1.0) == limit.tokens(ONE, waiting, 1.0) == long > short
 
