@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -60,13 +61,22 @@ async def reply(
 
 
 class Watchdog:
-    """Raises `error` from `watch` when `ticks` gives the same value for longer than `limit` seconds."""
+    """Raises `error` from `watch` when `ticks` gives the same value for longer than `limit` seconds. Time in
+    which the processes `pids` had to wait for a CPU does not count."""
 
-    def __init__(self, name: str, ticks: Callable[[], int], limit: float, error: type[Exception]) -> None:
+    def __init__(
+        self,
+        name: str,
+        ticks: Callable[[], int],
+        limit: float,
+        error: type[Exception],
+        pids: Sequence[int],
+    ) -> None:
         self._name = name
         self._ticks = ticks
         self._silence = Silence(limit)
         self._error = error
+        self._waits = CpuWaits(pids)
         self._checked = 0.0  # time.monotonic()
 
     def restart(self, limit: float) -> None:
@@ -79,7 +89,7 @@ class Watchdog:
             interval = min(1.0, self._silence.limit / 4)
             await asyncio.sleep(interval)
             now = time.monotonic()
-            self._silence.passed(now - self._checked, interval)
+            self._silence.passed(now - self._checked, interval, self._waits.longest())
             self._checked, before, last = now, last, self._ticks()
             if last != before:
                 self._silence.broken()
@@ -87,17 +97,43 @@ class Watchdog:
                 raise self._error(f"{self._name} gave no sign of life for {self._silence.seconds:.1f} s")
 
 
+class CpuWaits:
+    """How long the threads of processes that work together had no CPU to run on.
+
+    A thread that waits for another one sleeps. So the one without a CPU for longest held up the others."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._folders = [Path(f"/proc/{pid}/task") for pid in pids]
+        self._before: dict[Path, float] = {}
+
+    def longest(self) -> float:
+        """Seconds of the thread that waited longest since the last call. 0: it is the first call, the
+        processes have ended, or the kernel does not say."""
+        before, self._before = self._before, {}
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                for thread in folder.iterdir():
+                    self._before[thread] = _waited(thread)
+        return max((now - before.get(thread, now) for thread, now in self._before.items()), default=0.0)
+
+
 def waited_for_cpu(pid: int) -> float:
     """Seconds in which the first thread of a process had no CPU to run on. 0: the kernel does not say."""
-    with waits_for_cpu(pid) as waited:
+    return _waited(Path(f"/proc/{pid}"))
+
+
+def _waited(of: Path) -> float:
+    """`of`: the folder of a process or a thread in /proc."""
+    with waits_for_cpu(of) as waited:
         return waited()
 
 
 @contextlib.contextmanager
-def waits_for_cpu(pid: int) -> Iterator[Callable[[], float]]:
-    """Gives `waited_for_cpu` of that process, for many calls: to open its file takes longer than to read."""
+def waits_for_cpu(of: Path) -> Iterator[Callable[[], float]]:
+    """Gives the seconds in which a process or a thread had no CPU, for many calls: to open its file takes
+    longer than to read. `of`: its folder in /proc."""
     try:
-        fd = os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)
+        fd = os.open(of / "schedstat", os.O_RDONLY)
     except OSError:
         yield lambda: 0.0
         return

@@ -19,6 +19,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import setproctitle
 import uvloop
@@ -334,7 +335,7 @@ async def observe_lag(observe: Callable[[float], None], observe_own: Callable[[f
         due = loop.time() + LAG_PERIOD
         timer = loop.call_at(due, measure, due, after)
 
-    with waits_for_cpu(os.getpid()) as waited:
+    with waits_for_cpu(Path("/proc/self")) as waited:
         due = loop.time() + LAG_PERIOD
         timer = loop.call_at(due, measure, due, waited())
         try:

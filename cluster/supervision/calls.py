@@ -112,8 +112,10 @@ async def until_silent(
     tls: TlsFiles | None = None,
     interval: float = HEALTH_INTERVAL,
     patience: float = DeadlineOptions.failure_timeout,
+    waited: Callable[[], float] = lambda: 0.0,
 ) -> str:
-    """Checks the role that reported `ready` until it gives no answer for `patience` seconds.
+    """Checks the role that reported `ready` until it gives no answer for `patience` seconds. `waited`: the
+    seconds in which it had no CPU until now.
 
     Then returns the reason, for people. Without this check a hung process would stay forever.
     """
@@ -123,7 +125,7 @@ async def until_silent(
         while not silence.is_too_long:
             await asyncio.sleep(interval)
             try:
-                await reply(check(), silence, interval)
+                await reply(check(), silence, interval, waited)
                 silence.broken()
             except OSError:  # at once, or after intervals, of which `silence` knows
                 if not silence.is_too_long:

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from baton.cluster.options.parameters import role_environment, to_argv
@@ -18,6 +19,7 @@ from baton.cluster.supervision.blueprint import RoleSpec
 from baton.cluster.supervision.calls import tokens_held, until_silent
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
 from baton.cluster.supervision.rundir import RunDir
+from baton.processes.liveness import waited_for_cpu
 from baton.processes.restarts import RestartPolicy
 from baton.rpc.auth import SECRET_VARIABLE
 from baton.system.addresses import family, numeric_address, split_address
@@ -96,7 +98,13 @@ class RoleRunner(RoleProcess):
             environment,
             logs / f"{spec.role}-{spec.index}.log",
             policy or RestartPolicy(),
-            lambda ready: until_silent(ready, spec.secret, spec.tls, patience=spec.patience),
+            lambda ready: until_silent(
+                ready,
+                spec.secret,
+                spec.tls,
+                patience=spec.patience,
+                waited=partial(waited_for_cpu, ready.get("pid", 0)),  # a store names no process
+            ),
             node or socket.gethostname(),
         )
         self._unwritten: dict[Path, str] = {}  # a router's files with news that they do not have yet

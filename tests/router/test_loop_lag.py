@@ -108,7 +108,7 @@ async def test_the_wait_for_a_cpu_is_no_lag_of_the_router_itself(monkeypatch: py
     own: list[float] = []
     waits = iter([0.0, 0.0, STALL / 2])
     waited = nullcontext(lambda: next(waits, STALL / 2))
-    monkeypatch.setattr(server, "waits_for_cpu", lambda pid: waited)
+    monkeypatch.setattr(server, "waits_for_cpu", lambda of: waited)
     measuring = asyncio.create_task(observe_lag(observed.put_nowait, own.append))
     await observed.get()
     time.sleep(STALL)  # noqa: ASYNC251 - half of it without a CPU

@@ -86,7 +86,7 @@ async def test_an_engine_process_that_ends_slowly_is_the_cause(monkeypatch: pyte
         await within(transfer.process.wait())
         worker.follow(lambda _: None)
         await within(worker._watchers[-1])
-        await within(transfer.watch(Watchdog("transfer", lambda: 0, 0.01, TreeError).watch()))
+        await within(transfer.watch(Watchdog("transfer", lambda: 0, 0.01, TreeError, []).watch()))
         assert not worker.failure.done()
         worker._engine.kill()
         with pytest.raises(EngineError, match=r"engine \(pid \d+\) was killed by SIGKILL"):
@@ -115,9 +115,11 @@ async def test_a_takeover_is_watched_as_a_step_is(
         assert isinstance(message, messages.TakeOver)
         sent.put_nowait(stand_in(EngineReady))
 
-    def watchdog(name: str, ticks: Callable[[], int], limit: float, error: type[TreeError]) -> Watchdog:
+    def watchdog(
+        name: str, ticks: Callable[[], int], limit: float, error: type[TreeError], pids: Sequence[int]
+    ) -> Watchdog:
         limits.append(limit)
-        return Watchdog(name, ticks, limit, error)
+        return Watchdog(name, ticks, limit, error, pids)
 
     monkeypatch.setattr(tree, "Watchdog", watchdog)
     monkeypatch.setattr(worker, "_spawn_engine", spawned)
@@ -185,7 +187,7 @@ async def test_lanes_and_the_store_are_encrypted_if_the_worker_is_told_to(
         await asyncio.sleep(0)  # its watch begins
         raise TreeError
 
-    monkeypatch.setattr(worker.transfer, "process", object())
+    monkeypatch.setattr(worker.transfer, "process", stand_in(Child, pid=os.getpid()))
     monkeypatch.setattr(worker.transfer, "start", start)
     with pytest.raises(TreeError):
         await worker.start_transfer(ready)

@@ -199,7 +199,8 @@ class WorkerTree:
 
     def _watchdog(self, limit: float) -> Watchdog:
         assert self._engine is not None, "it has been started"
-        return Watchdog(self._engine.name, lambda: self.heartbeat.ticks, limit, EngineError)
+        pids = [child.pid for child in (self._engine, *self._ranks)]
+        return Watchdog(self._engine.name, lambda: self.heartbeat.ticks, limit, EngineError, pids)
 
     async def _message(self, kind: type[M], progress: Callable[[str, float], None]) -> M:
         """Waits for a message of this kind, during the start."""
@@ -283,17 +284,20 @@ class WorkerTree:
     async def _start_transfer(self, transfer: Transfer, start: TransferConfig) -> int:
         """Returns the port of its lanes."""
         silence = start_silence = max(MIN_TRANSFER_SILENCE, self._config.deadlines.engine_dead)
-        if transfer.process is None:
-            self._spawn_transfer(transfer)
+        process = transfer.process
+        if process is None:
+            process = self._spawn_transfer(transfer)
             start_silence = START_SILENCE
-        dog = Watchdog(transfer.name, lambda: transfer.reports, start_silence, TreeError)
+        dog = Watchdog(transfer.name, lambda: transfer.reports, start_silence, TreeError, [process.pid])
         self.watch(transfer.watch(dog.watch()))
         port = await transfer.start(start, self._config.secret)
         dog.restart(silence)
         return port
 
-    def _spawn_transfer(self, transfer: Transfer) -> None:
-        self.watch(self._watch_exit(transfer.spawn(self.heartbeat)))
+    def _spawn_transfer(self, transfer: Transfer) -> Child:
+        process = transfer.spawn(self.heartbeat)
+        self.watch(self._watch_exit(process))
+        return process
 
     def _image_config(self, of_kv: TransferConfig, engine: EngineReady) -> TransferConfig:
         """Of embeddings, which come from encoders: no peer needs to know the port."""
