@@ -22,9 +22,9 @@ from baton.engine.layers.weights import Checkpoint, Groups
 from baton.engine.loader.families.rearrangements import Glm4Checkpoint, Phi3Checkpoint
 from baton.engine.loader.gguf_file import GGUFFile, TensorInfo
 from baton.engine.loader.gguf_groups import UNPACK
+from baton.engine.loader.gguf_metadata import Metadata
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.loader.rearranged import Files, Piece, Rearranged, in_heads, read_rows, rotated_first
-from baton.engine.loader.settings import Settings
 from baton.engine.model_config import ModelConfig, RopeScaling
 
 NAMES = {
@@ -50,27 +50,6 @@ NAMES = {
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 """Tensors of the first families, by their names in a file."""
-
-SETTINGS = {
-    "num_hidden_layers": "block_count",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
-"""Metadata that each file has, by their names in `config.json`."""
-
-OTHER_SETTINGS = {
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "rope_theta": "rope.freq_base",
-    "rope_local_base_freq": "rope.freq_base_swa",
-    "sliding_window": "attention.sliding_window",
-    "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-}
 
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors with settings of LongRoPE."""
@@ -106,6 +85,8 @@ class Kind:
     """Tensors with other names than in `NAMES`."""
     settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda metadata: {}
     """Further settings, from the metadata without the prefix of the architecture."""
+    reads: Sequence[str] = ()
+    """Keys of the metadata that this architecture has beside those of all."""
     interleaved: bool = False
     """Whether llama.cpp interleaves the two halves of each query and key head."""
     bias: str = "attn_output"
@@ -136,11 +117,24 @@ KINDS: Mapping[str, Kind] = {
     "qwen2": Kind(architecture="Qwen2ForCausalLM"),
     "qwen3": Kind(architecture="Qwen3ForCausalLM"),
     "qwen3moe": Kind(
-        architecture="Qwen3MoeForCausalLM", form=ByExpert, settings=lambda _: {"norm_topk_prob": True}
+        architecture="Qwen3MoeForCausalLM",
+        form=ByExpert,
+        settings=lambda _: {"norm_topk_prob": True},
+        reads=["expert_count", "expert_used_count", "expert_feed_forward_length"],
     ),
-    "gemma3": Kind(architecture="Gemma3ForCausalLM", names=AROUND, settings=_gemma3),
+    "gemma3": Kind(
+        architecture="Gemma3ForCausalLM",
+        names=AROUND,
+        settings=_gemma3,
+        reads=["attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"],
+    ),
     "olmo2": Kind(architecture="Olmo2ForCausalLM", names=AROUND),
-    "phi3": Kind(architecture="Phi3ForCausalLM", names={"ffn_up": "mlp.gate_up_proj"}, form=Phi3Checkpoint),
+    "phi3": Kind(
+        architecture="Phi3ForCausalLM",
+        names={"ffn_up": "mlp.gate_up_proj"},
+        form=Phi3Checkpoint,
+        reads=["attention.sliding_window"],
+    ),
     "glm4": Kind(
         architecture="Glm4ForCausalLM",
         names={
@@ -243,39 +237,33 @@ class GGUFCheckpoint(Files):
         return name
 
     def _config(self, kind: str) -> ModelConfig:
-        prefix = f"{kind}."
-        metadata = {
-            key.removeprefix(prefix): value for key, value in self._metadata.items() if key.startswith(prefix)
-        }
-        if missing := [key for key in SETTINGS.values() if key not in metadata]:
-            raise ValueError(f"{self.source}: metadata {prefix}{missing[0]} is missing")
+        metadata = Metadata(self._metadata, kind, self.source)
+        metadata.check(self.kind.reads)
         if "token_embd.weight" not in self._file_of:
             raise ValueError(f"{self.source}: tensor token_embd.weight is missing, the file is incomplete")
-        renamed = {**SETTINGS, **OTHER_SETTINGS}
-        settings = {name: metadata[key] for name, key in renamed.items() if metadata.get(key) is not None}
-        in_file = {f"metadata {prefix}{key}": value for key, value in metadata.items()}
-        integer = Settings(in_file, self.source).integer
-        keys = ("embedding_length", "attention.head_count", "attention.key_length", "rope.dimension_count")
-        hidden_size, heads, head_size, rotated = (f"metadata {prefix}{key}" for key in keys)
-        head_dim = integer(head_size, max(1, integer(hidden_size) // integer(heads)))
+        hidden_size, heads = map(metadata.integer, ("embedding_length", "attention.head_count"))
+        head_dim = metadata.integer("attention.key_length", max(1, hidden_size // heads))
         eos = {self._metadata[key] for key in EOS_KEYS if isinstance(self._metadata.get(key), int)}
+        factors = {}
+        if LONG in self._file_of:
+            factors = {"long_factor": self._values(LONG), "short_factor": self._values(SHORT)}
         further = {
             "architectures": [self.kind.architecture],
             "vocab_size": self._info("token_embd.weight").shape[0],
             "tie_word_embeddings": "output.weight" not in self._file_of,
             "attention_bias": f"blk.0.{self.kind.bias}.bias" in self._file_of,
-            "rope_scaling": self._rope_scaling(metadata),
-            "partial_rotary_factor": integer(rotated, head_dim) / head_dim,
+            "rope_scaling": metadata.rope_scaling(factors),
+            "partial_rotary_factor": metadata.integer("rope.dimension_count", head_dim) / head_dim,
         }
-        settings |= {**further, **self.kind.settings(metadata)}
+        settings = {**metadata.settings(), **further, **self.kind.settings(metadata.values)}
         config = model_config_from_hf(settings, {"eos_token_id": sorted(eos)}, self.source)
         if "rope_freqs.weight" in self._file_of:
             config = replace(config, rope_scaling=RopeScaling("tensor"))
         if self.kind.form is not None:
             return config
         products, of_experts = self._products(2), self._products(3)
-        settings = {"quant_method": "gguf", "products": products, "of_experts": of_experts}
-        return replace(config, quantization=settings)
+        quantization = {"quant_method": "gguf", "products": products, "of_experts": of_experts}
+        return replace(config, quantization=quantization)
 
     def _products(self, dimensions: int) -> dict[tuple[str, ...], int]:
         """Parameters of the products of all layers, by the types of their matrices. Those of routed experts
@@ -291,24 +279,6 @@ class GGUFCheckpoint(Files):
             types = tuple(sorted({info.kind.name for info in matrices}))
             parameters[types] += sum(math.prod(info.shape) for info in matrices)
         return dict(parameters)
-
-    def _rope_scaling(self, metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """As in `config.json`."""
-        kind = metadata.get("rope.scaling.type", "none")
-        original = metadata.get("rope.scaling.original_context_length")
-        attention = metadata.get("rope.scaling.attn_factor")
-        if LONG in self._file_of:
-            long, short = (self._values(name) for name in (LONG, SHORT))
-            scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
-        elif kind == "none":
-            return None
-        elif kind in ("linear", "yarn"):
-            scaling = {"rope_type": kind, "factor": metadata.get("rope.scaling.factor", 1.0)}
-        else:
-            raise ValueError(
-                f"{self.source}: rope scaling {kind!r} is not supported (none, linear, yarn are)"
-            )
-        return {**scaling, "original_max_position_embeddings": original, "attention_factor": attention}
 
     def _values(self, name: str) -> list[float]:
         """A tensor of one dimension."""
