@@ -388,6 +388,9 @@ class ModulesConfig:
     layers: tuple[ModuleAttention | ModuleStates, ...]
     """Of each call of attention in a pass, and of each module with states, which has a layer of the cache."""
     parameters: int
+    linear_parameters: int
+    """Those of linear modules but the output projection. Only these have the format of the weights: all
+    others, such as experts, are kept in the model's dtype."""
     read: frozenset[str] = field(default=frozenset(), repr=False)
     """The linear modules and norms whose weights are read without a call."""
 
@@ -661,8 +664,13 @@ class ModelConfig:
 
     @property
     def expert_parameters(self) -> int:
-        """Those of routed experts. 0 also for modules of transformers, which do not say it."""
+        """Those of routed experts. 0 also for modules of transformers."""
         return self.num_parameters - round(self._parameters(0))
+
+    @property
+    def plain_parameters(self) -> int:
+        """Those of `matrix_parameters` that are kept in the model's dtype in any format of weights."""
+        return 0 if self.modules is None else self.matrix_parameters - self.modules.linear_parameters
 
     def _parameters(self, experts: float) -> float:
         """Number of parameters with this many experts in each layer that has experts."""

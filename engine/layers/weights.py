@@ -158,9 +158,10 @@ class PlainFormat:
 
     def matrix_bytes(self, model: ModelConfig, dtype: torch.dtype) -> float:
         """The mean of all matrices of this model but the output projection."""
-        share = model.expert_parameters / model.matrix_parameters
-        of_experts = self.bytes_per_parameter(dtype, experts=True)
-        return share * of_experts + (1 - share) * self.bytes_per_parameter(dtype)
+        experts, plain = model.expert_parameters, model.plain_parameters
+        of_experts = experts * self.bytes_per_parameter(dtype, experts=True)
+        others = (model.matrix_parameters - experts - plain) * self.bytes_per_parameter(dtype)
+        return (of_experts + others + plain * dtype.itemsize) / model.matrix_parameters
 
     def with_int8_dequantized(self) -> "PlainFormat":
         """The same format, whose integers of 8 bits are dequantized at load on a GPU. This one if it has none

@@ -45,7 +45,8 @@ class ByModule(Dequantized):
     chosen: Chosen
     source: str
     extra_biases: bool = False
-    """Whether a checkpoint may have biases that the model lacks, as those of AutoGPTQ."""
+    """Whether a checkpoint may have biases that the model lacks, as those of AutoGPTQ. Those of experts must
+    be 0."""
 
     def bytes_per_parameter(
         self, dtype: torch.dtype, *, output: bool = False, experts: bool = False
@@ -77,7 +78,7 @@ class ByModule(Dequantized):
             return alone.linear(weights, stack)
         some = any(biased) and not all(biased)  # of a quantized and a plain matrix
         biases = self._biases(weights, stack, biased) if some else weights.bias(stack)
-        return PlainLinear(self.dense(weights, stack), biases, exact=weights.kernels.exact)
+        return PlainLinear(self._values(weights, stack), biases, exact=weights.kernels.exact)
 
     @staticmethod
     def _biases(weights: Weights, stack: Stack, biased: Sequence[bool]) -> Tensor | None:
@@ -91,9 +92,25 @@ class ByModule(Dequantized):
 
     def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
         alone = self._alone(weights, experts)
-        return (super() if alone is None else alone).experts(weights, experts)
+        if alone is None:
+            return super().experts(weights, experts)
+        for stack in experts:
+            self._leave_biases(weights, stack)
+        return alone.experts(weights, experts)
 
     def dense(self, weights: Weights, stack: Stack) -> Tensor:
+        self._leave_biases(weights, stack)
+        return self._values(weights, stack)
+
+    def _leave_biases(self, weights: Weights, stack: Stack) -> None:
+        """Raises `ValueError` for a bias that would change a product, of matrices that have none."""
+        for name, rows in zip(stack.names, stack.rows, strict=True):
+            if self.extra_biases and weights.has(f"{name}.bias"):
+                bias = weights.stack([f"{name}.bias"], [(rows,)])
+                if not bias.is_meta and bias.any():
+                    raise ValueError(f"{self.source}: {name}.bias is not 0, and the model has no such bias")
+
+    def _values(self, weights: Weights, stack: Stack) -> Tensor:
         alone = self._alone(weights, [stack])
         return (super() if alone is None else alone).dense(weights, stack)
 

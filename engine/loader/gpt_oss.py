@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
+from baton.engine.layers.grouped_linear import GroupsFormat
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Groups
 from baton.engine.loader.compressed import exponents, floats
@@ -38,10 +38,9 @@ class Mxfp4(GroupsFormat):
     def bytes_per_parameter(
         self, dtype: torch.dtype, *, output: bool = False, experts: bool = False
     ) -> float:
-        """As if all matrices were experts, which they nearly are."""
-        if output or self.device.type != "cuda":
+        if output or not experts:
             return dtype.itemsize
-        return bytes_per_parameter(4, GROUP, dtype, self.device)
+        return self.kept_bytes(4, GROUP, dtype, experts=True, floats=True)
 
 
 def mxfp4(settings: Mapping[str, Any], source: str, device: torch.device) -> Mxfp4:

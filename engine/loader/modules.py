@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import Checkpoint
@@ -59,7 +59,7 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
         settings = json.dumps(read_settings(plain), sort_keys=True)
         if kinds := [kind for kind in rope_types(text_of(json.loads(settings))) if kind in OF_LENGTH]:
             raise ValueError(f"rope scaling {kinds[0]!r} is not supported")
-        layers, plain = record_calls(settings)
+        layers, read_alone = record_calls(settings)
     except ERRORS as error:
         what = str(error).strip() or repr(error)
         what = what if isinstance(error, ValueError) else f"{type(error).__name__}: {what}"
@@ -68,10 +68,17 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
             f"{what_serves(architecture)}"
         ) from error
     text = text_of(json.loads(settings))
-    named = on_meta(settings).config.get_text_config()  # some have other names in files
+    whole = on_meta(settings)
+    named = whole.config.get_text_config()  # some have other names in files
     names = "hidden_size", "max_position_embeddings", "tie_word_embeddings", "vocab_size"
     read = Settings({**text, **{name: getattr(named, name, None) for name in names}}, source)
-    parameters = on_meta(settings).parameters()
+    matrices = sum(x.numel() for x in whole.parameters() if x.dim() > 1)
+    output = whole.get_output_embeddings()
+    linear = sum(
+        module.weight.numel()
+        for name, module in whole.named_modules()
+        if type(module) is nn.Linear and module is not output and name not in read_alone
+    )
     context = read.integer("max_position_embeddings", 2048)
     attention = [layer for layer in layers if isinstance(layer, ModuleAttention)]
     spans = tuple(layer.span if isinstance(layer, ModuleAttention) else None for layer in layers)
@@ -94,9 +101,7 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
         dtype=json.loads(settings).get("dtype") or text.get("dtype"),
         quantization=values.get("quantization_config") or None,
         spans=spans if any(span and span.length < context for span in spans) else (),
-        modules=ModulesConfig(
-            settings, layers, sum(x.numel() for x in parameters if x.dim() > 1), frozenset(plain)
-        ),
+        modules=ModulesConfig(settings, layers, matrices, linear, frozenset(read_alone)),
     )
     shape.check(source)
     return shape

@@ -7,13 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from baton.engine.loader import torch_ao
+from baton.engine import EngineConfig
+from baton.engine.execution.cache_limits import weight_bytes
+from baton.engine.layers import in_place
+from baton.engine.layers.linear import packed_memory
+from baton.engine.layers.ranks import Ranks
+from baton.engine.loader import choose_format, load_model, open_checkpoint, torch_ao
 from docs.lab import formats
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
 from tests.engine.conftest import request_of, tokens_of
 from tests.engine.quantized import KINDS, pack_quantized, save_quantized, torchao
 from tests.engine.test_fp8 import compressed as compressed_float
+
+CPU = torch.device("cpu")
 
 
 def tokens(directory: Path, **config: Any) -> list[list[int]]:
@@ -38,6 +47,61 @@ def test_modules_of_transformers_dequantize_experts(kind: str, tmp_path: Path) -
     exact = save_quantized(tmp_path, kind, "Qwen3Moe", moe_intermediate_size=64)
     expected = tokens(exact)
     assert tokens(tmp_path, model_impl="transformers", skip_model_check=True) == expected
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Address and bytes."""
+    if tensor.layout is not torch.strided:
+        return packed_memory(tensor)
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("model_impl", ["transformers", "auto"])
+@pytest.mark.parametrize(
+    "kind", ["words-8", "awq", *sorted({*KINDS} - {"awq", "dynamic", "mixed", "words-8"})]
+)
+def test_memory_sizing_counts_what_is_kept(kind: str, model_impl: str, tmp_path: Path) -> None:
+    """Experts of modules are dequantized, and so is what this CPU has no product for. Where matrices have
+    several formats, sizing counts the largest for all."""
+    save_quantized(
+        tmp_path, kind, "Qwen3Moe", hidden_size=512, intermediate_size=512, moe_intermediate_size=512
+    )
+    config, dtype = EngineConfig(str(tmp_path), model_impl=model_impl), torch.bfloat16
+    checkpoint = open_checkpoint(config, CPU)
+    weight_format = choose_format(config, checkpoint.config, CPU)
+    model, _, _ = load_model(checkpoint, 64, dtype, CPU, lambda *_: None, weight_format, Ranks())
+    kept = dict(map(memory_of, in_place.tensors(model)))
+    assert weight_bytes(checkpoint.config, weight_format, dtype) == pytest.approx(
+        sum(kept.values()), rel=0.02
+    )
+
+
+def test_memory_sizing_counts_experts_and_routers_of_modules_as_plain_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.engine.layers.grouped_linear.from_hopper_on", lambda device: True)
+    save_quantized(tmp_path, "awq", "Qwen3Moe", moe_intermediate_size=64)
+    sizes = []
+    for model_impl in ("auto", "transformers"):
+        config = EngineConfig(str(tmp_path), model_impl=model_impl)
+        model = open_checkpoint(config, CPU).config
+        weight_format = choose_format(config, model, torch.device("cuda"))
+        sizes.append(weight_format.matrix_bytes(model, torch.bfloat16) * model.matrix_parameters)
+    experts = 2 * 8 * (3 * 128 * 64 + 128)  # layers, experts, their matrices and rows of the router
+    assert sizes[1] - sizes[0] == pytest.approx((2 - 1 / 2 - 4 / 32) * experts)
+
+
+def test_biases_of_experts_must_be_0(tmp_path: Path) -> None:
+    """AutoGPTQ writes them, and no model with experts has them."""
+    exact = save_quantized(tmp_path, "gptq", "Qwen3Moe", moe_intermediate_size=64)
+    assert tokens(tmp_path) == tokens(exact)
+    with edited_tensors(tmp_path) as tensors:
+        (bias, *_) = [name for name in tensors if name.endswith("experts.1.up_proj.bias")]
+        tensors[bias][3] = 1
+    with pytest.raises(ValueError, match=r"experts\.1\.up_proj\.bias is not 0"):
+        load(tmp_path)
 
 
 def test_quantized_experts_that_no_module_has_are_refused(tmp_path: Path) -> None:
