@@ -132,7 +132,7 @@ class Request(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
-    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_ids: bytes
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
     timeout_ms: int
@@ -148,7 +148,7 @@ class Request(_message.Message):
     adapter: bytes
     traceparent: str
     name: str
-    def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., alone: _Optional[bool] = ..., retried: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., first_token_within: _Optional[float] = ..., waited: _Optional[float] = ..., gap_cost: _Optional[float] = ..., tenant: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[bytes] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., alone: _Optional[bool] = ..., retried: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., first_token_within: _Optional[float] = ..., waited: _Optional[float] = ..., gap_cost: _Optional[float] = ..., tenant: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Image(_message.Message):
     __slots__ = ("name", "start", "rows", "columns", "with_pixels")

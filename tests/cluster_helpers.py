@@ -28,6 +28,7 @@ from baton.kv_names import prompt_hints
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
+from baton.rpc.token_ids import packed_ids
 from tests.device import DEVICE, environment
 from tests.forked import FreshPopen
 from tests.within import WITHIN, within
@@ -212,7 +213,7 @@ def request(
 ) -> pb.Request:
     return pb.Request(
         request_id=os.urandom(16),
-        prompt_ids=prompt_ids,
+        prompt_ids=packed_ids(prompt_ids),
         output_ids=output_ids,
         sampling=params,
         timeout_ms=timeout_ms,

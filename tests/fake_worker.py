@@ -14,6 +14,7 @@ from baton.bench.lab.router.stand_in import Lanes, Outputs, StandIn
 from baton.kv_names import Tier
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.tls import TlsFiles
+from baton.rpc.token_ids import unpacked_ids
 from tests.within import WITHIN
 
 SECRET = b"a secret of the cluster"
@@ -311,8 +312,9 @@ class FakeWorker(StandIn):
         """The token at position p has the log probability -p and the rank p. Its alternative i is token
         100 + i, with the log probability -i."""
         top = request.sampling.prompt_logprobs
-        for start in range(1, len(request.prompt_ids), PROMPT_PIECE):
-            positions = range(start, min(start + PROMPT_PIECE, len(request.prompt_ids)))
+        prompt = len(unpacked_ids(request.prompt_ids))
+        for start in range(1, prompt, PROMPT_PIECE):
+            positions = range(start, min(start + PROMPT_PIECE, prompt))
             message = pb.PromptLogprobs(
                 attempt_id=attempt_id,
                 position=start,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from baton.engine import Image
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import packed_ids
 from baton.worker import messages
 from baton.worker.messages import FromRouter, Origin, ToEngine
 from baton.worker.service_process.streams import RouterStream
@@ -57,7 +58,7 @@ def work(
     wanted: dict[str, Any] = {"top_p": 1, "repetition_penalty": 1, "ignore_eos": True} | params
     sampling = pb.SamplingParams(**wanted, max_tokens=max_tokens)
     asked = pb.Request(
-        prompt_ids=prompt_ids or range(3, 3 + tokens), output_ids=output_ids, sampling=sampling,
+        prompt_ids=packed_ids(prompt_ids or range(3, 3 + tokens)), output_ids=output_ids, sampling=sampling,
         timeout_ms=60_000,
     )  # fmt: skip
     return Asked(Origin(attempt_id, "r", "", time.monotonic()), asked, [])

@@ -1,6 +1,7 @@
 """What one generation computes, and the sampling defaults of the model."""
 
 import json
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ class Sender:
 class Job:
     """What one generation computes: token ids and sampling parameters, without text."""
 
-    prompt_ids: list[int]
+    prompt_ids: "array[int]"
+    """Four bytes each: in a list they take nine times as much."""
     sampling: pb.SamplingParams
     session_key: int
     """64-bit hash of the session."""

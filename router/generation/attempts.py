@@ -19,6 +19,7 @@ from baton.router.policy.planner import Held
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.workers.worker import Attempt, AttemptEvent
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import packed_ids
 
 
 class PrefillState(IntEnum):
@@ -338,8 +339,7 @@ class AttemptPair:
     ) -> None:
         """`stop`: of the prompt that the worker gets; None: all of it. `computes_prompt`: it needs images."""
         request = message.prefill.request if message.HasField("prefill") else message.decode.request
-        # Last, since each message that has a message copies it.
-        request.prompt_ids.extend(self.job.prompt_ids[:stop])
+        request.prompt_ids = packed_ids(self.job.prompt_ids[:stop])
         worker, cached = attempt.worker, attempt.plan.cached
         encodes = computes_prompt and not worker.description.image_fingerprint
         for image in self.job.images:

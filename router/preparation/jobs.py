@@ -15,7 +15,7 @@ from baton.router.api.jobs import Job, SamplingDefaults, Sender, output_room
 from baton.router.api.sampling import TOKEN_ID
 from baton.router.api.structured import Structure
 from baton.router.errors import InvalidRequest
-from baton.router.preparation.prepare import Prepared
+from baton.router.preparation.prepare import Ids, Prepared
 from baton.rpc import worker_pb2 as pb
 from baton.vision.images import CHANNELS, MOST_PIXELS
 
@@ -68,10 +68,9 @@ def make_jobs(
         text = f"{numbers} log probabilities of prompts are more than {MAX_PROMPT_LOGPROBS}"
         raise InvalidRequest.at(field, text)
     for prompt, of_prompt in zip(prompts, prepared.images or [[]] * len(prompts), strict=True):
-        prompt_ids = prompt.tolist()
-        if not prompt_ids:
+        if not prompt:
             raise InvalidRequest.at(prepared.prompt_field, "must not be empty")
-        room = output_room(len(prompt_ids), prepared.prompt_field, context)
+        room = output_room(len(prompt), prepared.prompt_field, context)
         max_tokens = _max_tokens(body, room, defaults)
         if body.min_tokens > max_tokens:
             text = f"must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
@@ -80,7 +79,7 @@ def make_jobs(
         spans = [each.span for each in of_prompt]
         chunks = [] if scored is not None else prompt_hints(prompt, content_root, salt, spans)
         prompt_images = tuple(of_prompt)
-        key = _session_key(sender.session, prompt_ids, chunks, salt)
+        key = _session_key(sender.session, prompt, chunks, salt)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
         common = pb.SamplingParams(**sampling, max_tokens=max(1, max_tokens))
         jobs: list[Job] = []
@@ -89,7 +88,7 @@ def make_jobs(
             seeded.MergeFrom(common)
             jobs.append(
                 Job(
-                    prompt_ids,
+                    prompt,
                     seeded,
                     key,
                     chunks,
@@ -136,10 +135,10 @@ def _sampling(body: Options, vocab_size: int, defaults: SamplingDefaults) -> dic
     return chosen
 
 
-def _session_key(session: str | None, prompt_ids: list[int], chunks: list[int], salt: bytes) -> int:
+def _session_key(session: str | None, prompt: Ids, chunks: list[int], salt: bytes) -> int:
     """Returns the key of the client's session name, or else of the first chunks of the prompt."""
     if session:
         return xxhash.xxh3_64_intdigest(salt + session.encode(errors="replace"))
     if chunks:
         return chunks[:SESSION_CHUNKS][-1]
-    return xxhash.xxh3_64_intdigest(salt + repr(prompt_ids).encode())
+    return xxhash.xxh3_64_intdigest(salt + prompt.tobytes())

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from baton.kv_names import CHUNK_TOKENS, prompt_hints
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import unpacked_ids
 from tests.fake_worker import EOS, FakeWorker, Outputs
 from tests.router.conftest import Cluster, make_cluster
 
@@ -105,7 +106,7 @@ class CachingWorker(FakeWorker):
 
     def _compute(self, attempt_id: bytes, request: pb.Request, *, whole: bool) -> None:
         """`whole`: this worker computes the prompt, too."""
-        ids = tuple(request.prompt_ids)
+        ids = tuple(unpacked_ids(request.prompt_ids))
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         output = (*self._tokenizer.encode(written(self._script, text), add_special_tokens=False), EOS)
         self._written[attempt_id] = output

@@ -9,6 +9,7 @@ import pytest
 from baton.decode_worker.attempt import DecodeAttempt
 from baton.kv_transfer import Receiver
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import unpacked_ids
 from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.roles import Roles
@@ -91,7 +92,7 @@ async def test_each_way_gives_the_same_tokens(pairs: Directions, way: str) -> No
 
 async def test_a_decode_takes_a_prefill_that_is_held_already(pairs: Directions) -> None:
     here, asked = pairs["here"], request(prompt(40), GREEDY)
-    expected = await pairs["forth"].generate(asked.prompt_ids, GREEDY)
+    expected = await pairs["forth"].generate(unpacked_ids(asked.prompt_ids), GREEDY)
     prefill_id = await here.prefill.submit_prefill(asked, handover=True)
     first, _ = await here.prefill.token(prefill_id)
     decode_id = await here.decode.reserve(asked, here.source(prefill_id))

@@ -8,6 +8,7 @@ import pytest
 
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import unpacked_ids
 from tests.cluster_helpers import assert_whole, metrics, paired, request, sampling
 from tests.device import DEVICE
 
@@ -31,7 +32,9 @@ def alone(engine: Engine, requests: list[pb.Request]) -> list[list[int]]:
         fields["structured_output"] = None  # no request of this test asks for it
         tokens[r.request_id] = []
         engine.add(
-            EngineRequest(r.request_id, list(r.prompt_ids), list(r.output_ids), SamplingParams(**fields))
+            EngineRequest(
+                r.request_id, list(unpacked_ids(r.prompt_ids)), list(r.output_ids), SamplingParams(**fields)
+            )
         )
     while not engine.idle:
         for output in engine.loop.step().outputs:
@@ -60,7 +63,10 @@ async def test_concurrent_mixed_requests_yield_the_tokens_of_one_engine(
     before = metrics(caching_workers[1])
     async with paired(*caching_workers) as pair:
         answers = await asyncio.gather(
-            *(pair.generate(list(r.prompt_ids), r.sampling, list(r.output_ids)) for r in requests)
+            *(
+                pair.generate(list(unpacked_ids(r.prompt_ids)), r.sampling, list(r.output_ids))
+                for r in requests
+            )
         )
         steps = pair.decode.steps
     assert [answer.tokens for answer in answers] == expected

@@ -56,7 +56,9 @@ def pictures_of(kind: str) -> list[np.ndarray]:
     return [pixels_of(i, *size) for i, size in enumerate(sizes)]
 
 
-def expected_of(reference: Any, ids: list[int], pictures: Sequence[np.ndarray], count: int = 10) -> list[int]:
+def expected_of(
+    reference: Any, ids: Sequence[int], pictures: Sequence[np.ndarray], count: int = 10
+) -> list[int]:
     """What transformers generates, with its own processor."""
     tokens = torch.tensor([ids])
     types = (tokens == IMAGE_TOKEN).int()

@@ -84,7 +84,7 @@ def request_with(
 
 
 def expected_of(
-    reference: Any, path: Path, ids: list[int], pictures: Sequence[np.ndarray], count: int = 10
+    reference: Any, path: Path, ids: Sequence[int], pictures: Sequence[np.ndarray], count: int = 10
 ) -> list[int]:
     """What transformers generates, with its own processor."""
     processor = Qwen2VLImageProcessorPil.from_pretrained(path)

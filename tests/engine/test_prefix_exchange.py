@@ -36,7 +36,7 @@ class Worker:
     def row(self, blocks, position: int) -> int:
         return blocks[position // self.block_size] * self.block_size + position % self.block_size
 
-    def compute(self, prompt: list[int], salt: bytes = b"") -> int:
+    def compute(self, prompt: Sequence[int], salt: bytes = b"") -> int:
         """Checks the KV of the positions that were cached. Returns their number."""
         request = EngineRequest(next(self._ids).to_bytes(4), prompt, cache_salt=salt)
         live = self.scheduler.lives.start(request)
@@ -73,7 +73,7 @@ def chunks_of(prompt: list[int], salt: bytes = b"") -> Sequence[bytes]:
     return names.chunks
 
 
-def content(prompt: list[int], position: int, salt: bytes) -> object:
+def content(prompt: Sequence[int], position: int, salt: bytes) -> object:
     return position, tuple(prompt[: position + 1]), salt
 
 

@@ -9,6 +9,7 @@ import pytest
 from baton.router.text.tokenizer import load_tokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.stubs import InferenceStub
+from baton.rpc.token_ids import unpacked_ids
 from tests.reports.replay import TEMPLATE, replaying, write_model
 from tests.router.conftest import Cluster
 
@@ -141,7 +142,9 @@ async def test_the_name_of_a_message_over_grpc(tmp_path: Path):
             async for _ in InferenceStub(channel).Generate(pb.GenerateRequest(chat=chat, max_tokens=70_000)):
                 pass
         assert made.prompt == prompt
-        assert made.sent.sampling.max_tokens == 8192 - len(made.sent.prompt_ids), "lowered here, too"
+        assert made.sent.sampling.max_tokens == 8192 - len(unpacked_ids(made.sent.prompt_ids)), (
+            "lowered here, too"
+        )
 
 
 UNSET: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -26,6 +26,7 @@ from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.tls import TlsFiles
+from baton.rpc.token_ids import unpacked_ids
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 from tests.within import eventually
 
@@ -254,7 +255,7 @@ class Cluster:
     @property
     def prompt(self) -> str:
         """The text of its prompt."""
-        return self.tokenizer.decode(list(self.sent.prompt_ids), skip_special_tokens=False)
+        return self.tokenizer.decode(list(unpacked_ids(self.sent.prompt_ids)), skip_special_tokens=False)
 
     async def post(
         self, path: str, headers: Mapping[str, str] | None = None, /, **body: Any

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import unpacked_ids
 from tests.fake_worker import FakeWorker
 
 from .conftest import Cluster
@@ -77,6 +78,9 @@ async def test_what_another_choice_has_computed_does_not_count(
 
 async def test_each_prompt_counts_its_own_choices(cluster: Cluster) -> None:
     found = {7: [64, 16], 8: [32, 48]}
-    finds(cluster.prefills[0], lambda request: found[request.prompt_ids[0]][request.sampling.seed - 5])
+    finds(
+        cluster.prefills[0],
+        lambda request: found[unpacked_ids(request.prompt_ids)[0]][request.sampling.seed - 5],
+    )
     usage = (await cluster.complete(prompt=[[7], [8]], n=2, seed=5))["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 16 + 32}

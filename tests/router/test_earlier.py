@@ -12,6 +12,7 @@ from baton.router.api.messages import MAX_TOOLS
 from baton.router.api.validation import parse
 from baton.router.errors import InvalidRequest
 from baton.router.text.tokenizer import load_tokenizer
+from baton.rpc.token_ids import unpacked_ids
 
 from .conftest import Cluster, accepts, make_cluster
 from .test_tools import ARGUMENTS, CHAT, ONE, TEMPLATE, TOOLS
@@ -92,7 +93,7 @@ async def test_a_call_of_a_function_comes_back_as_one(tmp_path: Path, directory:
                 messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": calls}, result]
             status, _ = await made.post(CHATS, messages=messages, tools=TOOLS)
             assert status == 200
-            prompts.append(list(made.sent.prompt_ids))
+            prompts.append(list(unpacked_ids(made.sent.prompt_ids)))
         assert prompts[0] == prompts[1]
 
 

@@ -1,6 +1,7 @@
 """Each output index is emitted once, in order, and only from a current attempt, in any order of messages."""
 
 import time
+from array import array
 from typing import cast
 
 from hypothesis import settings
@@ -21,7 +22,7 @@ PLAN = Plan("handover", decode=0)
 
 
 def make_pair() -> AttemptPair:
-    job = Job([1], pb.SamplingParams(), 0, [])
+    job = Job(array("I", [1]), pb.SamplingParams(), 0, [])
     context, waits = cast("RequestContext", None), cast("Waits", None)
     return AttemptPair(lambda attempt, event: None, job, context, waits)
 

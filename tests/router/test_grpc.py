@@ -18,6 +18,7 @@ from baton.router.policy import desk
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.stubs import InferenceStub
+from baton.rpc.token_ids import unpacked_ids
 from tests.within import WITHIN
 
 from .conftest import TEXT, Cluster, encode_chat, make_cluster, prefills_at
@@ -67,7 +68,7 @@ async def test_each_kind_of_prompt_reaches_the_workers(cluster: Cluster):
     ]
     for prompt in prompts:
         await generate(cluster, **prompt, max_tokens=1)
-    seen = [list(m.prefill.request.prompt_ids) for m in cluster.prefills[0].submitted]
+    seen = [list(unpacked_ids(m.prefill.request.prompt_ids)) for m in cluster.prefills[0].submitted]
     chat = encode_chat(cluster.tokenizer, [{"role": "user", "content": "Hi"}])
     assert seen == [cluster.tokenizer.encode("Größe"), [7, 8], chat]
 

@@ -19,6 +19,7 @@ from baton.router.admission.keys import ApiKey
 from baton.router.api import responses
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import unpacked_ids
 from tests.within import WITHIN
 
 from .conftest import TEXT, Cluster, encode_chat, make_cluster
@@ -49,8 +50,8 @@ async def test_chat(cluster: Cluster):
     nulls = {"refusal": None, "reasoning": None, "reasoning_content": None}
     assert result["choices"][0]["message"] == {"role": "assistant", "content": TEXT, **nulls}
     prompt = cluster.prefills[0].submitted[0].prefill.request
-    assert list(prompt.prompt_ids) == encode_chat(cluster.tokenizer, CHAT)
-    assert prompt.sampling.max_tokens == 8192 - len(prompt.prompt_ids)
+    assert list(unpacked_ids(prompt.prompt_ids)) == encode_chat(cluster.tokenizer, CHAT)
+    assert prompt.sampling.max_tokens == 8192 - len(unpacked_ids(prompt.prompt_ids))
 
 
 async def test_prefill_and_decode_get_the_same_request(cluster: Cluster):
@@ -199,7 +200,7 @@ async def test_the_client_chooses_the_end_of_the_prompt(cluster: Cluster):
         shown = cluster.tokenizer.decode(tokens["tokens"], skip_special_tokens=False)
         assert shown.endswith(text), fields
         await cluster.post("/v1/chat/completions", messages=said, max_tokens=1, **fields)
-        prompt = cluster.prefills[0].submitted[-1].prefill.request.prompt_ids
+        prompt = unpacked_ids(cluster.prefills[0].submitted[-1].prefill.request.prompt_ids)
         assert list(prompt) == tokens["tokens"]
 
 
@@ -224,7 +225,7 @@ async def test_add_special_tokens_of_each_endpoint(small_directory: Path, tmp_pa
                 added = shown["tokens"][0] == bos
                 assert added == fields.get("add_special_tokens", default), (path, fields)
                 await made.post(path, **body, **fields, max_tokens=1)
-                prompt = made.prefills[0].submitted[-1].prefill.request.prompt_ids
+                prompt = unpacked_ids(made.prefills[0].submitted[-1].prefill.request.prompt_ids)
                 assert list(prompt) == shown["tokens"]
 
 
@@ -232,7 +233,9 @@ async def test_a_session_stays_on_one_prefill_worker(pair: Cluster):
     for session in range(25):
         for _ in range(2):
             await pair.complete(prompt=[100 + session], user=f"session {session}", max_tokens=1)
-    seen = [{m.prefill.request.prompt_ids[0] for m in worker.submitted} for worker in pair.prefills]
+    seen = [
+        {unpacked_ids(m.prefill.request.prompt_ids)[0] for m in worker.submitted} for worker in pair.prefills
+    ]
     assert not seen[0] & seen[1]
     assert all(seen)
 

@@ -17,6 +17,7 @@ from baton.router.api.jobs import SamplingDefaults
 from baton.router.api.messages import parsed_arguments
 from baton.router.text.sealed import seal_key, sealed, signature, unsealed
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc.token_ids import unpacked_ids
 from tests.fake_worker import SECRET
 
 from .conftest import ANSWER, ARGUMENTS, NO_DEFAULTS, TEXT, THOUGHT, Cluster, make_cluster
@@ -51,12 +52,12 @@ async def test_the_anthropic_client_gets_blocks_and_sends_them_back(thinking: Cl
         assert (call.name, call.input) == ("get_weather", {"city": "Paris"})
         assert first.stop_reason == "tool_use"
         assert first.usage.cache_read_input_tokens == 3
-        prompt = len(thinking.sent.prompt_ids)
+        prompt = len(unpacked_ids(thinking.sent.prompt_ids))
         assert first.usage.cache_creation_input_tokens == prompt // 64 * 64 - 3
         assert first.usage.input_tokens == prompt % 64, "it is in no whole chunk"
         assert thinking.sent.sampling.reasoning.budget == 1024
         counted = await api.messages.count_tokens(model="fake", system=system, tools=[TOOL], messages=HELLO)
-        assert counted.input_tokens == len(thinking.sent.prompt_ids)
+        assert counted.input_tokens == len(unpacked_ids(thinking.sent.prompt_ids))
 
         result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "Snow", "is_error": True}
         question: Any = {"type": "text", "text": "So?"}
@@ -169,7 +170,9 @@ async def test_the_vendors_block_is_not_shown(cluster: Cluster):
         _, result = await cluster.post(PATH, **BODY, system=system)
         assert cluster.prompt == plain
         used = result["usage"]
-        assert used["input_tokens"] + used["cache_read_input_tokens"] == len(cluster.sent.prompt_ids)
+        assert used["input_tokens"] + used["cache_read_input_tokens"] == len(
+            unpacked_ids(cluster.sent.prompt_ids)
+        )
     later = {"role": "system", "content": [{"type": "text", "text": billing}]}
     await cluster.post(PATH, max_tokens=9, messages=[later, *HELLO], system=[terse])
     assert "billing" not in cluster.prompt

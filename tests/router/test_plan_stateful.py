@@ -1,5 +1,6 @@
 """One request is planned, submitted and interrupted in every way at every point, by the real router parts.
 
+from array import array
 Only the network is missing: each worker is driven by its messages. A life draws events at random, then heals,
 and must end with the whole answer. Checked after each event: the answer so far, and that nothing is open
 which the request does not need.
@@ -8,6 +9,7 @@ which the request does not need.
 import asyncio
 import random
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -123,7 +125,8 @@ class Life:
         services = stand_in(Services, pool=pool, parked=self.parked, metrics=METRICS, config=made)
         context = RequestContext(services, entry)
         context.tokens, context.span = self.tokens, span
-        self.generation = Generation(Job([5] * PROMPT, sampling, rng.getrandbits(64), []), turn, 0, context)
+        job = Job(array("I", [5] * PROMPT), sampling, rng.getrandbits(64), [])
+        self.generation = Generation(job, turn, 0, context)
         self.generation.advance()
         self.check()
 

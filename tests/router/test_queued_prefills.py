@@ -12,6 +12,7 @@ import pytest
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import unpacked_ids
 from tests.fake_worker import FakeWorker
 
 from .conftest import Cluster, make_cluster
@@ -83,7 +84,7 @@ async def test_of_the_prompts_that_wait_in_the_router_the_one_that_is_cached_is_
     start(prefill, 1)
     release(prefill)
     await prefill.until(lambda w: len(prefills(w)) == 4)
-    assert prefills(prefill)[3].request.prompt_ids[0] == 1
+    assert unpacked_ids(prefills(prefill)[3].request.prompt_ids)[0] == 1
 
 
 async def test_prompts_of_other_routers_are_ahead_too(cluster: Cluster) -> None:

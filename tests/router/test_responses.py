@@ -26,6 +26,7 @@ from baton.router.endpoints.stored_responses import Events, StoredResponse, Stor
 from baton.router.errors import NotFound
 from baton.router.preparation import child
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc.token_ids import unpacked_ids
 
 from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
 
@@ -58,7 +59,7 @@ async def test_the_openai_client_gets_items_and_continues_the_conversation(think
         assert (first.status, first.metadata, first.temperature) == ("completed", {"a": "b"}, 1.0)
         assert first.usage is not None
         assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens
-        assert first.usage.input_tokens == len(thinking.sent.prompt_ids)
+        assert first.usage.input_tokens == len(unpacked_ids(thinking.sent.prompt_ids))
         assert "Be brief." in thinking.prompt
 
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
@@ -125,7 +126,9 @@ async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
 async def test_a_limit_makes_a_response_incomplete(cluster: Cluster):
     status, result = await cluster.post(PATH, input="Hi", max_output_tokens=99_999)
     assert (status, result["status"], result["max_output_tokens"]) == (200, "completed", 99_999)
-    assert cluster.sent.sampling.max_tokens == 8192 - len(cluster.sent.prompt_ids), "it is an upper bound"
+    assert cluster.sent.sampling.max_tokens == 8192 - len(unpacked_ids(cluster.sent.prompt_ids)), (
+        "it is an upper bound"
+    )
     status, result = await cluster.post(PATH, input="Hi", max_output_tokens=3)
     assert (status, result["status"]) == (200, "incomplete")
     assert result["incomplete_details"] == {"reason": "max_output_tokens"}

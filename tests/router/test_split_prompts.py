@@ -11,6 +11,7 @@ import pytest
 from baton.kv_names import prompt_hints
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import unpacked_ids
 from tests.fake_worker import FakeWorker
 
 from .conftest import Cluster, make_cluster
@@ -71,7 +72,7 @@ async def test_each_worker_gets_the_plan_and_its_part_of_the_prompt(cluster: Clu
         assert {(of.kv_address, of.incarnation) for of in own} == {
             (described.kv_address, described.incarnation)
         }
-        assert list(submit.request.prompt_ids) == PROMPT[: own[-1].stop]
+        assert list(unpacked_ids(submit.request.prompt_ids)) == PROMPT[: own[-1].stop]
         assert submit.handover
     # An idle decode worker has the last range, and goes on with it.
     [last] = prefills(cluster.decodes[0])

@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from baton.router.api import responses
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.rpc.token_ids import unpacked_ids
 
 from .conftest import TEXT, Cluster, accepts, encode_chat, forks_of, make_cluster, shared_forks
 
@@ -233,7 +234,9 @@ async def test_tool_choice_may_name_the_tools_that_are_allowed(calling: Cluster)
     for mode in ("auto", "required"):
         status, result = await calling.post("/v1/chat/completions", **body, tool_choice=allowed(mode, "now"))
         assert status == 200, result
-        prompt = calling.tokenizer.decode(list(calling.sent.prompt_ids), skip_special_tokens=False)
+        prompt = calling.tokenizer.decode(
+            list(unpacked_ids(calling.sent.prompt_ids)), skip_special_tokens=False
+        )
         assert json.dumps([TOOLS[1]]) in prompt
         assert "get_weather" not in prompt
         grammar = calling.sent.sampling.structured_output.grammar
@@ -263,7 +266,9 @@ async def test_tools_are_in_the_prompt_unless_tool_choice_is_none(calling: Clust
         await calling.post(
             "/v1/chat/completions", messages=CHAT, tools=TOOLS, tool_choice=choice, max_tokens=2
         )
-    auto, same, none = (list(m.prefill.request.prompt_ids) for m in calling.prefills[0].submitted)
+    auto, same, none = (
+        list(unpacked_ids(m.prefill.request.prompt_ids)) for m in calling.prefills[0].submitted
+    )
     text = calling.tokenizer.decode(auto, skip_special_tokens=False)
     assert auto == same
     assert json.dumps(TOOLS) in text
@@ -356,7 +361,7 @@ async def test_template_variables_of_the_client(small_directory: Path, tmp_path:
             body = {"messages": CHAT, "chat_template_kwargs": settings}
             _, tokens = await made.post("/tokenize", **body)
             await made.post("/v1/chat/completions", **body, max_tokens=1)
-            sent = list(made.prefills[0].submitted[-1].prefill.request.prompt_ids)
+            sent = list(unpacked_ids(made.prefills[0].submitted[-1].prefill.request.prompt_ids))
             assert sent == tokens["tokens"] == tokenizer.encode(text)
         chat = {"messages": CHAT, "verbosity": "high", "max_tokens": 1}
         for path, body in (

@@ -11,6 +11,7 @@ import pytest
 
 from baton.bench.lab.survive import stages_in
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import unpacked_ids
 from tests.cluster_helpers import (
     WorkerProcess,
     WorkerStream,
@@ -173,7 +174,7 @@ async def test_a_killed_engine_costs_what_it_had_not_published(worker: WorkerPro
                 tokens = await within(read(stream, decode_id))
                 assert ids(tokens) == expected
                 again = next(x for x in tokens if x.cached_tokens != tokens[0].cached_tokens)
-                length = len(each.prompt_ids) + again.output_index
+                length = len(unpacked_ids(each.prompt_ids)) + again.output_index
                 assert length - again.cached_tokens <= 2 * 16, "a block, and that of the step under way"
             assert (await status(stream)).health == pb.WorkerStatus.HEALTH_SERVING
             assert before <= follow(stream, cached), "no router counts on chunks until they are verified"
@@ -279,7 +280,7 @@ async def test_a_planned_restart_ends_the_engine_between_two_steps(worker: Worke
             await within(restart.stub.RestartEngine(pb.RestartEngineRequest()))
             engines.append(worker.child("engine"))
         assert len({engine.pid for engine in engines}) == 3
-        await goes_on(stream, decode_id, right, len(asked.prompt_ids), 16)
+        await goes_on(stream, decode_id, right, len(unpacked_ids(asked.prompt_ids)), 16)
         assert (await status(stream)).health == pb.WorkerStatus.HEALTH_SERVING
     new = worker.log.read_text().removeprefix(log)
     assert new.count("another engine process goes on\n") == 2

@@ -1,6 +1,7 @@
 """Checks of a router's messages."""
 
 import math
+from array import array
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from baton.engine import EngineRequest, Image, Reasoning, SamplingParams
 from baton.kv_names import with_adapter
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import packed_ids
 from baton.vision.images import ImageSettings
 from baton.worker.requests import content_source, engine_request
 from baton.worker.service_process.validation import (
@@ -117,7 +119,7 @@ def test_a_request_keeps_every_field() -> None:
     got = taken(asked)
     params = got.sampling
     assert (got.id, got.cache_salt, got.first_token_within) == (ID, b"tenant", -0.5)
-    assert (got.prompt_ids, got.output_ids) == ([1, 2], [3])
+    assert (got.prompt_ids, got.output_ids) == (array("i", [1, 2]), [3])
     assert params.temperature == 0.5
     assert params.seed == 2**64 - 1
     assert params.stop_token_ids == (7,)
@@ -134,8 +136,10 @@ def test_a_request_keeps_every_field() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("prompt_ids", [], "prompt_ids is empty"),
-        ("prompt_ids", [100, 2], "prompt_ids has token 100"),
+        ("prompt_ids", b"", "prompt_ids is empty"),
+        ("prompt_ids", packed_ids([100, 2]), "prompt_ids has token 100"),
+        ("prompt_ids", packed_ids([1, 2**31]), "prompt_ids has token -2147483648"),
+        ("prompt_ids", bytes(7), "token ids have 7 bytes, which is no multiple of 4"),
         ("output_ids", [100], "output_ids has token 100"),
         ("output_ids", [1] * 40, "more than the context of 32"),
         ("output_ids", [1] * 16, "max_tokens is 16, but output_ids has 16 already"),

@@ -20,6 +20,7 @@ from baton.engine.api.sampling_params import MAX_LISTED
 from baton.kv_names import CHUNK_TOKENS, IMAGE_NAME_BYTES
 from baton.rpc import LONGEST_REPORT, bounded_report
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.token_ids import BYTES as TOKEN_BYTES
 from baton.system.tracing import valid_traceparent
 from baton.vision.images import CHANNELS, MOST_PIXELS, PIXELS_PART, ImageSettings
 from baton.worker.messages import Origin
@@ -115,11 +116,12 @@ def submission(
         raise _invalid("timeout_ms is 0: the request's deadline has passed")
     _check_labels(asked)
     sampling, emitted = asked.sampling, len(asked.output_ids)
-    length = len(asked.prompt_ids) + max(sampling.max_tokens, emitted + 1)
+    prompt = len(asked.prompt_ids) // TOKEN_BYTES
+    length = prompt + max(sampling.max_tokens, emitted + 1)
     if length > limits.max_model_len:
         raise _invalid(
-            f"{len(asked.prompt_ids)} prompt tokens and {length - len(asked.prompt_ids)} output tokens are "
-            f"more than the context of {limits.max_model_len}"
+            f"{prompt} prompt tokens and {length - prompt} output tokens are more than the context of "
+            f"{limits.max_model_len}"
         )
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"):
         listed = getattr(sampling, name)
@@ -247,7 +249,7 @@ def plan(submit: pb.SubmitPrefill) -> None:
         raise _invalid(f"the ranges of plan must end at multiples of {CHUNK_TOKENS}")
     if not len(workers) == len({of.prefill_id for of in ranges}) == len({of.incarnation for of in ranges}):
         raise _invalid("plan must have one prefill_id and one address for each worker")
-    if not part_stops or part_stops[-1] != len(request.prompt_ids) + len(request.output_ids):
+    if not part_stops or part_stops[-1] != len(request.prompt_ids) // TOKEN_BYTES + len(request.output_ids):
         raise _invalid("the last range of this prefill in plan must end with the tokens of the request")
     if not submit.handover or request.images or request.sampling.HasField("prompt_logprobs"):
         raise _invalid("plan needs a handover, without images and prompt_logprobs")

@@ -20,6 +20,7 @@ from prometheus_client.samples import Sample
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
+from baton.rpc.token_ids import packed_ids
 
 
 class Driver:
@@ -189,7 +190,9 @@ def request(prompt_ids: Sequence[int], max_tokens: int) -> pb.Request:
     sampling = pb.SamplingParams(
         temperature=0, top_p=1, repetition_penalty=1, seed=1, max_tokens=max_tokens, ignore_eos=True
     )
-    return pb.Request(request_id=os.urandom(16), prompt_ids=prompt_ids, sampling=sampling, timeout_ms=600_000)
+    return pb.Request(
+        request_id=os.urandom(16), prompt_ids=packed_ids(prompt_ids), sampling=sampling, timeout_ms=600_000
+    )
 
 
 def prompt_of(length: int, number: int) -> list[int]:

@@ -33,6 +33,7 @@ from baton.bench.lab.router.stand_in import Lanes, StandIn
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
+from baton.rpc.token_ids import packed_ids
 
 PROMPT_TOKENS = 200
 OUTPUT_TOKENS = 2  # the fewest with a handover
@@ -186,7 +187,9 @@ class Direct:
     async def first_token(self, prompt: list[int]) -> float:
         """Seconds to the first token."""
         sampling = pb.SamplingParams(temperature=1, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-        work = pb.Request(request_id=os.urandom(16), prompt_ids=prompt, sampling=sampling, timeout_ms=60_000)
+        work = pb.Request(
+            request_id=os.urandom(16), prompt_ids=packed_ids(prompt), sampling=sampling, timeout_ms=60_000
+        )
         submit = pb.SubmitPrefill(prefill_id=os.urandom(16), request=work)
         began = time.perf_counter()
         await self._call.write(pb.RouterMessage(prefill=submit))

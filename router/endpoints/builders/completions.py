@@ -260,7 +260,7 @@ class CompletionBuilder(ChoicesBuilder):
         if self._token_ids:
             choice["token_ids"] = part.token_ids
             if first:
-                choice["prompt_token_ids"] = self._request.prompts[index // self._n]
+                choice["prompt_token_ids"] = self._request.prompts[index // self._n].tolist()
         return choice
 
     def _logprob(self, index: int, delta: Delta) -> Entry:
@@ -283,7 +283,7 @@ class ChatBuilder(ChoicesBuilder):
         self._called = "function_call" if self._functions else "tool_calls"
 
     def _extra(self) -> dict[str, Any]:
-        ids = self._request.prompts[0] if self._token_ids else None
+        ids = self._request.prompts[0].tolist() if self._token_ids else None
         if self._request.options.stream:
             return {"prompt_token_ids": ids} if self._token_ids else {}
         logprobs = None if self._prompt_top is None else self._prompt_logprobs[0]
