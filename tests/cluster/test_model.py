@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from baton.cluster import model
 from baton.cluster.cli import app
+from tests.within import WITHIN
 
 
 def test_the_embedded_model_is_found_and_not_imported() -> None:
@@ -136,8 +137,9 @@ def test_a_hub_that_is_silent_or_not_there_is_told_at_once(
 
 
 @pytest.fixture
-def answering(hub: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+def answering(hub: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Gives a function that sets the status with which the hub answers."""
+    monkeypatch.setattr(model, "HUB_SECONDS", WITHIN)
     status = 200
 
     class Answers(BaseHTTPRequestHandler):
