@@ -52,7 +52,7 @@ class CacheKind:
     copied: bool = False
     """Whether all ranks hold all heads. If not, ranks share the heads out."""
     converts: bool = False
-    """Whether a receiver may keep it in another dtype than the sender, as `layout.Dtypes` says. All arrays of
+    """Whether peers may keep it in different dtypes, as `layout.Dtypes` says. All arrays of
     a layout that convert have one dtype for each unit."""
     by_name: bool = True
     """Whether its value follows from what content names say. If not, requests share nothing of the model."""
@@ -150,7 +150,7 @@ class CacheArray:
 
     @property
     def identity(self) -> str:
-        """What peers compare: all but a dtype that a receiver may convert."""
+        """What peers compare: all but a dtype that may differ."""
         dtype = "" if self.kind.converts else f":{self.dtype}"
         words = f"{self.kind.name}.{self.name}={self.rows}x{self.heads}x{self.head_dim}{dtype}"
         if self.block > 1:

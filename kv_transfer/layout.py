@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from baton.kv_names.cache_kinds import FP8, ITEM_BYTES, CacheArray, Range
 
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 """In each header. Two sides of different versions refuse each other."""
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -27,8 +27,8 @@ _Name = Annotated[str, Meta(max_length=64)]
 class KVLayout(msgspec.Struct, frozen=True, dict=True):
     """What both sides must agree on before a byte of KV travels: what all layers of a model keep.
 
-    Block sizes and numbers of ranks are not in it: these may differ. So may `dtypes`: what a receiver
-    converts travels in the dtype of the sender.
+    Block sizes and numbers of ranks are not in it: these may differ. So may `dtypes`: the side with the wider
+    one converts.
     """
 
     num_layers: int
@@ -66,7 +66,9 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         return Dtypes(of.get(True, self.arrays[0].dtype), of.get(False, ""))
 
     def sent_as(self, dtypes: "Dtypes") -> "KVLayout":
-        """The layout of a peer with these dtypes."""
+        """The layout of slices in these dtypes."""
+        if dtypes == self.dtypes:
+            return self
         arrays = (replace(x, dtype=dtypes.of(x)) if x.kind.converts else x for x in self.arrays)
         return msgspec.structs.replace(self, arrays=tuple(arrays))
 
@@ -111,6 +113,11 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             before = layers
         return " ".join(words)
 
+    @cached_property
+    def least_slice(self) -> int:
+        """Bytes that a slice must be able to have: all heads of a position, or one head of a request."""
+        return max(array.bytes if array.per_token else array.head_bytes for array in self.arrays)
+
     @property
     def bytes_per_token(self) -> int:
         return sum(array.bytes * len(layers) for array, layers in self.token_arrays)
@@ -128,7 +135,7 @@ def _ranges(layers: Sequence[int]) -> str:
 
 
 class Dtypes(NamedTuple):
-    """Those of the arrays that a receiver converts."""
+    """Those of the arrays that travel in another dtype than one side keeps."""
 
     kv: _Name
     states: _Name = ""
@@ -137,20 +144,25 @@ class Dtypes(NamedTuple):
     def of(self, array: CacheArray) -> str:
         return self.kv if array.per_token else self.states
 
-    def converts(self, sent: "Dtypes") -> bool:
-        """Whether a receiver with these dtypes takes what is sent in others."""
-        return all(map(convertible, sent, self, (True, False)))
+    def exchanges(self, other: "Dtypes") -> bool:
+        """Whether peers with these dtypes send each other slices."""
+        return all(map(convertible, other, self, (True, False)))
+
+    def sent_to(self, receiver: "Dtypes") -> "Dtypes":
+        """Those in which slices travel: the narrower ones. Of two that are as wide, the sender's."""
+        pairs = zip(self, receiver, strict=True)
+        return Dtypes(*(min(pair, key=lambda dtype: ITEM_BYTES.get(dtype, 0)) for pair in pairs))
 
     def __str__(self) -> str:
         return f"KV {self.kv}" + (f", states {self.states}" if self.states else "")
 
 
-def convertible(sent: str, kept: str, per_token: bool) -> bool:
-    """Whether a receiver takes an array that converts. Models that compute in different dtypes do not
-    exchange plain KV; states are in any dtype but FP8."""
-    if sent == kept or not {sent, kept} <= ITEM_BYTES.keys():
-        return sent == kept
-    return (sent == FP8) != (kept == FP8) if per_token else FP8 not in (sent, kept)
+def convertible(one: str, other: str, per_token: bool) -> bool:
+    """Whether peers that keep an array in these dtypes exchange it. Models that compute in different dtypes
+    do not exchange plain KV; states are in any dtype but FP8."""
+    if one == other or not {one, other} <= ITEM_BYTES.keys():
+        return one == other
+    return (one == FP8) != (other == FP8) if per_token else FP8 not in (one, other)
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

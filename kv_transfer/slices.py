@@ -38,5 +38,5 @@ class Slice(msgspec.Struct, array_like=True):
     memory: int = ARENA
     there: int = 0  # at a receiver, with `memory`: the slot in it
     sum: int = 0  # with `memory`: its generation there, or its checksum if slots have no marks
-    dtype: str | None = None  # in the slot; None: that of the pool. `scatter` converts
+    dtype: str | None = None  # in the slot; None: that of the pool. `gather` and `scatter` convert
     table: Any = None  # where the blocks of its request are, for copies from and to the pool

@@ -2,7 +2,7 @@
 
     gather    dense[h, t, heads, :] = pool[h, block, offset, heads, :] of position start + t
     scatter   pool[h, block, offset, heads, :] = dense[h, t, heads, :]        h: a row, such as keys or values
-    convert   scatter, from another dtype than that of the pool: as in `host_pool`
+    convert   both, if `dense` is in a narrower dtype than the pool: as in `host_pool`
 
 A *pool* is a tensor of one array of a cache in one layer, as `pool.planes` shows it. Its strides are
 constants of the kernels, so a cache may have any order of dimensions, if a head of a position is a run of
@@ -16,7 +16,6 @@ The checksum of a slice is the sum of its 32-bit words, each mixed with its plac
 the mix is a bijection, so one wrong word is always found. The kernel that moves a slice can sum it, too.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +36,14 @@ FIELDS = 11  # of a line: see `Pages.line`
 SUM_FIELDS = 3
 _compiled: dict[tuple[torch.device, tuple[int, ...]], Any] = {}
 """Kernels of `_copy`. To look one up, Triton takes longer than to launch it."""
-CONVERTED_FIELDS = 11
+CONVERTED_FIELDS = 10
 CONVERTED_HEADS = 32  # of one program
 CONVERTED_DIMS = 128  # of a piece of a state
 LARGEST, LEAST = tl.constexpr(LARGEST_FP8), tl.constexpr(LEAST_OF_HEAD)
 SHIFT = tl.constexpr(2.0**120)
+LEAST_NORMAL = tl.constexpr(2.0**-6)  # of FP8
+ROUNDER = tl.constexpr(2.0**14)
+"""Neighbours of this number in float32 differ by the least number above 0 of FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,10 @@ def launch_sums(table: Tensor, most_words: int) -> None:
     _sum[(_cdiv(most_words, WORDS), len(table))](table, LINE=SUM_FIELDS, COLUMNS=WORDS, num_warps=WARPS)
 
 
-def line_to_convert(pool: int, scales: int, blocks: int, dense: int, part: Window) -> list[int]:
-    """As `Pages.line`, for `launch_converting`. `scales`: of a pool in FP8, else 0."""
+def line_to_convert(pool: int, blocks: int, dense: int, part: Window) -> list[int]:
+    """As `Pages.line`, for `launch_converting`."""
     return [
-        pool, scales, blocks, dense, part.start, part.count, part.first_head, part.heads,
+        pool, blocks, dense, part.start, part.count, part.first_head, part.heads,
         part.dense_start * part.dense_heads + part.dense_head, part.dense_heads, part.dense_positions,
     ]  # fmt: skip
 
@@ -146,26 +148,23 @@ def pieces_to_convert(array: CacheArray) -> int:
 
 
 def launch_converting(
-    table: Tensor, pools: Sequence[Tensor], dtype: torch.dtype, most: int, pieces: int = 1
+    table: Tensor, pool: Tensor, dtype: torch.dtype, most: int, pieces: int = 1, *, into_pool: bool
 ) -> None:
-    """Scatters every line of `table` [lines, CONVERTED_FIELDS] from dense memory of `dtype`. `pools`: values,
-    and scales in FP8, of any of the layers: they are alike. `most`: heads of all positions, of any line.
-    `pieces`: as `pieces_to_convert`; lines count them."""
-    pool, *scales = pools
+    """Moves every line of `table` [lines, CONVERTED_FIELDS] from or to dense memory of `dtype`. `pool`: of
+    any of the layers, as they are alike. `most`: heads of all positions, of any line. `pieces`: as
+    `pieces_to_convert`; lines count them."""
     if pieces > 1:
         pool = pool.squeeze(3).unflatten(3, (pieces, -1)).flatten(2, 3).unsqueeze(3)
     row, *strides, _ = pool.stride()
-    scale_row, *scale_strides, _ = scales[0].stride() if scales else [0] * 5
     _convert[(_cdiv(most, CONVERTED_HEADS), pool.shape[0], len(table))](
         table,
         row,
-        scale_row,
         LINE=CONVERTED_FIELDS,
-        FROM=_ELEMENTS[dtype],
-        TO=_ELEMENTS[pool.dtype],
+        POOL=_ELEMENTS[pool.dtype],
+        DENSE=_ELEMENTS[dtype],
+        INTO_POOL=into_pool,
         BLOCK=pool.shape[2],
         STRIDES=tuple(strides),
-        SCALE_STRIDES=tuple(scale_strides),
         HEAD_DIM=pool.shape[4],
         DIMS=_power_of_2(pool.shape[4]),
         HEADS=CONVERTED_HEADS,
@@ -268,56 +267,59 @@ def _copy(
 def _convert(
     table,
     pool_half,  # elements from the pool's keys to its values
-    scale_half,  # the same of its scales
     LINE: tl.constexpr,
-    FROM: tl.constexpr,
-    TO: tl.constexpr,
+    POOL: tl.constexpr,
+    DENSE: tl.constexpr,
+    INTO_POOL: tl.constexpr,
     BLOCK: tl.constexpr,
     STRIDES: tl.constexpr,  # of blocks, positions and heads
-    SCALE_STRIDES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     half = tl.program_id(1).to(tl.int64)
     entry = table + tl.program_id(2) * LINE
-    pool = tl.load(entry).to(tl.pointer_type(TO))
-    blocks = tl.load(entry + 2).to(tl.pointer_type(tl.int64))
-    address = tl.load(entry + 3)
-    start = tl.load(entry + 4)
-    tokens = tl.load(entry + 5)
-    heads = tl.load(entry + 7)
-    dense_heads = tl.load(entry + 9)
-    dense_tokens = tl.load(entry + 10)
+    pool = tl.load(entry).to(tl.pointer_type(POOL))
+    blocks = tl.load(entry + 1).to(tl.pointer_type(tl.int64))
+    address = tl.load(entry + 2)
+    start = tl.load(entry + 3)
+    tokens = tl.load(entry + 4)
+    heads = tl.load(entry + 6)
+    dense_heads = tl.load(entry + 8)
+    dense_tokens = tl.load(entry + 9)
     number = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     token = number // heads
     head = number - token * heads
     inside = token < tokens
-    from_head = (half * dense_tokens + token) * dense_heads + tl.load(entry + 8) + head
+    dense_head = (half * dense_tokens + token) * dense_heads + tl.load(entry + 7) + head
     dims = tl.arange(0, DIMS)[None, :]
     values = inside[:, None]
     if DIMS != HEAD_DIM:
         values &= dims < HEAD_DIM
-    at = from_head[:, None] * HEAD_DIM + dims
-    if tl.float8e4nv != FROM:
-        x = tl.load(address.to(tl.pointer_type(FROM)) + at, mask=values, other=0).to(tl.float32)
-    else:
-        x = _decoded(tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=values, other=0))
-        scales = address + tl.num_programs(1) * dense_tokens * dense_heads * HEAD_DIM
-        x *= tl.load(scales.to(tl.pointer_type(tl.float32)) + from_head, mask=inside)[:, None]
+    at = dense_head[:, None] * HEAD_DIM + dims
+    scales = address + tl.num_programs(1) * dense_tokens * dense_heads * HEAD_DIM
+    scales = scales.to(tl.pointer_type(tl.float32)) + dense_head
     position = start + token
     block = tl.load(blocks + position // BLOCK, mask=inside, other=0)
-    to_head = tl.load(entry + 6) + head
-    if tl.float8e4nv == TO:
-        # Rounded to nearest, as on a CPU: `/` is not.
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), LEAST), LARGEST)
-        x = tl.div_rn(x, scale[:, None])
-        place = block * SCALE_STRIDES[0] + position % BLOCK * SCALE_STRIDES[1] + to_head * SCALE_STRIDES[2]
-        place += half * scale_half
-        tl.store(tl.load(entry + 1).to(tl.pointer_type(tl.float32)) + place, scale, mask=inside)
-    row = block * STRIDES[0] + position % BLOCK * STRIDES[1] + to_head * STRIDES[2]
+    row = block * STRIDES[0] + position % BLOCK * STRIDES[1] + (tl.load(entry + 5) + head) * STRIDES[2]
     paged = pool + half * pool_half + row[:, None] + dims
-    tl.store(paged, x.to(TO), mask=values)
+    if INTO_POOL:
+        if tl.float8e4nv == DENSE:
+            x = _decoded(tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=values, other=0))
+            x *= tl.load(scales, mask=inside)[:, None]
+        else:
+            x = tl.load(address.to(tl.pointer_type(DENSE)) + at, mask=values, other=0).to(tl.float32)
+        tl.store(paged, x.to(POOL), mask=values)
+    else:
+        x = tl.load(paged, mask=values, other=0).to(tl.float32)
+        if tl.float8e4nv == DENSE:
+            # Rounded to nearest, as on a CPU: `/` is not.
+            scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), LEAST), LARGEST)
+            tl.store(scales, scale, mask=inside)
+            x = tl.div_rn(x, scale[:, None])
+            tl.store(address.to(tl.pointer_type(tl.uint8)) + at, _encoded(x), mask=values)
+        else:
+            tl.store(address.to(tl.pointer_type(DENSE)) + at, x.to(DENSE), mask=values)
 
 
 @triton.jit
@@ -328,3 +330,16 @@ def _decoded(bits):
     magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * SHIFT
     magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
     return tl.where(bits >= 0x80, -magnitude, magnitude)
+
+
+@triton.jit
+def _encoded(x):
+    """The nearest FP8 numbers (e4m3, uint8) of float32 up to 464, the even one of two; else NaN. Also on GPUs
+    that have no FP8."""
+    magnitude = tl.abs(x)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    small = (magnitude + ROUNDER).to(tl.int32, bitcast=True) & 0xF
+    rounded = tl.where(magnitude < LEAST_NORMAL, small, tl.minimum(normal, 0x7F))
+    rounded = tl.where(x == x, rounded, 0x7F)
+    return (rounded | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)

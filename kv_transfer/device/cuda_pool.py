@@ -126,7 +126,7 @@ class CudaPool:
             if batch := [item for item in batch if not item.memory]:
                 batch, offsets, copies = self._stage(batch, self._in_arena, self._slot_bytes)
                 dense = self._dense(copies)
-                self._kernels.copy(_at(batch, dense, offsets), into_pool=False)
+                self._kernels.move(_at(batch, dense, offsets), into_pool=False)
                 for slot, at, size in copies:
                     copy(slot, dense.data_ptr() + at, size, self._stream.cuda_stream)
             return self._record()
@@ -144,7 +144,7 @@ class CudaPool:
         self._tables.write([word for item in batch for word in (item.sum, 0)], runs)
         items = [(item, self._exported.slot(item.slot)) for item in batch]
         sums = [self._exported.mark(item.slot) + 8 for item in batch]
-        self._kernels.copy(items, into_pool=False, sums=sums)
+        self._kernels.move(items, into_pool=False, sums=sums)
 
     def scatter(self, batch: Sequence[Slice]) -> tuple[Event, Event]:
         with torch.cuda.stream(self._stream):
@@ -153,7 +153,7 @@ class CudaPool:
             for slot, at, size in copies:
                 copy(dense.data_ptr() + at, slot, size, self._stream.cuda_stream)
             copied = _event(self._stream)
-            self._kernels.into_pool(_at(batch, dense, offsets))
+            self._kernels.move(_at(batch, dense, offsets), into_pool=True)
             return copied, self._record()
 
     def export(self) -> Export:
@@ -243,7 +243,7 @@ class CudaPool:
                 self._kernels.copy(items, into_pool=True, sums=sum_at, behind_sums=table)
             else:
                 table.send(len(batch), self._stream)
-                self._kernels.into_pool(items, sum_at)
+                self._kernels.move(items, into_pool=True, sums=sum_at)
             self._marks.wait_event(_event(self._stream))
         for i, source in enumerate(sources):
             marks = table_address + 8 * (marks_at + i * each)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from baton.kv_names.cache_kinds import FP8
+from baton.kv_names.cache_kinds import FP8, CacheArray
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.dense_slices import dense_planes
 from baton.kv_transfer.device.pool import (
@@ -27,7 +27,7 @@ from baton.kv_transfer.device.pool import (
     planes,
     window,
 )
-from baton.kv_transfer.layout import Dtypes, runs, slice_bytes
+from baton.kv_transfer.layout import Dtypes, runs
 from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, export_arena, mark
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.slices import Slice
@@ -100,7 +100,7 @@ class HostPool:
                 mark(self._arena, item.slot, item.sum, 0)
             self._gather(item, self._arena.slot(item.slot))
             if item.memory:
-                filled = self._arena.slot(item.slot)[: slice_bytes(self._layout, item.piece)]
+                filled = self._arena.slot(item.slot)[: self._slice_bytes(item)]
                 mark(self._arena, item.slot, item.sum, xxhash.xxh3_64_intdigest(filled))
 
     def scatter(self, batch: Sequence[Slice]) -> tuple[Event, Event]:
@@ -124,8 +124,7 @@ class HostPool:
     def pull(self, memory: PeerMemories[PeerArena], batch: Sequence[Slice]) -> tuple[Event, Outcome]:
         remainders: list[Remainder] = []
         for item, (arena, number) in [(item, memory.place(item.there)) for item in batch]:
-            array = self._arrays[item.piece.array, item.dtype]
-            slot = arena.slot(number)[: array.bytes_of(item.piece.head_count, item.piece.token_count)]
+            slot = arena.slot(number)[: self._slice_bytes(item)]
             checksum = xxhash.xxh3_64_intdigest(slot)
             self._scatter(item, slot)
             right = arena.mark(number) == (item.sum, checksum)
@@ -135,27 +134,41 @@ class HostPool:
     def close(self) -> None:
         self._planes.clear()
 
+    def _slice_bytes(self, item: Slice) -> int:
+        array = self._arrays[item.piece.array, item.dtype]
+        return array.bytes_of(item.piece.head_count, item.piece.token_count)
+
     def _gather(self, item: Slice, slot: memoryview) -> None:
-        array = self._layout.arrays[item.piece.array]
-        part = window(item.piece, array, self._heads[item.piece.array])
-        dense = dense_planes(slot, array, part.dense_positions, part.dense_heads)
-        for pool, staged in self._runs(item, part, dense):
+        piece, sent = item.piece, self._arrays[item.piece.array, item.dtype]
+        kept, plain = self._layout.arrays[piece.array], slot
+        if sent.dtype != kept.dtype:
+            plain = memoryview(bytearray(kept.bytes_of(piece.head_count, piece.token_count)))
+        dense = self._dense(item, plain, kept)
+        for pool, staged in self._runs(item, dense):
             staged[:] = pool
+        if sent.dtype != kept.dtype:
+            numbers = converted(dense, kept.dtype, sent.dtype)
+            for plane, x in zip(self._dense(item, slot, sent), numbers, strict=True):
+                plane[:] = x
 
     def _scatter(self, item: Slice, slot: memoryview) -> None:
-        kept, array = self._layout.arrays[item.piece.array], self._arrays[item.piece.array, item.dtype]
-        part = window(item.piece, array, self._heads[item.piece.array])
-        dense = dense_planes(slot, array, part.dense_positions, part.dense_heads)
-        if array.dtype != kept.dtype:
-            dense = converted(dense, array.dtype, kept.dtype)
-        for pool, staged in self._runs(item, part, dense):
+        kept, sent = self._layout.arrays[item.piece.array], self._arrays[item.piece.array, item.dtype]
+        dense = self._dense(item, slot, sent)
+        if sent.dtype != kept.dtype:
+            dense = converted(dense, sent.dtype, kept.dtype)
+        for pool, staged in self._runs(item, dense):
             pool[:] = staged
 
-    def _runs(
-        self, item: Slice, part: Window, dense: Sequence[np.ndarray]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _window(self, item: Slice) -> Window:
+        return window(item.piece, self._layout.arrays[item.piece.array], self._heads[item.piece.array])
+
+    def _dense(self, item: Slice, memory: memoryview, array: CacheArray) -> list[np.ndarray]:
+        part = self._window(item)
+        return dense_planes(memory, array, part.dense_positions, part.dense_heads)
+
+    def _runs(self, item: Slice, dense: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Neighbouring positions of the pool with the heads that are held, and where they are in `dense`."""
-        number = item.piece.array
+        number, part = item.piece.array, self._window(item)
         blocks, start = self._kv.blocks(item.piece, *item.table)
         block_size = self._kv.block_size_of(number)
         if not self._layout.arrays[number].per_token:

@@ -53,9 +53,9 @@ class Pool(Protocol):
     """How many slices are worth gathering together."""
 
     def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> Event:
-        """Pool → slots. When the event that is returned has passed, the slots are filled and the pool is no
-        longer read. `after`: nothing, or for each slice the event after which it may be read. None: at
-        once."""
+        """Pool → slots, in `Slice.dtype`. When the event that is returned has passed, the slots are filled
+        and the pool is no longer read. `after`: nothing, or for each slice the event after which it may be
+        read. None: at once."""
 
     def scatter(self, batch: Sequence[Slice]) -> tuple[Event, Event]:
         """Slots → pool. First event: the slots are free; second: the pool holds the bytes."""
@@ -69,7 +69,7 @@ class Pool(Protocol):
         Raises Unreachable. With several ranks it waits for the others."""
 
     def open(self, export: Export, dtypes: Dtypes | None) -> PeerMemory:
-        """`dtypes`: of what is there. None: not known. Raises Unreachable unless a test copy succeeded."""
+        """`dtypes`: of slices in it. None: not known. Raises Unreachable unless a test copy succeeded."""
 
     def opened(self, memory: Any) -> bool:
         """Whether all ranks can read `memory`, which `open` returned. False: not all have answered yet.
@@ -164,11 +164,12 @@ def tensor_planes(kv: PagedKV) -> list[list[dict[int, torch.Tensor]]]:
 
 
 def arrays_sent(layout: KVLayout) -> dict[tuple[int, str | None], CacheArray]:
-    """Each array as it may come, by `Piece.array` and `Slice.dtype`."""
+    """Each array as it may travel, by `Piece.array` and `Slice.dtype`: never in a wider dtype."""
     arrays = dict[tuple[int, str | None], CacheArray]()
     for number, array in enumerate(layout.arrays):
         arrays[number, None] = arrays[number, array.dtype] = array
         for dtype in ITEM_BYTES if array.kind.converts else ():
-            if convertible(dtype, array.dtype, array.per_token):
+            is_wider = ITEM_BYTES[dtype] > ITEM_BYTES[array.dtype]
+            if not is_wider and convertible(dtype, array.dtype, array.per_token):
                 arrays[number, dtype] = replace(array, dtype=dtype)
     return arrays

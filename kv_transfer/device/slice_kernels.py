@@ -113,7 +113,8 @@ class SliceKernels:
             if dtype is not None and array != layout.arrays[number]:
                 none = {"token_count" if array.per_token else "head_count": 0}
                 nothing = Slice(msgspec.structs.replace(pieces[number], **none), table=table)
-                self._convert([(nothing, dense.data_ptr())], dtype)
+                for into_pool in (False, True):
+                    self._convert([(nothing, dense.data_ptr())], dtype, into_pool=into_pool)
 
     @property
     def fields(self) -> int:
@@ -131,15 +132,15 @@ class SliceKernels:
     def is_converted(self, item: Slice) -> bool:
         """Whether the slice is in another dtype than the pool.
 
-        If so, this rank computes the checksum of all of it. Else the kernel that scatters the slice sums the
+        If so, this rank computes the checksum of all of it. Else the kernel that moves the slice sums the
         heads that this rank holds."""
         return self._arrays[item.piece.array, item.dtype] != self._layout.arrays[item.piece.array]
 
     def window(self, piece: Piece) -> Window:
         return window(piece, self._layout.arrays[piece.array], self._heads[piece.array])
 
-    def into_pool(self, items: Sequence[tuple[Slice, int]], sums: Sequence[int] = ()) -> None:
-        """As `copy`, into the pool, from memory in any dtype."""
+    def move(self, items: Sequence[tuple[Slice, int]], *, into_pool: bool, sums: Sequence[int] = ()) -> None:
+        """As `copy`, with dense memory in any dtype."""
         alike: dict[tuple[str | None, int], list[tuple[tuple[Slice, int], int]]] = {}
         for item, checksum in zip(items, sums or [0] * len(items), strict=True):
             converted = self.is_converted(item[0])
@@ -148,14 +149,14 @@ class SliceKernels:
         for (dtype, _), some in alike.items():
             of_dtype, checksums = [item for item, _ in some], [checksum for _, checksum in some]
             if dtype is None:
-                self.copy(of_dtype, into_pool=True, sums=checksums if sums else ())
+                self.copy(of_dtype, into_pool=into_pool, sums=checksums if sums else ())
                 continue
+            self._convert(of_dtype, dtype, into_pool=into_pool)
             if sums:
                 words = [self.slice_bytes(x) // 4 for x, _ in of_dtype]
                 lines = zip([address for _, address in of_dtype], words, checksums, strict=True)
                 table = self._tables.send([field for line in lines for field in line]).view(len(words), -1)
                 copy_kernels.launch_sums(table, max(words))
-            self._convert(of_dtype, dtype)
 
     def copy(
         self, items: Sequence[tuple[Slice, int]], *, into_pool: bool, sums: Sequence[int] = (),
@@ -200,21 +201,21 @@ class SliceKernels:
             before = array.rows * array.head_dim * ITEM_BYTES[array.dtype]
         return launches
 
-    def _convert(self, items: Sequence[tuple[Slice, int]], dtype: str) -> None:
-        """As `into_pool`, for slices of one array, from memory in another dtype."""
+    def _convert(self, items: Sequence[tuple[Slice, int]], dtype: str, *, into_pool: bool) -> None:
+        """As `move`, for slices of one array, with memory in another dtype. The pool is in no narrower one,
+        so it has no scales."""
         number = items[0][0].piece.array
-        values, *scales = self._pools[number]
+        [(addresses, _)] = self._pools[number]
         array = self._layout.arrays[number]
         pieces = copy_kernels.pieces_to_convert(array)
         windows = [self.window(x.piece).cut(pieces) for x, _ in items]
         lines = [
             copy_kernels.line_to_convert(
-                values[0][x.piece.layer], scales[0][0][x.piece.layer] if scales else 0,
-                x.table.address(x.piece, array), address, part,
+                addresses[x.piece.layer], x.table.address(x.piece, array), address, part
             )
             for (x, address), part in zip(items, windows, strict=True)
         ]  # fmt: skip
         table = self._tables.send([field for line in lines for field in line]).view(len(lines), -1)
-        pools = [next(iter(plane.values())) for plane in self._planes[number]]
+        pool = next(iter(self._planes[number][0].values()))
         most = max(1, *(part.dense_size for part in windows))
-        copy_kernels.launch_converting(table, pools, getattr(torch, dtype), most, pieces)
+        copy_kernels.launch_converting(table, pool, getattr(torch, dtype), most, pieces, into_pool=into_pool)

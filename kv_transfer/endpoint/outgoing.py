@@ -46,6 +46,7 @@ class OutgoingTransfer:
     id: bytes
     prefill: OutgoingPrefill
     account: SenderAccount  # of its session
+    layout: KVLayout  # of slices as they travel
     slot_bytes: int
     large: bool  # its slices only fit into slots that peers read
     ranges: tuple[Range, ...]
@@ -69,7 +70,6 @@ class Slicing:
         next token reads of arrays with windows."""
         self._layout = layout
         self._frees_windows = frees_windows
-        self._least = max(array.bytes if array.per_token else array.head_bytes for array in layout.arrays)
         # Of each array of the layout. Ranks may hold the same head.
         self._heads = [
             sorted({array.heads_of(rank, ranks) for rank in range(ranks)}) for array in layout.arrays
@@ -91,7 +91,7 @@ class Slicing:
             for array, reads in zip(self._layout.arrays, transfer.reads, strict=True):
                 if array.window and reads != [*overlaps(reads, array.window.reads(kept_at))]:
                     return False
-        return last <= prefill.num_tokens and self._least <= transfer.slot_bytes
+        return last <= prefill.num_tokens and transfer.layout.least_slice <= transfer.slot_bytes
 
     def reads(self, ranges: Sequence[Range], next_positions: Sequence[int]) -> list[list[Range]]:
         """Of each array, the positions in `ranges` that a peer reads. `next_positions`: as in `Fetch`."""
@@ -120,23 +120,24 @@ class Slicing:
             elif transfer.prefill.is_part:
                 ranges = [(a, b) for a, b in transfer.ranges if final and b == ready.stop]
             parts += [(*part, number) for part in itertools.product(ranges, self._heads[number])]
-        pieces = self._cut(layer, parts, transfer.slot_bytes)
+        sent = transfer.layout
+        pieces = _cut(sent, layer, parts, transfer.slot_bytes)
         if layer == layout.num_layers - 1 and ready.stop == transfer.prefill.num_tokens:
-            share = sum(slice_bytes(layout, piece) for piece in pieces) // transfer.lanes
-            most = min(transfer.slot_bytes, max(share, self._least, _LEAST_BYTES))
-            pieces = self._cut(layer, parts, most)
+            share = sum(slice_bytes(sent, piece) for piece in pieces) // transfer.lanes
+            most = min(transfer.slot_bytes, max(share, sent.least_slice, _LEAST_BYTES))
+            pieces = _cut(sent, layer, parts, most)
         for seq, piece in enumerate(pieces, transfer.frames):
-            size = slice_bytes(layout, piece)
-            transfer.pending.append((Slice(piece, transfer.id, seq, size, size), ready.event))
+            size, dtype = slice_bytes(sent, piece), sent.arrays[piece.array].dtype
+            s = Slice(piece, transfer.id, seq, size, size, dtype=dtype)
+            transfer.pending.append((s, ready.event))
             transfer.bytes += size
             transfer.left += size
         transfer.frames += len(pieces)
 
-    def _cut(self, layer: int, parts: Sequence[tuple[Range, Range, int]], most: int) -> list[Piece]:
-        """`parts`: positions, heads and array. `most`: bytes of a slice."""
-        return [
-            x for tokens, held, number in parts for x in cut(self._layout, layer, tokens, held, most, number)
-        ]
+
+def _cut(layout: KVLayout, layer: int, parts: Sequence[tuple[Range, Range, int]], most: int) -> list[Piece]:
+    """`parts`: positions, heads and array. `most`: bytes of a slice."""
+    return [x for tokens, held, number in parts for x in cut(layout, layer, tokens, held, most, number)]
 
 
 class Turns:

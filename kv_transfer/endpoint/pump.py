@@ -301,8 +301,9 @@ class Pump:
         # Slices that a GPU reads of another one are copied together.
         lanes = 1 if account.reached and self.pool.gather_most > 1 else m.lanes
         transfer = OutgoingTransfer(
-            m.transfer_id, prefill, account, slot_bytes, large, m.ranges, reads, lanes=lanes
-        )
+            m.transfer_id, prefill, account, self._layout.sent_as(m.dtypes), slot_bytes, large, m.ranges,
+            reads, lanes=lanes,
+        )  # fmt: skip
         transfer.goes_on = bool(m.next_positions)
         prefill.transfer = transfer
         self.fetched.add(prefill.id)

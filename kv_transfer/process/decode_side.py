@@ -86,8 +86,7 @@ class DecodeSide:
         self._slots.open(session.number)
         now = time.monotonic()
         peer = self._peers.session_up(session, now)
-        assert session.peer is not None
-        self.arrivals.apply(self.fetches.session_up(peer.key, session.number, session.peer.dtypes, now))
+        self.arrivals.apply(self.fetches.session_up(peer.key, session.number, session.dtypes, now))
         self.arrivals.settle()
 
     def session_down(self, session: Session, reason: str, detail: str) -> None:

@@ -81,7 +81,7 @@ class PeerExports:
         self._memories[number] = _Memory(session, export, count_slots(export))
         assert session.peer is not None
         if self._reader is None:
-            self._channel.post(ExportIn(number, export, session.peer.dtypes))
+            self._channel.post(ExportIn(number, export, session.dtypes))
         elif why := self._reader.open(number, session.peer.incarnation, export):
             self.opened(number, False, why)
 

@@ -220,6 +220,7 @@ class PrefillSide:
                             number,
                             session.slot_bytes,
                             session.lane_count,
+                            session.dtypes,
                             fetch.ranges,
                             fetch.next_positions,
                         )

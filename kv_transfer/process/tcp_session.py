@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.layout import Dtypes
 from baton.kv_transfer.process.connection import Connection
 from baton.kv_transfer.process.lane import Lane, LaneOwner
 from baton.kv_transfer.process.movers import MoverHandle
@@ -88,6 +89,8 @@ class Session(LaneOwner, Generic[H]):
     side: ClassVar[wire.Side]
     """This process's side. The receiver connects, so its session is up with all of its lanes. The sender's
     is up with lane 0."""
+    dtypes: Dtypes
+    """In which slices travel: known from `session_up` on."""
 
     def __init__(
         self, handler: H, sessions: Sessions, number: int, session_id: bytes, lane_count: int
@@ -170,8 +173,13 @@ class Session(LaneOwner, Generic[H]):
         """The connection is authenticated, as a lane with this number."""
         self.peer = peer
         self.slot_bytes = min(peer.slot_bytes, self._sessions.config.slot_bytes)
-        ours, theirs = self._sessions.memory, peer.memory
-        self.why_lanes = why_lanes(ours, theirs) if self.side == "sender" else why_lanes(theirs, ours)
+        mine = self._sessions.config.layout.dtypes
+        if self.side == "sender":
+            self.why_lanes = why_lanes(self._sessions.memory, peer.memory)
+            self.dtypes = mine.sent_to(peer.dtypes)
+        else:
+            self.why_lanes = why_lanes(peer.memory, self._sessions.memory)
+            self.dtypes = peer.dtypes.sent_to(mine)
         self.lanes[number] = self._sessions.lane(number, connection, self)
         self.kv_lanes = self._sessions.kv_lanes(self.lanes)
         self._open += 1

@@ -177,7 +177,7 @@ class Fetches:
     # ------------------------------------------------------------ from sessions
 
     def session_up(self, peer: PeerKey, session: int, dtypes: Dtypes, now: float) -> list[Effect]:
-        """`dtypes`: of what the peer sends."""
+        """`dtypes`: in which slices travel."""
         source = self._source(peer)
         source.session, source.up_at = session, now
         source.layout = self._layout.sent_as(dtypes)

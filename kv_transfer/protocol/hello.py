@@ -163,7 +163,7 @@ def _check(mine: wire.Identity, theirs: wire.Identity) -> None:
         a, b = (getattr(side, f"{reason}_fingerprint") for side in (mine, theirs))
         if a != b:
             raise LaneRefused(reason, f"{reason}_fingerprint: {mine.name} has {a!r}, {theirs.name} has {b!r}")
-    if not mine.dtypes.converts(theirs.dtypes):
+    if not mine.dtypes.exchanges(theirs.dtypes):
         raise LaneRefused("dtype", f"{mine.name} has {mine.dtypes}, {theirs.name} has {theirs.dtypes}")
     if not PAGE <= theirs.slot_bytes <= MAX_SLOT_BYTES:
         raise LaneRefused("limits", f"{theirs.name} takes slices of {theirs.slot_bytes} bytes")

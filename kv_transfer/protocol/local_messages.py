@@ -89,6 +89,7 @@ class StartOut(Local):
     session: int
     slot_bytes: int
     lanes: int
+    dtypes: Dtypes  # in which slices travel
     ranges: tuple[tuple[int, int], ...]
     next_positions: tuple[int, ...] = ()  # as in `Fetch`
 
@@ -208,7 +209,7 @@ class ExportIn(Local):
 
     session: int  # for other ranks: a number that rank 0 gives. 0: to fill it, instead of memory of their own
     export: Export
-    dtypes: Dtypes | None = None  # of the peer; None: not known
+    dtypes: Dtypes | None = None  # of slices in it; None: not known
 
 
 class ExportGone(Local):

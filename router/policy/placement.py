@@ -217,6 +217,11 @@ def gap_cost(fleet: Fleet, gap: float, answer: int) -> float:
     return 0.0 if not gap or fleet.has_one_worker else _target(fleet, gap) / gap / answer
 
 
+def sent_bytes(sender: pb.WorkerDescription, receiver: pb.WorkerDescription) -> int:
+    """Of the KV of a token on its way between two workers: in the narrower of their formats."""
+    return min(sender.kv_token_bytes, receiver.kv_token_bytes)
+
+
 def offer(
     fleet: Fleet,
     request: PrefillRequest,
@@ -256,7 +261,7 @@ def offer(
     arrives = 0.0
     if prefill is not None and prefill.row != row:
         sender = fleet.workers[prefill.row].description
-        size = (request.tokens - held_tokens) * sender.kv_token_bytes
+        size = (request.tokens - held_tokens) * sent_bytes(sender, described)
         begins = fleet.now + prefill.first - prefill.within
         arrives = max(0.0, fleet.links.arrival(row, sender.incarnation, size, fleet.now, begins) - fleet.now)
     return Offer(

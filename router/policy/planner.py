@@ -276,7 +276,8 @@ def _split_arrives(request: PrefillRequest, draft: Plan, decode: int, fleet: Fle
     if (sender := fleet.workers[draft.ranges[-1].worker]).row == decode:
         return 0.0
     cached = fleet.loads.index.overlap(request.chunks, request.tokens, CHUNK_TOKENS, 1 << decode).of(decode)
-    size = (request.tokens - cached) * sender.description.kv_token_bytes
+    receiver = fleet.workers[decode].description
+    size = (request.tokens - cached) * placement.sent_bytes(sender.description, receiver)
     arrival = fleet.links.arrival(decode, sender.description.incarnation, size, fleet.now)
     return max(0.0, arrival - fleet.now)
 
@@ -299,7 +300,7 @@ def _split_worker(worker: Seen, first: Seen, waiting: float, fleet: Fleet) -> sp
         speed=split.first_speed(speed, status, described.attention_doubles_at),
         step=described.max_num_batched_tokens,
         floor=status.fastest_step_seconds,
-        link=min(link, rate / max(1, described.kv_token_bytes)),
+        link=min(link, rate / max(1, placement.sent_bytes(first.description, described))),
         link_wait=max(0.0, free_at - fleet.now),
         utilisation=loads.utilisation(worker.row),
         computes_on=frozenset(described.computes_on[:_MOST_NAMES]),

@@ -168,7 +168,9 @@ def main() -> None:
                     copy_kernels.launch(table, pages, (3, kv_heads), into_pool=into_pool, sums=sums)
         copy_kernels.launch_sums(torch.zeros(2, copy_kernels.SUM_FIELDS, dtype=torch.int64), 9)
         table = torch.zeros(2, copy_kernels.CONVERTED_FIELDS, dtype=torch.int64)
-        copy_kernels.launch_converting(table, pools, dtype if fp8_kv else FP8, 3 * kv_heads)
+        if not fp8_kv:
+            for into_pool in (False, True):
+                copy_kernels.launch_converting(table, values, FP8, 3 * kv_heads, into_pool=into_pool)
 
     step(torch.bfloat16, 32, 8, 128, 128, norm=False)  # Llama 3.1 8B
     step(torch.bfloat16, 32, 8, 128, 16, norm=True)  # Qwen3 8B
@@ -370,9 +372,11 @@ def main() -> None:
             copy_kernels.launch(table, pages, (128, 1), into_pool=into_pool, sums=sums)
     table = torch.zeros(2, copy_kernels.CONVERTED_FIELDS, dtype=torch.int64)
     pieces = copy_kernels.pieces_to_convert(CacheArray(HEAD_STATE, "ssm", 1, 128, 8192, "float32"))
-    for kept, sent in itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2):
+    narrow = torch.bfloat16, torch.float16
+    for kept, sent in (*itertools.product((torch.float32,), narrow), narrow, narrow[::-1]):
         pool = of_slots(torch.zeros(4, 1, 128, 8192, dtype=kept))
-        copy_kernels.launch_converting(table, [pool], sent, 128 * pieces, pieces)
+        for into_pool in (False, True):
+            copy_kernels.launch_converting(table, pool, sent, 128 * pieces, pieces, into_pool=into_pool)
 
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tests.within import WITHIN
 
 SECRET = b"a cluster secret for tests"
-LAYOUT = "kv11 layers=3 attention.kv=2x2x16"
+LAYOUT = "kv12 layers=3 attention.kv=2x2x16"
 HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE, *_REST = range(1, 16)
 EXPORT, REACH, SLICES, TAKEN = _REST
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -94,7 +94,7 @@ class Lane:
             (check,) = struct.unpack("<I", raw[60:])
             assert check == xxhash.xxh3_64_intdigest(raw[:60]) & 0xFFFFFFFF
             magic, version, kind, flags = struct.unpack("<4sBBH", raw[:8])
-            assert (magic, version, flags) == (b"BtKV", 11, 0)
+            assert (magic, version, flags) == (b"BtKV", 12, 0)
             names = (
                 "layer",
                 "kind",
@@ -145,7 +145,7 @@ class Lane:
 
 
 def frame(frame_type: int, body: bytes, transfer: bytes = bytes(16), **h: Any) -> bytes:
-    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 11), frame_type, h.get("flags", 0))
+    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 12), frame_type, h.get("flags", 0))
     head += transfer
     head += struct.pack("<4H", *(h.get(x, 0) for x in ("layer", "kind", "head_start", "head_count")))
     head += struct.pack("<3I", *(h.get(x, 0) for x in ("token_start", "token_count", "seq")))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.kv_names.cache_kinds import ATTENTION, STATE, CacheArray
+from baton.kv_names.cache_kinds import ATTENTION, FP8, STATE, CacheArray
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.host_pool import converted
@@ -184,10 +184,10 @@ def test_states_equal_torch(kernel_device: str, rows: int, heads: int, head_dim:
 @pytest.mark.usefixtures("exact_casts")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    ("sent", "to", "head_dim"),
-    [("bfloat16", "float8_e4m3fn", 16), ("float32", "float8_e4m3fn", 24), ("float8_e4m3fn", "float16", 24)],
+    ("sent", "kept", "head_dim"),
+    [("float8_e4m3fn", "bfloat16", 16), ("float8_e4m3fn", "float16", 24), ("bfloat16", "float32", 24)],
 )
-def test_kernel_that_converts(kernel_device: str, order: str, sent: str, to: str, head_dim: int) -> None:
+def test_kernel_that_converts(kernel_device: str, order: str, sent: str, kept: str, head_dim: int) -> None:
     """Against the torch code. The pool has heads 2 to 5 of 8, and the slice has heads 1 to 4."""
     part = CacheArray(ATTENTION, "kv", 2, 8, head_dim, sent)
     held = window(Piece(0, 1, 4, 5, 37), part, (2, 6))
@@ -200,22 +200,39 @@ def test_kernel_that_converts(kernel_device: str, order: str, sent: str, to: str
     sent_planes = [as_bytes(x).numpy() for x in dense]
     slot = np.concatenate([x.flatten() for x in sent_planes])
     assert len(slot) == part.bytes_of(4, 37)
-    values, *scales = map(torch.from_numpy, converted(sent_planes, sent, to))
+    [right] = map(torch.from_numpy, converted(sent_planes, sent, kept))
 
-    pools = [in_memory(order, torch.zeros(2, 9, 16, 4, head_dim).to(getattr(torch, to))).to(kernel_device)]
-    if scales:
-        pools.append(in_memory(order, torch.zeros(2, 9, 16, 4, 1)).to(kernel_device))
+    dtype = getattr(torch, kept)
+    pool = in_memory(order, torch.zeros(2, 9, 16, 4, head_dim).to(dtype)).to(kernel_device)
     blocks, there = torch.tensor([7, 2, 5], device=kernel_device), torch.from_numpy(slot).to(kernel_device)
-    of_values, of_scales = pools[0].data_ptr(), pools[-1].data_ptr()
-    line = copy_kernels.line_to_convert(of_values, of_scales, blocks.data_ptr(), there.data_ptr(), held)
+    line = copy_kernels.line_to_convert(pool.data_ptr(), blocks.data_ptr(), there.data_ptr(), held)
     table = torch.tensor([line], device=kernel_device)
-    copy_kernels.launch_converting(table, pools, getattr(torch, sent), held.dense_size)
+    copy_kernels.launch_converting(table, pool, getattr(torch, sent), held.dense_size, into_pool=True)
 
     position = torch.arange(5, 42)
     places = slice(None), torch.tensor([7, 2, 5])[position // 16], position % 16, slice(0, 3)
-    for pool, right, dtype in zip(
-        pools, (values, *scales), (getattr(torch, to), torch.float32), strict=False
-    ):
-        expected = torch.zeros(pool.shape, dtype=dtype)
-        expected[places] = right.view(dtype)[:, :, 1:]
-        assert torch.equal(pool.cpu().float(), expected.float()), "nothing else moves"
+    expected = torch.zeros(pool.shape, dtype=dtype)
+    expected[places] = right.view(dtype)[:, :, 1:]
+    assert torch.equal(pool.cpu().float(), expected.float()), "nothing else moves"
+
+
+@pytest.mark.usefixtures("exact_casts")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("kept", "head_dim"), [("bfloat16", 16), ("float32", 24)])
+def test_kernel_that_gathers_in_fp8(kernel_device: str, order: str, kept: str, head_dim: int) -> None:
+    """Against the torch code: the same bits. The pool has heads 2 to 5 of 8, and the slice has 3 and 4."""
+    part, dtype = CacheArray(ATTENTION, "kv", 2, 8, head_dim, FP8), getattr(torch, kept)
+    held = window(Piece(0, 3, 2, 5, 37), part, (2, 6))
+    pool = torch.randn(2, 9, 16, 4, head_dim).to(dtype)
+    pool[1, 2, 3, 1] = 0
+    position = torch.arange(5, 42)
+    heads = pool[:, torch.tensor([7, 2, 5])[position // 16], position % 16, 1:3].contiguous()
+    expected = np.concatenate([x.flatten() for x in converted([as_bytes(heads).numpy()], kept, FP8)])
+
+    pool = in_memory(order, pool).to(kernel_device)
+    blocks = torch.tensor([7, 2, 5], device=kernel_device)
+    dense = torch.zeros(part.bytes_of(2, 37), dtype=torch.uint8, device=kernel_device)
+    line = copy_kernels.line_to_convert(pool.data_ptr(), blocks.data_ptr(), dense.data_ptr(), held)
+    table = torch.tensor([line], device=kernel_device)
+    copy_kernels.launch_converting(table, pool, torch.float8_e4m3fn, held.dense_size, into_pool=False)
+    assert np.array_equal(dense.cpu().numpy(), expected)

@@ -101,8 +101,8 @@ def pieces(layout: KVLayout, most: int) -> list[Piece]:
     return found + [p for h in ((0, 3), (3, 4)) for p in cut(layout, 1, (0, TOKENS), h, SLOT_BYTES, 2)]
 
 
-def arriving(piece: Piece, layout: KVLayout, **place: Any) -> Slice:
-    """A slice of a sender with this layout."""
+def travelling(piece: Piece, layout: KVLayout, **place: Any) -> Slice:
+    """A slice in the dtypes of this layout."""
     return Slice(piece, dtype=layout.arrays[piece.array].dtype, **place)
 
 
@@ -122,11 +122,11 @@ def moved(
     )
     sender, receiver = make(source, arena), make(target, arena)
     tables = sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)
+    layout = source.layout.sent_as(sent.sent_to(kept))
     for few in batches(source.layout, 2048):
-        assert over(sender, sender.gather([Slice(piece, slot=slot, table=tables[0]) for slot, piece in few]))
-        for event in receiver.scatter(
-            [arriving(piece, source.layout, slot=slot, table=tables[1]) for slot, piece in few]
-        ):
+        of_each = [[travelling(x, layout, slot=slot, table=table) for slot, x in few] for table in tables]
+        assert over(sender, sender.gather(of_each[0]))
+        for event in receiver.scatter(of_each[1]):
             assert over(receiver, event)
     return target
 
@@ -144,21 +144,20 @@ def pulled(
         sender.adopt(export)
     else:
         export = sender.export()
-    memory = receiver.open(export, sent)
+    layout = source.layout.sent_as(sent.sent_to(kept))
+    memory = receiver.open(export, layout.dtypes)
     tables, whole = (sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)), []
     for generation, few in enumerate(batches(source.layout, SLOT_BYTES + 512), 1):
         batch = [
-            Slice(piece, slot=slot, table=tables[0], memory=EXPORTED, sum=generation) for slot, piece in few
+            travelling(piece, layout, slot=slot, table=tables[0], memory=EXPORTED, sum=generation)
+            for slot, piece in few
         ]
         assert over(sender, sender.gather(batch))
         if generation == 1:
             damage(PeerDeviceMemory(export))
         event, outcome = receiver.pull(
             memory,
-            [
-                arriving(piece, source.layout, there=slot, table=tables[1], sum=generation)
-                for slot, piece in few
-            ],
+            [travelling(piece, layout, there=slot, table=tables[1], sum=generation) for slot, piece in few],
         )
         assert over(receiver, event)
         whole += [remainder == 0 for remainder in outcome()]
@@ -208,7 +207,8 @@ def test_any_stream_may_be_late(sent: Dtypes, kept: Dtypes, late: int) -> None:
     pools = [CudaPool(kv, Arena.create(SLOTS, SLOT_BYTES), exported=True) for kv in (source, target)]
     sender, receiver = pools
     tables = sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)
-    memory = receiver.open(sender.export(), sent)
+    layout = source.layout.sent_as(sent.sent_to(kept))
+    memory = receiver.open(sender.export(), layout.dtypes)
     cuda_on_cpu.be_late([late])
     few = list(enumerate(pieces(source.layout, SLOT_BYTES)[: staging.LANDINGS + 3]))
     kv = layers_of(source)[0]
@@ -216,12 +216,12 @@ def test_any_stream_may_be_late(sent: Dtypes, kept: Dtypes, late: int) -> None:
     cuda_on_cpu.launch(lambda: kv.copy_(computed))
     after = [sender.record()]
     written = [
-        sender.gather([Slice(piece, slot=slot, table=tables[0], memory=EXPORTED, sum=1)], after)
+        sender.gather([travelling(piece, layout, slot=slot, table=tables[0], memory=EXPORTED, sum=1)], after)
         for slot, piece in few
     ]
     assert all(over(sender, event) for event in written)
     pulls = [
-        receiver.pull(memory, [arriving(piece, source.layout, there=slot, table=tables[1], sum=1)])
+        receiver.pull(memory, [travelling(piece, layout, there=slot, table=tables[1], sum=1)])
         for slot, piece in few
     ]
     assert all(over(receiver, event) for event, _ in pulls)
@@ -231,8 +231,8 @@ def test_any_stream_may_be_late(sent: Dtypes, kept: Dtypes, late: int) -> None:
     ours, theirs = HostPool(source, host), HostPool(expected, host)
     there, here = ours.table(THERE, TOKENS, 2), theirs.table(HERE, TOKENS, 1)
     for slot, piece in few:
-        ours.gather([Slice(piece, slot=slot, table=there)])
-        theirs.scatter([arriving(piece, source.layout, slot=slot, table=here)])
+        ours.gather([travelling(piece, layout, slot=slot, table=there)])
+        theirs.scatter([travelling(piece, layout, slot=slot, table=here)])
     assert all(map(torch.equal, everything(target), everything(expected)))
 
 
@@ -297,29 +297,31 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
     sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
     targets = [rank_of_two(whole_target, rank) for rank in (0, 1)]
     ranks = [CudaPool(target, Arena.create(SLOTS, SLOT_BYTES), exported=True) for target in targets]
-    export = sender.export()
-    memories = [rank.open(export, sent) for rank in ranks]
+    export, layout = sender.export(), source.layout.sent_as(sent.sent_to(kept))
+    memories = [rank.open(export, layout.dtypes) for rank in ranks]
     there, here = sender.table(THERE, TOKENS, 2), [rank.table(HERE, TOKENS, 1) for rank in ranks]
     monkeypatch.setattr(copy_kernels, "launch", counted)
     in_all = 0
     for generation, few in enumerate(batches(source.layout, SLOT_BYTES + 512), 1):
         sender.gather(
-            [Slice(piece, slot=slot, table=there, memory=EXPORTED, sum=generation) for slot, piece in few]
+            [
+                travelling(piece, layout, slot=slot, table=there, memory=EXPORTED, sum=generation)
+                for slot, piece in few
+            ]
         )
-        in_all += sum(slice_bytes(source.layout, piece) for _, piece in few)
+        in_all += sum(slice_bytes(layout, piece) for _, piece in few)
         remainders = dict.fromkeys(few, 0)
         for rank, memory, table in zip(ranks, memories, here, strict=True):
             windows = [rank._kernels.window(piece) for _, piece in few]
             mine = [item for item, held in zip(few, windows, strict=True) if min(held.count, held.heads) > 0]
             staged = [
-                arriving(piece, source.layout, there=slot, table=table, sum=generation)
-                for slot, piece in mine
+                travelling(piece, layout, there=slot, table=table, sum=generation) for slot, piece in mine
             ]
             for item, remainder in zip(mine, rank.pull(memory, staged)[1](), strict=True):
                 assert remainder is not None
                 remainders[item] += remainder
         assert not any(remainder % (1 << 64) for remainder in remainders.values())
-    if sent == kept:
+    if kept == layout.dtypes:
         assert read == in_all
     right = moved(HostPool, sent, kept)
     for rank, target in enumerate(targets):
@@ -361,7 +363,7 @@ def test_an_entry_of_the_registry_makes_a_kind(
     """One vector of each token, which has no heads to share: each of two ranks gets all of it."""
     layout = kv_layout(2, 1, 24, "bfloat16", kind=CacheKind("vector", Unit.TOKEN, copied=True))
     found = layout.fingerprint, layout.bytes_per_token
-    assert found == ("kv11 layers=2 vector.kv=1x1x24:bfloat16", 2 * 24 * 2)
+    assert found == ("kv12 layers=2 vector.kv=1x1x24:bfloat16", 2 * 24 * 2)
 
     def of_rank(rank: int, ranks: int, block_size: int) -> PagedKV:
         layers = [torch.randn(1, BLOCKS, block_size, 1, 24).bfloat16() for _ in range(2)]
@@ -373,7 +375,7 @@ def test_an_entry_of_the_registry_makes_a_kind(
     account = SenderSlots(SLOTS).account(1)
     ranges = ((7, TOKENS),)
     reads = slices.reads(ranges, ())
-    transfer = OutgoingTransfer(b"", OutgoingPrefill(b""), account, 1024, False, ranges, reads)
+    transfer = OutgoingTransfer(b"", OutgoingPrefill(b""), account, layout, 1024, False, ranges, reads)
     for layer in (0, 1):
         slices.add(transfer, Ready(b"", layer, 0, TOKENS, None))
     assert transfer.bytes == (TOKENS - 7) * layout.bytes_per_token
@@ -462,5 +464,5 @@ def test_what_was_freed_is_not_sent(
     slicing = Slicing(layout, 1, frees_windows=frees_windows)
     prefill = OutgoingPrefill(b"", num_tokens=TOKENS, next_positions=kept_at)
     account, reads = SenderSlots(SLOTS).account(1), slicing.reads(ranges, next_positions)
-    transfer = OutgoingTransfer(b"", prefill, account, SLOT_BYTES, False, ranges, reads)
+    transfer = OutgoingTransfer(b"", prefill, account, layout, SLOT_BYTES, False, ranges, reads)
     assert slicing.can_serve(transfer) is serves

@@ -42,7 +42,7 @@ class Peer:
     """The session that `Network` makes."""
 
     slot_bytes, lane_count, transport, why_lanes = 4096, 4, "tcp", ""
-    peer = stand_in(Identity, dtypes=Dtypes("float32"), incarnation=9)
+    dtypes, peer = Dtypes("float32"), stand_in(Identity, incarnation=9)
 
     def __init__(self, number: int) -> None:
         self.kv_moved = 0.0

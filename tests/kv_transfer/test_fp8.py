@@ -1,4 +1,4 @@
-"""KV in FP8: it travels with its scales, and a receiver with another dtype converts it."""
+"""KV in FP8 at one side or both: it travels in FP8, with its scales. A side that keeps plain KV converts."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
+from baton.engine.kernels.quantized.reference import quantize
 from baton.kv_transfer.device.host_pool import converted
 from baton.kv_transfer.device.pool import Window
 from tests.layouts import kv_layout
@@ -18,6 +19,9 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def layout(dtype: str) -> kv.KVLayout:
     return kv_layout(3, 12, 16, dtype)
+
+
+IN_FP8 = layout("float8_e4m3fn")
 
 
 def rounded(exact: torch.Tensor) -> torch.Tensor:
@@ -33,6 +37,7 @@ def rounded(exact: torch.Tensor) -> torch.Tensor:
     [
         ("float8_e4m3fn", "float8_e4m3fn", (3, 2)),
         ("bfloat16", "float8_e4m3fn", (1, 3)),
+        ("float32", "float8_e4m3fn", (4, 2)),
         ("float8_e4m3fn", "bfloat16", (4, 1)),
         ("float8_e4m3fn", "float32", (1, 1)),
     ],
@@ -50,7 +55,7 @@ def test_a_transfer(make_pair: Any, sent: str, kept: str, ranks: tuple[int, int]
     decode_id = pair.decode.fetch(pair.prefill, prefill_id, n, start=start)
     event = pair.event(decode_id)
     assert isinstance(event, kv.Injected)
-    assert (event.stats.tokens, event.stats.bytes) == (n - start, (n - start) * layout(sent).bytes_per_token)
+    assert (event.stats.tokens, event.stats.bytes) == (n - start, (n - start) * IN_FP8.bytes_per_token)
     reserved = pair.decode.reserved[decode_id]
     for layer in range(3):
         there = pair.prefill.exact_rows(blocks, layer, start, n)
@@ -80,6 +85,15 @@ def test_chunks_of_a_prefix_cache(make_pair: Any) -> None:
         assert torch.equal(pair.decode.exact_rows(pair.decode.reserved[fetch_id], layer, 64, 192), there)
 
 
+def test_a_slice_has_the_bits_that_an_engine_writes() -> None:
+    exact = torch.randn(2, 3, 4, 16).bfloat16()
+    exact[1, 2, 3] = 0
+    values, scales = converted([as_bytes(exact).numpy()], "bfloat16", "float8_e4m3fn")
+    written = quantize(exact.flatten(0, 2), grouped=False)
+    for ours, theirs in ((values, written.values), (scales, written.scales)):
+        assert torch.equal(torch.from_numpy(ours).flatten(), theirs.view(torch.uint8).flatten())
+
+
 def test_numbers_that_are_not_finite_spoil_their_head_alone() -> None:
     exact = torch.randn(2, 3, 4, 16)
     exact[0, 1, 2, 5], exact[1, 2, 3, 0] = torch.nan, torch.inf
@@ -100,6 +114,28 @@ def test_a_gpu_that_does_not_know_fp8_decodes_it(kernel_device: str) -> None:
     dense = torch.cat((bits, torch.ones(16).view(torch.uint8))).to(kernel_device)
     pool = torch.zeros(2, 1, 1, 8, 16, device=kernel_device)
     block = torch.tensor([0], device=kernel_device)
-    line = copy_kernels.line_to_convert(pool.data_ptr(), 0, block.data_ptr(), dense.data_ptr(), held)
-    copy_kernels.launch_converting(torch.tensor([line], device=kernel_device), [pool], FP8, 8)
+    line = copy_kernels.line_to_convert(pool.data_ptr(), block.data_ptr(), dense.data_ptr(), held)
+    table = torch.tensor([line], device=kernel_device)
+    copy_kernels.launch_converting(table, pool, FP8, 8, into_pool=True)
     torch.testing.assert_close(pool.cpu().flatten(), bits.view(FP8).float(), equal_nan=True, rtol=0, atol=0)
+
+
+def test_a_gpu_that_does_not_know_fp8_rounds_to_it_as_torch_does(kernel_device: str) -> None:
+    """Heads with 448, so that their scale is 1: all numbers of FP8, those halfway between two, and the
+    nearest ones of float32 to each."""
+    from baton.kv_transfer.device import copy_kernels
+
+    numbers = torch.arange(0x7F).to(torch.uint8).view(FP8).float()
+    numbers = torch.cat((numbers, (numbers[1:] + numbers[:-1]) / 2))
+    numbers = torch.cat([numbers, *(numbers.nextafter(torch.tensor(to)) for to in (-1.0, 448.0))])
+    numbers = torch.cat((numbers, -numbers))
+    heads = torch.nn.functional.pad(numbers, (0, -len(numbers) % 15)).view(-1, 15)
+    heads = torch.cat((heads, torch.full((len(heads), 1), 448.0)), dim=1)
+    held = Window(0, 1, 0, len(heads), 0, 0, 1, len(heads))
+    pool = heads.view(1, 1, 1, -1, 16).to(kernel_device)
+    dense = torch.zeros(len(heads) * (16 + 4), dtype=torch.uint8, device=kernel_device)
+    block = torch.tensor([0], device=kernel_device)
+    line = copy_kernels.line_to_convert(pool.data_ptr(), block.data_ptr(), dense.data_ptr(), held)
+    table = torch.tensor([line], device=kernel_device)
+    copy_kernels.launch_converting(table, pool, FP8, len(heads), into_pool=False)
+    assert torch.equal(dense.cpu()[: heads.numel()], heads.to(FP8).view(torch.uint8).flatten())

@@ -75,13 +75,13 @@ def test_a_state_is_cut_by_heads() -> None:
 
 
 def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
-    assert LAYOUT.fingerprint == "kv11 layers=4 attention.kv=2x8x64"
+    assert LAYOUT.fingerprint == "kv12 layers=4 attention.kv=2x8x64"
     states = "state.conv=3x2x128:bfloat16 state.ssm=1x128x8192:float32"
-    assert HYBRID.fingerprint == f"kv11 layers=4 @2 attention.kv=2x8x64 @0-1,3 {states}"
+    assert HYBRID.fingerprint == f"kv12 layers=4 @2 attention.kv=2x8x64 @0-1,3 {states}"
     assert (LAYOUT.bytes_per_token, HYBRID.bytes_per_token) == (8192, 2048)
     assert LAYOUT.arrays[0].bytes == 2 * 8 * 64 * 2
     latents = kv_layout(4, 9, 64, "bfloat16", kind=LATENT)
-    assert latents.fingerprint == "kv11 layers=4 latent.kv=1x9x64"
+    assert latents.fingerprint == "kv12 layers=4 latent.kv=1x9x64"
     assert latents.bytes_per_token == 4 * 1152
     assert kv_layout(4, 9, 64, "float8_e4m3fn", kind=LATENT).bytes_per_token == 4 * (576 + 9 * 4)
     assert [latents.arrays[0].heads_of(rank, 2) for rank in range(2)] == [(0, 9)] * 2, "copies"

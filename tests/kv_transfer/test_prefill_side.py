@@ -11,7 +11,7 @@ import pytest
 import baton.kv_transfer as kv
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
-from baton.kv_transfer.layout import Piece
+from baton.kv_transfer.layout import Dtypes, Piece
 from baton.kv_transfer.nixl.memory import NixlMemory
 from baton.kv_transfer.process import prefill_side
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
@@ -33,7 +33,7 @@ from tests.stand_in import implements, stand_in
 
 @implements(SendingSession)
 class Peer:
-    slot_bytes, lane_count, kv_moved, why_lanes = 1 << 20, 1, 0.0, ""
+    slot_bytes, lane_count, kv_moved, why_lanes, dtypes = 1 << 20, 1, 0.0, "", Dtypes("float32")
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -42,8 +42,8 @@ def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {"layout": kv_layout(2, 2, 16, "float32")}, {}, "layout",
-            "layout_fingerprint: decode 0 has 'kv11 layers=2 attention.kv=2x2x16', "
-            "prefill 0 has 'kv11 layers=3 attention.kv=2x2x16'",
+            "layout_fingerprint: decode 0 has 'kv12 layers=2 attention.kv=2x2x16', "
+            "prefill 0 has 'kv12 layers=3 attention.kv=2x2x16'",
         ),
         (
             {"layout": kv_layout(3, 2, 16, "float16")}, {}, "dtype",

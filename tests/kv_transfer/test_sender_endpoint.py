@@ -13,7 +13,7 @@ from baton.kv_transfer.layout import Piece
 from baton.kv_transfer.protocol import local_messages as lm
 from baton.kv_transfer.slices import Slice
 
-from .late_pool import Bench, LatePool, late_pools
+from .late_pool import LAYOUT, Bench, LatePool, late_pools
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def sending(late: list[LatePool], until: Any) -> Iterator[tuple[Bench, Sender, L
 
 
 def start(bench: Bench, prefill_id: bytes, transfer_id: bytes = b"t" * 16, *, session: int = 1) -> None:
-    bench.channel.send(lm.StartOut(prefill_id, transfer_id, session, 4096, 4, ((0, 40),)))
+    bench.channel.send(lm.StartOut(prefill_id, transfer_id, session, 4096, 4, LAYOUT.dtypes, ((0, 40),)))
     bench.channel.send(lm.Granted(session, 9, False))
 
 
@@ -47,7 +47,7 @@ def test_a_slice_waits_for_the_forward_and_then_for_its_copy(sending: Any, until
     assert bench.silent(), "handed over before it was copied"
     pool.go()
     s = bench.next(until, Slice)
-    assert s == Slice(Piece(0, 0, 1, 0, 40), b"t" * 16, 0, 40 * 64, 40 * 64, slot=s.slot)
+    assert s == Slice(Piece(0, 0, 1, 0, 40), b"t" * 16, 0, 40 * 64, 40 * 64, slot=s.slot, dtype="float32")
     expected = torch.cat([bench.cache[0][:, b] for b in (5, 1, 3)], 1)[:, :40]
     got = torch.frombuffer(bytearray(bench.arena.slot(s.slot)[: s.stored]), dtype=torch.float32)
     assert torch.equal(got.view(2, 40, 1, 8), expected)
@@ -156,7 +156,7 @@ def test_no_peer_gets_more_than_its_slots_and_its_credit(sending: Any, until: An
         sender.ready(bytes([i]), None, 0, 16)
         pool.recorded[-1].passed = True
         bench.next(until, lm.Offer)  # only what was offered is ever started
-        bench.channel.send(lm.StartOut(bytes([i]), bytes([i]), i % 2, 4096, 1, ((0, 16),)))
+        bench.channel.send(lm.StartOut(bytes([i]), bytes([i]), i % 2, 4096, 1, LAYOUT.dtypes, ((0, 16),)))
     bench.channel.send(lm.Granted(0, 9, False), lm.Granted(1, 1, False))
     until(lambda: len(pool.work) == 5, "four of six slots, one by credit")
     bench.channel.send(lm.Granted(1, 2, False))
@@ -184,7 +184,7 @@ def test_a_fetch_that_cannot_be_served_is_refused_and_nothing_else(
     sender.open(b"p", [5, 1, 3], 40)
     bench.next(until, lm.Offer)
     sender.ready(b"p", 0, 0, 40)
-    bench.channel.send(lm.StartOut(b"p", b"t" * 16, 1, slot_bytes, 4, ((0, stop),)))
+    bench.channel.send(lm.StartOut(b"p", b"t" * 16, 1, slot_bytes, 4, LAYOUT.dtypes, ((0, stop),)))
     assert bench.next(until, lm.RefuseFetch) == lm.RefuseFetch(b"t" * 16)
     sender.close(b"p", "cancelled")
     assert until(sender.poll, "the release", sender) == [kv.Released(b"p", "cancelled")]

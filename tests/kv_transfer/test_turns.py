@@ -15,12 +15,15 @@ from baton.kv_transfer.layout import KVLayout, Piece
 from baton.kv_transfer.protocol.credits import SenderAccount
 from baton.kv_transfer.slices import Slice
 
+ARRAY = CacheArray(ATTENTION, "kv", rows=2, heads=8, head_dim=128, dtype="bfloat16")
+LAYOUT = KVLayout.of([(ARRAY,)] * 2)
+
 
 def transfer(name: str, *layers: int, due: float = math.inf) -> OutgoingTransfer:
     pieces = deque((Slice(Piece(layer, 0, 1, 0, 64, 0), stored=64), None) for layer in layers)
     return OutgoingTransfer(
-        name.encode(), OutgoingPrefill(name.encode(), due=due), SenderAccount(granted=1), 1024, False, (), (),
-        pieces, left=64 * len(layers),
+        name.encode(), OutgoingPrefill(name.encode(), due=due), SenderAccount(granted=1), LAYOUT,
+        1024, False, (), (), pieces, left=64 * len(layers),
     )  # fmt: skip
 
 
@@ -58,12 +61,10 @@ def test_a_short_transfer_passes_a_long_one_and_a_stream_of_short_ones_does_not_
 
 def test_lanes_share_the_last_layer_and_other_layers_fill_slots() -> None:
     """In slots of 4 MiB. Nothing hides the way of the last layer of the last chunk."""
-    array = CacheArray(ATTENTION, "kv", rows=2, heads=8, head_dim=128, dtype="bfloat16")
-    layout = KVLayout.of([(array,)] * 2)
     prefill = OutgoingPrefill(b"p", num_tokens=1536)
     ranges = ((0, 1536),)
-    each = OutgoingTransfer(b"t", prefill, SenderAccount(), 4 << 20, False, ranges, [ranges], lanes=4)
-    slicing = Slicing(layout, 1)
+    each = OutgoingTransfer(b"t", prefill, SenderAccount(), LAYOUT, 4 << 20, False, ranges, [ranges], lanes=4)
+    slicing = Slicing(LAYOUT, 1)
     for start, stop in ((0, 512), (512, 1536)):
         for layer in (0, 1):
             slicing.add(each, Ready(b"", layer, start, stop, None))

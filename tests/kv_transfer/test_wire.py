@@ -127,12 +127,20 @@ def fp8_numbers(payload: bytes, positions: int) -> torch.Tensor:
     return values.float().view(2, positions, 2, 16) * scales.view(2, positions, 2, 1)
 
 
-def test_as_a_decode_worker_of_a_prefill_worker_with_fp8(make_prefill: Any) -> None:
-    """The peer converts, so what it keeps is not asked."""
-    prefill = make_prefill(layout=kv_layout(3, 2, 16, "float8_e4m3fn"))
+@pytest.mark.parametrize(
+    ("kept", "dtype"),
+    [("float8_e4m3fn", "float32"), ("float32", "float8_e4m3fn"), ("bfloat16", "float8_e4m3fn")],
+)
+def test_as_a_decode_worker_if_one_side_keeps_fp8(make_prefill: Any, kept: str, dtype: str) -> None:
+    """KV comes in FP8. Only a prefill worker that keeps something else converts."""
+    prefill = make_prefill(layout=kv_layout(3, 2, 16, kept))
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.exact_rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
-    lane = wire.connect(prefill.port)
+    if kept != "float8_e4m3fn":
+        scales = [x.abs().amax(dim=-1, keepdim=True) / 448 for x in expected]
+        both = zip(expected, scales, strict=True)
+        expected = [(x / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in both]
+    lane = wire.connect(prefill.port, dtype=dtype)
     lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]]], transfer)
     assert lane.expect(wire.COMMIT) == (transfer, [[42, None, [], []], 3, 3 * 800])
     lane.say(wire.CREDIT, [3, False])

@@ -10,7 +10,7 @@ from tests.layouts import kv_layout
 from . import second_wire as wire
 from .ranks import as_bytes
 
-FINGERPRINT = "kv11 layers=2 @1 attention.kv=2x2x16 @0 state.conv=3x4x8:bfloat16 state.ssm=1x4x256:float32"
+FINGERPRINT = "kv12 layers=2 @1 attention.kv=2x2x16 @0 state.conv=3x4x8:bfloat16 state.ssm=1x4x256:float32"
 STATES = (
     CacheArray(STATE, "conv", 3, 4, 8, "bfloat16"),
     CacheArray(STATE, "ssm", 1, 4, 256, "float32"),

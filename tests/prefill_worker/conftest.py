@@ -26,6 +26,7 @@ from baton.worker.engine_process.context import Context
 from baton.worker.engine_process.engine_attempt import EngineAttempt
 from baton.worker.engine_process.engine_protocol import Live
 from baton.worker.engine_process.loop import may_move, tell
+from baton.worker.engine_process.paged_kv import kv_layout
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.start import EngineProcessConfig
@@ -279,7 +280,16 @@ class Worker:
     ) -> None:
         """Another worker asks for these positions, to go on from `next_positions`."""
         self.outgoing.send(
-            local.StartOut(prefill_id, transfer_id, 1, SLOT_BYTES, SLOTS, ranges, next_positions),
+            local.StartOut(
+                prefill_id,
+                transfer_id,
+                1,
+                SLOT_BYTES,
+                SLOTS,
+                kv_layout(self.engine).dtypes,
+                ranges,
+                next_positions,
+            ),
             local.Granted(1, CREDIT, False),
         )
 

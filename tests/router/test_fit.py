@@ -69,7 +69,7 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
         ({"model_fingerprint": "of another form"}, "in: of another form ", "--model"),
         ({"layout_fingerprint": "l2"}, r"in: KV layout \(l2, there l1\)$", "the same --engine: .* caches of"),
         (
-            {"layout_fingerprint": "kv11 layers=33 @32 attention.kv=2x2x16"},  # drafts of vLLM
+            {"layout_fingerprint": "kv12 layers=33 @32 attention.kv=2x2x16"},  # drafts of vLLM
             r"in: KV layout",
             "the same --speculative-config: ",
         ),

@@ -421,7 +421,8 @@ def test_kv_that_comes_later_than_the_first_token_costs_a_handover_as_much() -> 
 def test_kv_comes_behind_what_is_under_way_while_the_prompt_is_computed() -> None:
     loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000)
     a, b = (seen(loads, name, prefill_tokens_per_s=20_000.0) for name in ("a:1", "b:1"))
-    a.description.kv_token_bytes, a.description.incarnation = 1000, 7
+    a.description.incarnation = 7
+    a.description.kv_token_bytes = b.description.kv_token_bytes = 1000
     fleet = fleet_of(loads, [a, b])
     prefill = placed(fleet, request, a.row, 0)
     prefill.first = prefill.within + 2.0  # other prompts come before it
@@ -433,6 +434,10 @@ def test_kv_comes_behind_what_is_under_way_while_the_prompt_is_computed() -> Non
     fleet.links.reported(b.row, [pb.KvLink(incarnation=7, bytes_per_s=1e6)], 0.0)
     assert arrives() == pytest.approx(2.0 + 2.0)
     assert arrives(cached=1500) == pytest.approx(2.0 + 0.5), "only what it lacks"
+    for narrow, wide in ((a, b), (b, a)):
+        narrow.description.kv_token_bytes, wide.description.kv_token_bytes = 500, 1000
+        assert arrives() == pytest.approx(2.0 + 1.0), "in the narrower format of both"
+    a.description.kv_token_bytes = b.description.kv_token_bytes = 1000
     assert placed(fleet, request, a.row, 0, prefill=prefill).arrives == 0, "no link"
     fleet.links.planned(b.row, 7, 3.0, 0.0)
     assert arrives() == pytest.approx(3.0 + 2.0), "behind what this router planned"

@@ -1,5 +1,5 @@
-"""States travel with the KV of a prefill, and are not used before all of them have come. Those of heads are
-converted to the dtype of the receiver; else they come bit for bit."""
+"""States travel with the KV of a prefill, and are not used before all of them have come. Those of heads come
+in the narrower dtype of both sides; else they come bit for bit."""
 
 from typing import Any
 
@@ -29,9 +29,14 @@ def side(kv_dtype: str, state_dtype: str) -> dict[str, Any]:
 SIDES = [side("float32", "float32"), side("float8_e4m3fn", "float32")]
 
 
+def as_sent(pair: Pair) -> kv.KVLayout:
+    ours, theirs = pair.prefill.layout, pair.decode.layout
+    return ours.sent_as(ours.dtypes.sent_to(theirs.dtypes))
+
+
 def state_bytes(pair: Pair) -> int:
     """Of a request, in all layers, as they are sent."""
-    layout = pair.prefill.layout
+    layout = as_sent(pair)
     each = zip(layout.arrays, layout.layers, strict=True)
     return sum(array.bytes * len(layers) for array, layers in each if not array.per_token)
 
@@ -51,8 +56,8 @@ def assert_states(pair: Pair, there: int, here: int) -> None:
 def test_states_come_when_the_last_chunk_has_passed_their_layer(make_pair: Any, sent: str, kept: str) -> None:
     """Narrow states are half the bytes of a handover, and one frame in place of two."""
     pair = make_pair(side("float32", sent), side("float8_e4m3fn", kept))
-    of_layer = 3 if sent == "float32" else 2
-    assert state_bytes(pair) == 2 * (3 * 8 * 16 * 2 + 8 * 256 * (4 if sent == "float32" else 2))
+    of_layer = 3 if sent == kept == "float32" else 2
+    assert state_bytes(pair) == 2 * (3 * 8 * 16 * 2 + 8 * 256 * (4 if of_layer == 3 else 2))
     prefill, decode, n = pair.prefill, pair.decode, 32
     came = decode.stats().frames_received  # of the test copy
     prefill_id = prefill.open(n, state_slot=3)
@@ -68,7 +73,7 @@ def test_states_come_when_the_last_chunk_has_passed_their_layer(make_pair: Any, 
     event = pair.event(decode_id)
     assert isinstance(event, kv.Injected)
     assert (event.stats.tokens, event.stats.frames) == (n, 2 + 2 * of_layer)
-    assert event.stats.bytes == n * prefill.layout.bytes_per_token + state_bytes(pair)
+    assert event.stats.bytes == n * as_sent(pair).bytes_per_token + state_bytes(pair)
     assert_states(pair, 3, 2)
     assert not any(layer[[1, 3]].any() for layers in decode.states for layer in layers)
     error = decode.exact_rows(decode.reserved[decode_id], 0, 0, n) - prefill.rows(blocks, 0, 0, n)
