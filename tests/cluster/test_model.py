@@ -107,6 +107,19 @@ def test_what_users_have_on_disk(tmp_path: Path) -> None:
     for archive in archives:
         with pytest.raises(ValueError, match=r"an archive; unpack it and name the folder with config\.json"):
             model.resolve(str(archive))
+    (adapter := tmp_path / "adapter").mkdir()
+    weights = adapter / "adapter_model.safetensors"
+    for file in (adapter / "adapter_config.json", weights):
+        file.write_bytes(b"{}")
+    refused = {
+        str(adapter): "an adapter; name its model, and the adapter with --engine vllm --enable-lora",
+        str(weights): r"must be GGUF \(\*\.gguf\); of others name the folder",
+        "org/name-GGUF:Q4_K_M": "no such file or directory; .*; download a GGUF file of it",
+        "https://hub/org/name": "a name on the hub has the form ORGANISATION/NAME",
+    }
+    for named, message in refused.items():
+        with pytest.raises(ValueError, match=message):
+            model.resolve(named)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from baton.cluster.supervision.runner import write_atomically
 from baton.rpc.channel import connect
 from baton.system.addresses import free_port
 
-START_S = 300.0
+START_S = 900.0  # of a machine that others use, too; a process that ends is seen at once
 STOP_S = 60.0
 SET_POOL_S = 60.0
 WHOLE_S = 25.0  # less than a prefill waits for its decode worker, which would hide a leak
