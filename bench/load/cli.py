@@ -57,7 +57,7 @@ def command(
 
 @command(
     "baton bench run --url http://127.0.0.1:8000",
-    "baton bench run --rate 8 --duration 60 --preset 2000/150 --slo ttft=500,itl=50 --json report.json",
+    "baton bench run --rate 8 --duration 60 --input-len 2000 --output-len 150 --json report.json",
     "baton bench run --concurrency 32 --turns uniform:2,6 --think-time exponential:3 --api chat",
     takes=(groups.Target, groups.Workload, groups.Rate, groups.Load, groups.Output),
 )
@@ -70,7 +70,7 @@ def run(options: Options) -> int:
 
 @command(
     "baton bench sweep --rates 1,2,4,8 --json sweep.json",
-    "baton bench sweep --concurrencies 1,4,16,64 --preset 2000/150",
+    "baton bench sweep --concurrencies 1,4,16,64 --input-len 2000 --output-len 150",
     "baton bench sweep --find-rate 4 --slo ttft.p99=300,itl.p99=8.5",
     takes=(groups.Target, groups.Workload, groups.Rate, groups.Load, groups.Output, groups.Sweep),
 )

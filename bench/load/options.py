@@ -15,15 +15,7 @@ from baton.bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
 from baton.bench.load.measurement.slo import Slo
 from baton.bench.load.target.request import Api, Form, SessionAs
 from baton.bench.load.traffic.trace import MOONCAKE_BLOCK
-from baton.bench.load.traffic.workload import (
-    AGENTS,
-    DEFAULT_PRESET,
-    PRESETS,
-    SYNTAX,
-    ArrivalKind,
-    Arrivals,
-    Distribution,
-)
+from baton.bench.load.traffic.workload import AGENTS, SYNTAX, ArrivalKind, Arrivals, Distribution
 from baton.cluster.options.parameters import OLD_FILE, advanced, argument, flag, opt
 from baton.system import usable_cpus
 
@@ -32,6 +24,7 @@ DEFAULT_CONCURRENCY = 4
 DEFAULT_AGENTS = 16
 DEFAULT_DURATION = 30.0
 DEFAULT_SEED = 0
+INPUT_TOKENS, OUTPUT_TOKENS = "256", "64"  # of a request
 _MOST_PROCESSES = 8
 
 
@@ -94,12 +87,11 @@ class Workload:
         also="--dataset-path",
         **OLD_FILE,
     )
-    preset: str | None = opt(None, f"Lengths by name: {', '.join(PRESETS)}.", "IN/OUT", shown=DEFAULT_PRESET)
     input_len: str | None = opt(
-        None, f"Prompt tokens, exact: {SYNTAX}", "TOKENS", shown="the preset's", also="--random-input-len"
+        None, f"Prompt tokens, exact: {SYNTAX}", "TOKENS", shown=INPUT_TOKENS, also="--random-input-len"
     )
     output_len: str | None = opt(
-        None, "Output tokens: likewise.", "TOKENS", shown="the preset's", also="--random-output-len"
+        None, "Output tokens: likewise.", "TOKENS", shown=OUTPUT_TOKENS, also="--random-output-len"
     )
     prefix_len: int = opt(0, "Prompt tokens that a group has in common.", "TOKENS")
     prefix_groups: int = opt(0, "Groups of prompts that share their prefix.", "N")
@@ -108,12 +100,11 @@ class Workload:
 
     @property
     def input_distribution(self) -> Distribution:
-        return Distribution.parse(self.input_len or PRESETS[self.preset or DEFAULT_PRESET][0], "--input-len")
+        return Distribution.parse(self.input_len or INPUT_TOKENS, "--input-len")
 
     @property
     def output_distribution(self) -> Distribution:
-        text = self.output_len or PRESETS[self.preset or DEFAULT_PRESET][1]
-        return Distribution.parse(text, "--output-len")
+        return Distribution.parse(self.output_len or OUTPUT_TOKENS, "--output-len")
 
     @property
     def turn_distribution(self) -> Distribution:
@@ -326,12 +317,10 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
         return flag(name, advanced=self.__dataclass_fields__[name].metadata.get("advanced", False))
 
     def _check_workload(self) -> None:
-        flags = {"--preset": self.preset, "--input-len": self.input_len, "--prefix-len": self.prefix_len}
+        flags = {"--input-len": self.input_len, "--prefix-len": self.prefix_len}
         flags |= {"--turns": self.turns != "1", "--advanced.prompts ids": self.prompts == "ids"}
         if self.dataset is not None and (other := [name for name, value in flags.items() if value]):
             raise ValueError(f"--dataset {self.dataset} has its own prompts: leave out {', '.join(other)}.")
-        if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f"--preset {self.preset!r} is unknown. There are {', '.join(PRESETS)}.")
         is_in_input = self.context_len is None  # the prefix
         if is_in_input and ((self.prefix_groups > 0) != (self.prefix_len > 0) or self.prefix_groups < 0):
             raise ValueError(

@@ -55,6 +55,7 @@ REMOVED: dict[str, str] = {
     "kv_slot_bytes": "Give --advanced.kv-slot-size.",
     "max_body_bytes": "Give --advanced.max-body-size.",
     "check_port": "Every command that listens names a port that is taken, before it starts anything.",
+    "preset": "Give --input-len and --output-len.",
     "input": "Give --input-len.",
     "output": "Give --output-len.",
     "cluster_certfile": "Give --cluster-ssl-certfile.",

@@ -47,7 +47,6 @@ def test_objectives_are_parsed() -> None:
         (lambda: Options(url="localhost:8000"), r"--url 'localhost:8000'.*http://"),
         (lambda: Options(extra_body="{"), r"--extra-body '\{' is not JSON"),
         (lambda: Options(extra_body="[1]"), r"--extra-body '\[1\]' must be an object"),
-        (lambda: Options(preset="3/4"), r"--preset '3/4'.*2000/150"),
         (lambda: Options(input_len="many"), r"--input-len 'many'.*uniform:LOW,HIGH"),
         (lambda: Options(output_len="uniform:9,3"), r"--output-len 'uniform:9,3'"),
         (lambda: Options(output_len="-3"), r"--output-len '-3'"),

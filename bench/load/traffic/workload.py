@@ -132,8 +132,6 @@ def _unit_gaps(seed: int, shape: float) -> Iterator[float]:
         yield from rng.gamma(shape, 1.0 / shape, 1024).tolist()
 
 
-PRESETS = {"2000/150": ("2000", "150"), "256/64": ("256", "64")}  # input, output tokens
-DEFAULT_PRESET = "256/64"
 AGENTS = {
     "prefix_len": 4000, "context_len": 6000, "turns": "10", "input_len": "lognormal:876,0.8@50,8000",
     "output_len": "uniform:60,240", "think_time": "exponential:1.5",
