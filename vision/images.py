@@ -32,15 +32,17 @@ BILINEAR, BICUBIC = 2, 3
 """Filters of Pillow, by which images are resized."""
 GEMMA3, GEMMA4 = "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"
 ARCHITECTURES = {
-    "Qwen3VLForConditionalGeneration": 151655,
-    "Qwen3VLMoeForConditionalGeneration": 151655,
-    "Qwen3_5ForConditionalGeneration": 248056,
-    "Qwen3_5MoeForConditionalGeneration": 248056,
-    GEMMA3: 262144,
-    GEMMA4: 258880,
+    "Qwen2VLForConditionalGeneration": (151655, 14),
+    "Qwen2_5_VLForConditionalGeneration": (151655, 14),
+    "Qwen3VLForConditionalGeneration": (151655, 16),
+    "Qwen3VLMoeForConditionalGeneration": (151655, 16),
+    "Qwen3_5ForConditionalGeneration": (248056, 16),
+    "Qwen3_5MoeForConditionalGeneration": (248056, 16),
+    GEMMA3: (262144, 16),
+    GEMMA4: (258880, 16),
 }
 """The models of which Baton's engine takes images, by the names that checkpoints have in `architectures`: the
-token of images, where the files of the model do not say it."""
+token of images, and pixels of a side of a patch, where the files of the model do not say them."""
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 SOFT_TOKENS = (70, 140, 280, 560, 1120)
 """The most tokens of an image that Gemma 4 may be given."""
@@ -213,10 +215,8 @@ def image_settings(
     if not architectures or not isinstance(vision, Mapping):
         return None
     reader = _Reader(config, vision, processor, source)
-    if architectures[0] == GEMMA3:
-        return reader.gemma3(ARCHITECTURES[GEMMA3])
-    token = ARCHITECTURES[architectures[0]]
-    return reader.gemma4(token) if architectures[0] == GEMMA4 else reader.qwen(token)
+    read = {GEMMA3: reader.gemma3, GEMMA4: reader.gemma4}.get(architectures[0], reader.qwen)
+    return read(*ARCHITECTURES[architectures[0]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +228,11 @@ class _Reader:
     processor: Mapping[str, Any]
     source: str
 
-    def qwen(self, token: int) -> ImageSettings:
+    def qwen(self, token: int, patch: int) -> ImageSettings:
         size, processor, vision = self._size, self.processor, self.vision
         return ImageSettings(
             self._token("image_token_id", token),
-            self._number("patch_size", processor.get("patch_size"), vision.get("patch_size"), 16),
+            self._number("patch_size", processor.get("patch_size"), vision.get("patch_size"), patch),
             self._number("merge_size", processor.get("merge_size"), vision.get("spatial_merge_size"), 2),
             self._number("temporal_patch_size", vision.get("temporal_patch_size"), 2),
             self._number("min_pixels", size.get("shortest_edge"), processor.get("min_pixels"), 56 * 56),
@@ -241,10 +241,10 @@ class _Reader:
             self._channels("image_std", STD),
         )
 
-    def gemma3(self, token: int) -> ImageSettings:
+    def gemma3(self, token: int, patch: int) -> ImageSettings:
         """Patches of a square are averaged, and make as many tokens in each row as there are rows."""
         side = self._number("image_size", self.vision.get("image_size"), 224)
-        patch = self._number("patch_size", self.vision.get("patch_size"), 16)
+        patch = self._number("patch_size", self.vision.get("patch_size"), patch)
         tokens = self._number("mm_tokens_per_image", self.config.get("mm_tokens_per_image"), 256)
         rows = math.isqrt(tokens)
         merge = side // (patch * rows)
@@ -271,8 +271,8 @@ class _Reader:
             self._around("boi_token_index", "eoi_token_index", 256000, "\n\n"),
         )
 
-    def gemma4(self, token: int) -> ImageSettings:
-        patch = self._number("patch_size", self.vision.get("patch_size"), 16)
+    def gemma4(self, token: int, patch: int) -> ImageSettings:
+        patch = self._number("patch_size", self.vision.get("patch_size"), patch)
         merge = self._number("pooling_kernel_size", self.vision.get("pooling_kernel_size"), 3)
         tokens = self._number("max_soft_tokens", self.processor.get("max_soft_tokens"), 280)
         pixels = tokens * (patch * merge) ** 2

@@ -7,6 +7,7 @@ image to the embeddings of its tokens.
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -51,13 +52,13 @@ def package_of(model: VisionModel) -> Any:
         ) from error
 
 
-# Qwen3-VL, Qwen3.5
+# Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5
 
 
-def _qwen(package: str, prefix: str) -> VisionModel:
+def _qwen(package: str, config_class: str, model_class: str) -> VisionModel:
     def build(classes: Any, settings: Mapping[str, Any]) -> Module:
-        config = getattr(classes, f"{prefix}VisionConfig")(**_settings(settings))
-        module = getattr(classes, f"{prefix}VisionModel")(config)
+        config = getattr(classes, config_class)(**_settings(settings))
+        module = getattr(getattr(classes, f"modeling_{package}"), model_class)(config)
         # A convolution whose windows do not overlap is a product, which takes a twentieth of its time.
         module.patch_embed.forward = partial(_embedded, module.patch_embed.proj)
         for block in module.blocks:
@@ -81,10 +82,17 @@ def _embedded(convolution: Any, patches: Tensor) -> Tensor:
 
 
 def _attended(
-    attention: Any, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any
+    attention: Any,
+    hidden_states: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    **_: Any,
 ) -> Tensor:
-    """All patches of one image attend to each other. The rotation has half of the launches, and reads and
-    writes half of the bytes, of that in transformers, which also looks for several images in each layer."""
+    """The patches of one image attend to each other: all of them, or those of a window. Windows of one length
+    that follow each other are computed as one batch. `cu_seqlens`: their bounds, on the host.
+
+    The rotation has half of the launches, and reads and writes half of the bytes, of that in transformers."""
     rows, (cosines, sines) = len(hidden_states), position_embeddings
     projected = attention.qkv(hidden_states).view(rows, 3, attention.num_heads, -1).permute(1, 2, 0, 3)
     first, second = projected[:2].chunk(2, dim=-1)  # of queries and keys
@@ -93,28 +101,40 @@ def _attended(
     left, right = rotated.chunk(2, dim=-1)
     left.copy_((first * cosines).addcmul_(second, sines, value=-1))
     right.copy_((second * cosines).addcmul_(first, sines))
-    queries, keys = rotated[:, None]
-    attended = scaled_dot_product_attention(queries, keys, projected[2:], scale=attention.scaling)
-    return attention.proj(attended.transpose(1, 2).reshape(rows, -1))
+    attended, start = hidden_states.new_empty(rows, attention.num_heads, rotated.shape[-1]), 0
+    for length, windows in groupby(cu_seqlens.diff().tolist()):
+        stop = start + length * len(list(windows))
+        queries, keys, values = (
+            x[:, start:stop].unflatten(1, (-1, length)).transpose(0, 1) for x in (*rotated, projected[2])
+        )
+        of_windows = scaled_dot_product_attention(queries, keys, values, scale=attention.scaling)
+        attended[start:stop].unflatten(0, (-1, length)).copy_(of_windows.transpose(1, 2))
+        start = stop
+    return attention.proj(attended.flatten(1))
 
 
 def _of_grid(module: Any, settings: ImageSettings, device: torch.device, height: int, width: int) -> OfSize:
     """Arguments of the tower. The grid is on the host, which reads it."""
     vision, merge = importlib.import_module("transformers.vision_utils"), module.config.spatial_merge_size
     grid = torch.tensor([[1, height // settings.patch_size, width // settings.patch_size]])
-    indices, weights = vision.get_vision_interpolation_indices_and_weights(
-        grid,
-        num_grid_per_side=module.num_grid_per_side,
-        mode=module.interpolation_mode,
-        align_corners=module.interpolation_align_corners,
-        spatial_merge_size=merge,
-    )
-    return {
-        "grid_thw": grid,
-        "interp_indices": indices.to(device),
-        "interp_weights": weights.to(device),
-        "position_ids": vision.get_vision_position_ids(grid, merge).to(device),
-    }
+    found = {"grid_thw": grid, "position_ids": vision.get_vision_position_ids(grid, merge).to(device)}
+    if hasattr(module, "num_grid_per_side"):
+        indices, weights = vision.get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=module.num_grid_per_side,
+            mode=module.interpolation_mode,
+            align_corners=module.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        found |= {"interp_indices": indices.to(device), "interp_weights": weights.to(device)}
+    if hasattr(module, "window_size"):
+        index, bounds = vision.get_vision_window_index(grid, merge, module.window_size, module.patch_size)
+        # Windows at the edges are smaller. Those of one size follow each other: they are one batch.
+        windows: list[Tensor] = list(index.tensor_split(bounds[1:-1].div(merge**2).long()))
+        windows.sort(key=len)
+        bounds = torch.tensor([0, *map(len, windows)], dtype=torch.int32).cumsum(0) * merge**2
+        found |= {"window_index": torch.cat(windows).to(device), "cu_window_seqlens": bounds}
+    return found
 
 
 def _patches_by_token(pixels: Tensor, patch: int, merge: int, frames: int) -> Tensor:
@@ -198,10 +218,12 @@ def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 KINDS = {
-    "qwen3_vl": _qwen("qwen3_vl", "Qwen3VL"),
-    "qwen3_vl_moe": _qwen("qwen3_vl_moe", "Qwen3VLMoe"),
-    "qwen3_5": _qwen("qwen3_5", "Qwen3_5"),
-    "qwen3_5_moe": _qwen("qwen3_5_moe", "Qwen3_5Moe"),
+    "qwen2_vl": _qwen("qwen2_vl", "Qwen2VLVisionConfig", "Qwen2VisionTransformerPretrainedModel"),
+    "qwen2_5_vl": _qwen("qwen2_5_vl", "Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
+    "qwen3_vl": _qwen("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionModel"),
+    "qwen3_vl_moe": _qwen("qwen3_vl_moe", "Qwen3VLMoeVisionConfig", "Qwen3VLMoeVisionModel"),
+    "qwen3_5": _qwen("qwen3_5", "Qwen3_5VisionConfig", "Qwen3_5VisionModel"),
+    "qwen3_5_moe": _qwen("qwen3_5_moe", "Qwen3_5MoeVisionConfig", "Qwen3_5MoeVisionModel"),
     "gemma3": VisionModel("gemma3", _build_gemma3, _nothing, _gemma3_features),
     "gemma4": VisionModel("gemma4", _build_gemma4, _gemma4_positions, _gemma4_features),
 }

@@ -85,11 +85,11 @@ With transformers {version}, {own} classes have a class of Baton, the modules of
 {modules} with Baton's attention, and {refused} are refused.
 
 - *own*: a class of Baton computes the model.
-- *modules*: the modules of transformers compute it; of a model that sees images, its text. A small
-  random model in float32 was compared with transformers: the greedy tokens after
-  {prompts} prompts of 1 to {longest} tokens, in chunks of 64. *engine*: by one engine. *1P1D*: by a
-  cluster of one prefill and one decode worker, of classes of text alone. *killed*: while the engine
-  of its decode worker was killed.
+- *modules*: the modules of transformers compute it; of a model that sees images, its text, and for
+  Qwen2-VL and Qwen2.5-VL the images, too. A small random model in float32 was compared with
+  transformers: the greedy tokens after {prompts} prompts of 1 to {longest} tokens, in chunks of 64.
+  *engine*: by one engine. *1P1D*: by a cluster of one prefill and one decode worker, of classes of
+  text alone. *killed*: while the engine of its decode worker was killed.
 - *refused*: why, with the default settings of the class.
 
 | class | computed by | compared, or why not |

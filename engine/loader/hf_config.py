@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from baton.engine.loader.families import FAMILIES, family_of
+from baton.engine.loader.families import FAMILIES, family_of, qwen3_vl
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.hybrid_config import with_dtype
 from baton.engine.loader.rope_config import local_rope, one_rope, rope_scaling, rope_theta, ropes, rotary_dim
@@ -130,17 +131,28 @@ def read_config(directory: Path, *, images: bool = True, model_impl: str = "auto
 
         if model_impl == "auto" and not has_modules(values, str(path)):
             family_of(architecture, str(path))
-        if images and image_settings(values, processor_settings(read), str(path)) is not None:
-            raise ValueError(
-                f"{path}: modules of transformers compute {architecture} without images; add "
-                "--language-model-only"
-            )
         text = values.get("text_config")
         of_text = {**values, **text} if isinstance(text, Mapping) else values
         eos_ids = _eos_ids(Settings(of_text, str(path)), generation)
         log.info("%s: modules of transformers compute %s", directory, architecture)
-        return modules_config(values, eos_ids, str(path))
+        vision = vision_of(values, processor_settings(read), str(path)) if images else None
+        return replace(modules_config(values, eos_ids, str(path)), vision=vision)
     return model_config_from_hf(values, generation, str(path), processor_settings(read), images=images)
+
+
+def vision_of(config: Mapping[str, Any], processor: Mapping[str, Any], source: str) -> VisionConfig | None:
+    """How a model takes images whose text modules of transformers compute. Raises as
+    `model_config_from_hf`."""
+    architecture = Settings(config, source).architecture
+    if (family := FAMILIES.get(architecture)) is not None:
+        settings = _settings_of_text(config, source)
+        return _vision(settings, Settings(ropes(settings)[0], source), family, processor)
+    images = image_settings(config, processor, source)
+    if images is None:
+        return None
+    text, tower = config.get("text_config") or {}, {"model_type": config.get("model_type")}
+    settings = Settings({**config, **text, "vision_config": tower | config["vision_config"]}, source)
+    return qwen3_vl.vision_config(settings, Settings(ropes(settings)[0], source), images)
 
 
 def reader_of(directory: Path) -> Callable[[str], Mapping[str, Any]]:

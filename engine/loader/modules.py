@@ -31,6 +31,7 @@ from baton.engine.models.transformers.modules import (
     text_of,
 )
 from baton.engine.models.transformers.replaced import in_one_form
+from baton.engine.models.vision import TOWER
 
 LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 QUANTIZED_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.(?!(?:weight|bias)$)\w+")
@@ -143,6 +144,7 @@ class ModulesCheckpoint(Checkpoint):
         self._last: tuple[str, Mapping[str, Any]] = "", {}
         prefix = model.base_model_prefix
         left_out = tuple(f"{name}." for name, part in model.named_modules() if isinstance(part, LeftOut))
+        encoder = left_out[0] if len(left_out) == 1 else f"{prefix}."  # begins all names of its tensors
         found = map(QUANTIZED_EXPERT.match, files.names() if files.config.quantization else ())
         quantized = {match[1] for match in found if match}
         of_parts = dict(model.named_modules())
@@ -169,7 +171,10 @@ class ModulesCheckpoint(Checkpoint):
                 self._made_of.setdefault(name, []).append((pattern, stored))
                 for target in (targets := self._converter_of[pattern].target_patterns):
                     self._made_with[name.replace(targets[0], target)] = name
-            elif name in state or not (name.startswith(left_out) or self._is_further(name)):
+            elif name.startswith(left_out):
+                if files.config.vision is not None:
+                    self._stored[TOWER + name.removeprefix(encoder)] = stored
+            elif name in state or not self._is_further(name):
                 self._stored[name] = stored
 
     def _is_further(self, name: str) -> bool:

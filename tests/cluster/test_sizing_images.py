@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from baton.bench.lab.shapes import write_shape
 from baton.cluster.cli import app
 from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing.answer import Targets
-from baton.cluster.tools.sizing.images import Choice, Images, choose, encoded_within, images_of
+from baton.cluster.tools.sizing.images import Choice, Images, choose, encoded_within, estimated, images_of
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds, shape
-from baton.engine.model_config import ModelConfig
+from baton.engine.model_config import ModelConfig, VisionConfig
+from tests.vision.towers import SETTINGS, TOWERS
 
 from .test_sizing import few_requests  # noqa: F401  a fixture
 
@@ -43,6 +45,13 @@ def test_tokens_and_time_of_an_image(model: ModelConfig) -> None:
     known = Speeds(replace(H200, encode_token_seconds=1e-4), model)
     assert images_of(LOAD, model, known) == Images(4, 2040, 1e-4 * 2040, measured=True)
     assert images_of(replace(LOAD, images=0), model, speeds) is None
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_each_kind_of_encoder_has_an_estimate(kind: str) -> None:
+    vision = VisionConfig(SETTINGS, json.dumps(TOWERS[kind]))
+    small, large = (estimated(vision, tokens, SPEEDS) for tokens in (64, 256))
+    assert 0 < small < large / 4
 
 
 @pytest.mark.parametrize(

@@ -367,13 +367,23 @@ TINY_QWEN3_VISION = {
 }
 
 
-def tiny_qwen3_vl(kind: str, changes: dict[str, Any]) -> Any:
+TINY_QWEN2_VL = {"rope_parameters": {**TINY_QWEN3_VL["rope_parameters"], "mrope_section": [2, 3, 3]}}
+del TINY_QWEN2_VL["rope_parameters"]["mrope_interleaved"]
+TINY_QWEN2_VISION = {**TINY_QWEN_VISION, "depth": 3, "patch_size": 4, "initializer_range": 0.4}
+TINY_SEEING = {
+    "Qwen2VL": {**TINY_QWEN2_VISION, "embed_dim": 16, "hidden_size": 64, "mlp_ratio": 2},
+    "Qwen2_5_VL": {**TINY_QWEN2_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+}
+"""Windows have 2 × 2 tokens."""
+
+
+def tiny_qwen_vl(kind: str, changes: dict[str, Any]) -> Any:
     """As `tiny_llama4`. A token is an area of 8 × 8 pixels."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(
         text_config={**TINY, **tiny_of_kind(kind), **changes},
-        vision_config=TINY_QWEN3_VISION,
+        vision_config=TINY_SEEING.get(kind, TINY_QWEN3_VISION),
         image_token_id=IMAGE_TOKEN,
         vision_start_token_id=IMAGE_TOKEN + 1,
         vision_end_token_id=IMAGE_TOKEN + 2,
@@ -523,6 +533,8 @@ TINY_OF_KIND = {
     "Llama4": TINY_LLAMA4,
     "Gemma3": TINY_GEMMA3,
     "Gemma4": TINY_GEMMA4,
+    "Qwen2VL": TINY_QWEN2_VL,
+    "Qwen2_5_VL": TINY_QWEN2_VL,
     "Qwen3VL": TINY_QWEN3_VL,
     "Qwen3VLMoe": TINY_QWEN3_VL | TINY_EXPERTS | {"norm_topk_prob": True},
 }
@@ -566,7 +578,9 @@ def tiny_step(kind: str, changes: dict[str, Any]) -> Any:
 
 SEES = {
     "Step3p7": tiny_step,
-    "Qwen3VL": tiny_qwen3_vl,
+    "Qwen2VL": tiny_qwen_vl,
+    "Qwen2_5_VL": tiny_qwen_vl,
+    "Qwen3VL": tiny_qwen_vl,
     "Llama4": tiny_llama4,
     "Gemma3": tiny_gemma3,
     "Gemma4": tiny_gemma4,
@@ -596,7 +610,7 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
         elif name.endswith("mm_input_projection_weight"):
             torch.nn.init.normal_(parameter)
     model.save_pretrained(directory)
-    if kind in ("Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"):
+    if kind in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"):
         size = {"shortest_edge": 64, "longest_edge": TINY_PIXELS}
         settings = {"size": size, "patch_size": 4, "merge_size": 2, "image_mean": [0.5, 0.4, 0.3]}
         (directory / "preprocessor_config.json").write_text(json.dumps(settings))

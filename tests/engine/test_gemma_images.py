@@ -85,11 +85,15 @@ def expected_of(
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_equal_transformers(seeing: Callable[[str], tuple[Path, Any]], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "model_impl"), [*((kind, "auto") for kind in KINDS), ("gemma3", "transformers")]
+)
+def test_tokens_equal_transformers(
+    seeing: Callable[[str], tuple[Path, Any]], kind: str, model_impl: str
+) -> None:
     """With chunks that text and images would fill and cut."""
     path, reference = seeing(kind)
-    engine = load(path, num_blocks=64, max_num_batched_tokens=24)
+    engine = load(path, num_blocks=64, max_num_batched_tokens=24, model_impl=model_impl)
     pictures = pictures_of(kind)
     requests = [request_with(i, engine, pictures[: i + 1]) for i in (0, 2)]
     text = request_of(9, [5, 6, 7, 8], max_tokens=10, ignore_eos=True)

@@ -24,7 +24,8 @@ from baton.engine.model_config import Span
 from baton.engine.models.transformers.model import ModulesModel
 from baton.engine.models.transformers.replaced import Router
 from tests.engine.checkpoints import edit_json, load
-from tests.engine.conftest import TinyOf, request_of, save_tiny, tokens_of
+from tests.engine.conftest import request_of, save_tiny, tokens_of
+from tests.engine.test_images import SIZES, expected_of, pixels_of, request_with
 from tests.engine.test_models import scores
 
 LENGTHS = (1, 2, 17, 48, 90, 150, 333, 500)
@@ -108,13 +109,27 @@ def test_of_a_model_that_sees_the_text_is_served(tmp_path: Path) -> None:
     assert read_config(tmp_path).vision is None
 
 
-def test_images_need_a_class_of_baton(tiny_of: TinyOf) -> None:
-    directory = tiny_of("Qwen3VL")
-    with pytest.raises(
-        ValueError, match="compute Qwen3VLForConditionalGeneration without images; add --lang"
-    ):
-        read_config(directory, model_impl="transformers")
-    assert read_config(directory, model_impl="transformers", images=False).modules is not None
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen2VL", "Qwen3VL", "Qwen3_5"])
+def test_images_equal_transformers(kind: str, tmp_path: Path) -> None:
+    """With chunks that end inside an image: a tower with windows, positions along three axes in turns and in
+    a row, features that layers add, and states."""
+    reference = save_tiny(tmp_path, kind)
+    engine = load(
+        tmp_path, num_blocks=64, max_num_batched_tokens=5, max_num_seqs=4, model_impl="transformers"
+    )
+    pictures = [pixels_of(i, *size) for i, size in enumerate(SIZES)]
+    requests = [request_with(i, engine, pictures[: i + 1]) for i in range(3)]
+    expected = [
+        expected_of(reference, tmp_path, request.prompt_ids, pictures[: i + 1])
+        for i, request in enumerate(requests)
+    ]
+    assert tokens_of(engine, requests) == expected
+    engine.replace_weights(engine.stage_weights(str(tmp_path)), "1")
+    assert tokens_of(engine, requests[:1]) == expected[:1]
+    engine.close()
+    text = load(tmp_path, num_blocks=16, model_impl="transformers", language_model_only=True)
+    assert text.encoder is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +144,7 @@ def test_common_parts_are_those_of_baton(
     cpu = torch.device("cpu")
     checkpoint = open_checkpoint(config, cpu)
     weights = Weights(checkpoint, torch.float32, cpu, lambda *_: None, PlainFormat(), Ranks())
-    whole = ModulesModel(checkpoint.config, weights).head
+    whole = ModulesModel(checkpoint.config, weights).body
     left = {
         type(part).__name__
         for part in whole.modules()

@@ -55,6 +55,8 @@ TOKENS = 60
         ("Qwen3VL", "prefill", 1),
         ("Qwen3VL", "decode", 1),
         ("Gemma3", "decode", 1),
+        ("Qwen2_5_VL", "decode", 0),
+        ("Qwen2_5_VL", "prefill", 1),
     ],
 )
 async def test_a_client_reads_the_tokens_of_transformers(

@@ -11,7 +11,7 @@ from tests.device import DEVICE
 from tests.vision.towers import EACH_SIZE, SETTINGS, SIZES, TOWERS
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "gemma4"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4"])
 def test_a_tower_computes_what_transformers_computes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # a GPU convolves in TF32 by default
     torch.manual_seed(0)

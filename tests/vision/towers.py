@@ -20,6 +20,8 @@ GEMMA4 = {
     "use_clipped_linears": True, "initializer_range": 0.4,
 }  # fmt: skip
 TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {**QWEN, "embed_dim": 16, "hidden_size": 64, "mlp_ratio": 2},
+    "qwen2_5_vl": {**QWEN, "window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3_vl": {**QWEN, "deepstack_visual_indexes": [0, 1]},
     "qwen3_5": QWEN,
     "gemma3": {"vision_config": SIGLIP, "text_config": {"hidden_size": 64}, "mm_tokens_per_image": 16},

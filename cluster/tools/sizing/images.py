@@ -88,9 +88,11 @@ def images_of(sizing: SizingOptions, model: ModelConfig, speeds: Speeds) -> Imag
 def estimated(vision: VisionConfig, tokens: int, speeds: Speeds) -> float:
     """Seconds of an encoder, from the speed of the model's prompts: for the multiplications of its layers,
     and for those of its attention, in which each patch sees all others."""
-    tower, patches = json.loads(vision.tower), tokens * vision.settings.merge_size**2
+    settings, patches = json.loads(vision.tower), tokens * vision.settings.merge_size**2
+    tower = settings.get("vision_config", settings)
     depth = tower.get("depth") or tower["num_hidden_layers"]
-    hidden, wide = tower["hidden_size"], tower["intermediate_size"]
+    hidden = tower.get("embed_dim") or tower["hidden_size"]
+    wide = tower.get("intermediate_size") or hidden * tower["mlp_ratio"]
     products = depth * (4 * hidden**2 + 2 * hidden * wide) * patches
     attention = depth * hidden * patches**2 * speeds.pair_seconds_of_number
     return SLOWER * (products / speeds.products_per_s + attention)

@@ -4,6 +4,7 @@ config.json ─▶ modules on the device "meta" ─▶ one pass that records eac
             ─▶ the same modules with weights of our loader; attention is the runner's
 
 Any causal language model whose layers call transformers' attention interface fits, if a check at load
-(`engine.execution.module_check`) finds that both compute the same. transformers is imported late: only such
-models need it.
+(`engine.execution.module_check`) finds that both compute the same. Images come as in own classes: modules get
+the embeddings of an encoder, and their positions. transformers is imported late: only such models need
+it.
 """

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from baton.engine.kernels import Kernels
+from baton.engine.layers.current_step import current_step
 from baton.engine.layers.ranks import unsharded
 from baton.engine.layers.weights import DTYPES, Weights
 from baton.engine.model_config import ModelConfig, ModulesConfig, ModuleStates
@@ -14,17 +16,19 @@ from baton.engine.models.cache_spec import AttentionCache, CacheSpec, ModuleStat
 from baton.engine.models.transformers import replaced
 from baton.engine.models.transformers.interface import Pass, calling
 from baton.engine.models.transformers.modules import build
+from baton.engine.models.vision import TOWER
 
 INTEGERS = (torch.int64, torch.int32, torch.bool)
 
 
 class Computed(nn.Module):
-    """Takes the place of the layers below the output projection once they have computed."""
+    """Takes the place of the layers below the output projection, and gives it what they have computed."""
 
-    def __init__(self, layers: nn.Module, output: type[Any]) -> None:
+    def __init__(self, layers: nn.Module) -> None:
         super().__init__()
         self.of_layers = (layers,)  # a tuple hides it from torch
-        self.output = output
+        self.output: type[Any] | None = None
+        """What the layers return. None: they have computed nothing yet."""
         self.hidden: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -34,6 +38,7 @@ class Computed(nn.Module):
             return getattr(self.__dict__["of_layers"][0], name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
+        assert self.output is not None, "a pass of the layers comes before"
         return self.output(last_hidden_state=self.hidden)
 
 
@@ -69,10 +74,16 @@ class ModulesModel:
                 replaced.mixtures(whole, weights)
         self.head = whole
         self.cache: dict[str, Any] = {"use_cache": False}
-        self.name, self.body = body_of(whole)
+        name, self.body = body_of(whole)
+        self.tower: dict[str, Tensor] = {}
+        """As in `TakesImages`."""
+        if config.vision is not None:
+            self.tower = weights.below(TOWER)
+            _take_images(whole, config.vision.deepstack, weights.kernels)
         if modules.states:
             self.cache = _keep_states(whole, self.body, modules.states)
-        self.computed: Computed | None = None
+        self.computed = Computed(self.body)
+        whole.set_submodule(name, self.computed)
         # It rotates nothing: modules have rotated queries and keys already.
         dtype = weights.dtype if weights.device.type == "cpu" else torch.float32
         one = torch.tensor([1.0, 0.0], dtype=dtype, device=weights.device)
@@ -92,17 +103,52 @@ class ModulesModel:
         first = torch.zeros_like(positions)
         rotaries = {size: table.index_select(0, first) for size, table in self.unrotated.items()}
         with calling(Pass(attend, mix, iter(self.attention.items()), rotaries)):
-            output = self.body(input_ids=token_ids[None], position_ids=positions[None], **self.cache)
-        if self.computed is None:
-            self.computed = Computed(self.body, type(output))
-            self.head.set_submodule(self.name, self.computed)
+            output = self.body(input_ids=token_ids[None], position_ids=_along_axes(positions), **self.cache)
+        self.computed.output = type(output)
         return output.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Llama.logits`: what the modules compute above their layers."""
-        assert self.computed is not None, "a pass of the layers comes before"
         self.computed.hidden = hidden[None]
-        return self.head(input_ids=None, use_cache=False).logits[0]
+        logits = self.head(input_ids=None, use_cache=False).logits[0]
+        self.computed.hidden = None  # new weights find a model between steps
+        return logits
+
+
+class Placing:
+    """Takes the place of the function `forward` of a module. Features of images replace rows that it makes,
+    or are added to them."""
+
+    def __init__(self, forward: Callable[..., Tensor], part: int, kernels: Kernels) -> None:
+        """`part`: 0 the embeddings, i + 1 what layer i adds."""
+        self.forward, self.part, self.kernels = forward, part, kernels
+
+    def __call__(self, *args: Any, **named: Any) -> Tensor:
+        rows = self.forward(*args, **named)
+        if (images := current_step().images) is not None:
+            features, part = images.features, self.part
+            self.kernels.place_images(rows[0], images.index, features, part, added=part > 0)
+        return rows
+
+
+def _take_images(whole: Any, deepstack: int, kernels: Kernels) -> None:
+    """From now on features of images stand in place of embeddings of tokens. The first layers add some."""
+    places = [whole.get_input_embeddings(), *whole.get_decoder().layers[:deepstack]]
+    for part, module in enumerate(places):
+        module.forward = Placing(module.forward, part, kernels)
+
+
+def _along_axes(positions: Tensor) -> Tensor:
+    """The positions of a step as modules take them: [1, rows], or [3, 1, rows] with images in time, from the
+    top and from the left. Those of text are equal along all axes."""
+    step = current_step()
+    if step.rotary_shift is None:
+        return positions[None]
+    positions = positions + step.rotary_shift
+    if (images := step.images) is None:
+        return positions[None]
+    of_images = images.positions[images.index.clamp_min(0)].T  # [3, rows]
+    return torch.where(images.index >= 0, of_images, positions)[:, None]
 
 
 def modules_of(config: ModelConfig) -> ModulesConfig:
