@@ -296,14 +296,16 @@ class PlanRange(_message.Message):
     def __init__(self, prefill_id: _Optional[bytes] = ..., kv_address: _Optional[str] = ..., incarnation: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class ContentSource(_message.Message):
-    __slots__ = ("kv_address", "incarnation", "tier")
+    __slots__ = ("kv_address", "incarnation", "tier", "chunks")
     KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     kv_address: str
     incarnation: int
     tier: Tier
-    def __init__(self, kv_address: _Optional[str] = ..., incarnation: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
+    chunks: int
+    def __init__(self, kv_address: _Optional[str] = ..., incarnation: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., chunks: _Optional[int] = ...) -> None: ...
 
 class SubmitDecode(_message.Message):
     __slots__ = ("decode_id", "request", "source", "content")

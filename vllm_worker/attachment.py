@@ -28,6 +28,7 @@ import baton.kv_transfer as kv
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
+from baton.vllm_worker.metadata import BlockTable
 from baton.vllm_worker.mixed_steps import StepStats
 
 _MOST_BYTES = 1 << 16
@@ -50,9 +51,9 @@ class Pool(Local):
     blocks."""
     complete: int = 0
     """The number of a group that keeps all tokens, if there is one."""
-    prefixes_move: bool = False
-    """Whether prefixes move between workers: all layers keep all tokens, in one block table whose blocks do
-    not cut a chunk, or are not cut by one."""
+    tables: tuple[BlockTable, ...] = ()
+    """Of all groups, if prefixes move between workers: a group keeps all tokens, and blocks of all groups are
+    equally long and do not cut a chunk, or are not cut by one."""
 
 
 class Attach(Local):

@@ -1,8 +1,10 @@
 """Converts vLLM's events about its prefix cache to the 64-token chunks that routers use. Without vLLM itself.
 
 vLLM publishes by ZeroMQ which blocks enter its cache, with their tokens, and which leave it. It names a block
-by a hash of its own, which is the same in all groups of layers. Blocks of one group count, which has all
-tokens. vLLM may not have the states at the end of such a block, nor windows: routers may overestimate then.
+by a hash of its own, which is the same in all groups of layers. Blocks of one group have all tokens. They
+count as far as vLLM can go on behind one of them, or behind one that follows: there it has the windows and
+states that the next token reads. vLLM says no parents of these, so a window that lost its beginning counts.
+If groups have blocks of other lengths, routers may overestimate.
 """
 
 from collections import Counter
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from baton.kv_names import CHUNK_TOKENS, ImageSpan, extend_names, salted
+from baton.vllm_worker.metadata import BlockTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.messages import CacheChanged
 
@@ -46,10 +49,17 @@ class CachedBlocks:
         chunks: that vLLM has.
     """
 
-    def __init__(self, content_root: bytes, group: int = 0) -> None:
-        """`group`: the number of that one. vLLM must publish the hashes of blocks in full."""
+    def __init__(self, content_root: bytes, group: int = 0, tables: Sequence[BlockTable] = ()) -> None:
+        """`group`: the number of that one. `tables`: of all groups, if their blocks are equally long. vLLM
+        must publish the hashes of blocks in full."""
         self._root = content_root
         self._group = group
+        self._bounded = {number: table for number, table in enumerate(tables) if not table.complete}
+        # Of each of these groups, by cached block: copies, and blocks in a row that end with it.
+        self._copies = {number: Counter[bytes]() for number in self._bounded}
+        self._rows = {number: dict[bytes, int]() for number in self._bounded}
+        self._usable = set[bytes]()  # blocks behind which vLLM can go on
+        self._support = Counter[bytes]()  # by block: whether it is usable, and children that count
         self.chunks = CachedChunks()
         self._ends: dict[bytes, _End] = {}  # by block
         self._more = Counter[bytes]()  # by block: copies beside the first, of requests that computed it, too
@@ -58,8 +68,11 @@ class CachedBlocks:
     def changed(self, batch: bytes) -> CacheChanged | None:
         """`batch`: what vLLM has published after a step. Returns None if no chunk came or went."""
         _, events, *_ = msgspec.msgpack.decode(batch)
-        for event in events:
-            if event.get("group_idx") not in (None, self._group):
+        for event in sorted(events, key=lambda event: event.get("group_idx") in self._bounded):
+            if (group := event.get("group_idx")) in self._bounded:
+                self._changed_in(group, event)
+                continue
+            if group not in (None, self._group):
                 continue
             match event["type"]:
                 case "BlockStored":
@@ -69,7 +82,57 @@ class CachedBlocks:
                 case "AllBlocksCleared":
                     self._more.clear()
                     self._removed(list(self._ends))
+                    for number in self._bounded:
+                        self._copies[number].clear()
+                        self._rows[number].clear()
         return self.chunks.take()
+
+    def _changed_in(self, group: int, event: dict[str, Any]) -> None:
+        """Blocks with windows or states, after those with all tokens."""
+        copies, rows = self._copies[group], self._rows[group]
+        for block in event["block_hashes"]:
+            if event["type"] == "BlockStored":
+                copies[block] += 1
+                if (end := self._ends.get(block)) is not None:
+                    rows[block] = 1 + (rows.get(end.parent, 0) if end.parent is not None else 0)
+            elif (left := copies.pop(block, 0) - 1) > 0:
+                copies[block] = left
+            else:
+                rows.pop(block, None)
+            self._look_at(block)
+
+    def _look_at(self, block: bytes) -> None:
+        """Whether vLLM can go on behind a block may have changed."""
+        end = self._ends.get(block)
+        usable = end is not None and all(
+            self._rows[group].get(block, 0) >= end.stop // table.block_size - table.first_read(end.stop)
+            for group, table in self._bounded.items()
+        )
+        if usable != (block in self._usable):
+            (self._usable.add if usable else self._usable.discard)(block)
+            self._count(block, 1 if usable else -1)
+
+    def _count(self, block: bytes | None, change: int) -> None:
+        """A block counts if it is usable, or if a child counts."""
+        while block is not None:
+            before = self._support[block]
+            self._support[block] = after = before + change
+            if not after:
+                del self._support[block]
+            if (end := self._ends.get(block)) is None or (before > 0) == (after > 0):
+                return
+            self._shown(block, end, is_there=change > 0)
+            block = end.parent
+
+    def _shown(self, block: bytes, end: _End, *, is_there: bool) -> None:
+        if is_there:
+            self._block_of |= dict.fromkeys(end.chunks, block)
+            self.chunks.add(block, end.chunks)
+            return
+        for chunk in end.chunks:
+            if self._block_of.get(chunk) == block:
+                del self._block_of[chunk]
+        self.chunks.moved(block, None)
 
     def _stored(self, event: dict[str, Any]) -> None:
         parent, tokens, size = event["parent_block_hash"], event["token_ids"], event["block_size"]
@@ -95,9 +158,11 @@ class CachedBlocks:
             if block in self._ends:
                 self._more[block] += 1
             else:
-                self._ends[block] = _End(name, tail, images, begin, stop, last, names)
-                self._block_of |= dict.fromkeys(names, block)
-                self.chunks.add(block, names)
+                end = self._ends[block] = _End(name, tail, images, begin, stop, last, names)
+                if self._support[block] > 0:  # children outlived an earlier copy
+                    self._shown(block, end, is_there=True)
+                    self._count(last, 1)
+                self._look_at(block)
             last = block
 
     def _removed(self, blocks: Iterable[bytes]) -> None:
@@ -106,10 +171,11 @@ class CachedBlocks:
                 if copies > 1:
                     self._more[block] = copies - 1
             elif (end := self._ends.pop(block, None)) is not None:
-                for chunk in end.chunks:
-                    if self._block_of.get(chunk) == block:
-                        del self._block_of[chunk]
-                self.chunks.moved(block, None)
+                counted = self._support[block] > 0
+                self._look_at(block)
+                if counted:
+                    self._shown(block, end, is_there=False)
+                    self._count(end.parent, -1)
 
     def blocks_of(self, chunks: Sequence[bytes], first_chunk: int) -> list[bytes]:
         """Returns vLLM's names of the blocks with as many of these chunks as are cached, from the one with

@@ -125,8 +125,13 @@ def caches_of(caches: Mapping[str, Cache], groups: Sequence[Any], num_blocks: in
     block_tables = list[BlockTable]()
     for i, spec in enumerate(group.kv_cache_spec for group in groups):
         pieces = 1 if keeps_states(spec) else spec.block_size // kernel_blocks.get(i, spec.block_size)
-        block_tables.append(BlockTable(spec.block_size, keeps_states(spec), pieces))
+        block_tables.append(table_of(spec, pieces))
     return Caches(kv, by_name, block_tables)
+
+
+def table_of(spec: Any, pieces: int = 1) -> BlockTable:
+    """That of a request in a group. `pieces`: blocks of the kernel in a block."""
+    return BlockTable(spec.block_size, keeps_states(spec), pieces, _window(spec))
 
 
 def clear_rest(caches: Caches, begun: Begun) -> None:
@@ -169,10 +174,16 @@ def pool_of(groups: Sequence[Any], num_blocks: int) -> Pool:
     if len(bounded) == len(specs):
         bounded = bounded[1:]
     first = next((i for i, (_, most) in enumerate(bounds) if most is None), 0)
-    layers = [spec_of(specs[0], name) for name in groups[0].layer_names]
+    alike = all(
+        _most_blocks(spec_of(group.kv_cache_spec, name)) == most
+        for group, (_, most) in zip(groups, bounds, strict=True)
+        for name in group.layer_names
+    )
+    alike &= all(size == block_size for size, _ in bounds)
     fit = 0 in (block_size % CHUNK_TOKENS, CHUNK_TOKENS % block_size)
-    move = fit and len(specs) == 1 and all(_most_blocks(spec) is None for spec in (*specs, *layers))
-    return Pool(block_size, num_blocks // weight, weight, bounded, first, prefixes_move=move)
+    moves = fit and alike and bounds[first][1] is None
+    tables = tuple(map(table_of, specs)) if moves else ()
+    return Pool(block_size, num_blocks // weight, weight, bounded, first, tables)
 
 
 def _most_blocks(spec: Any) -> int | None:

@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.v1.request import RequestStatus
 
+from baton.kv_names import CHUNK_TOKENS
 from baton.kv_names.cache_kinds import latent_head_dim
 from baton.kv_transfer import TraceWriter, Transport
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
@@ -44,6 +45,7 @@ from baton.vllm_worker.caches import (
     clear_states,
     keeps_states,
     pool_of,
+    table_of,
 )
 from baton.vllm_worker.identity import fingerprint, secret
 from baton.vllm_worker.metadata import REJECTED, ConnectorScheduler, StepMetadata
@@ -159,14 +161,17 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.address = reachable.address
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._pins = Pins(gpu_block_pool)
+        self._pins = Pins(gpu_block_pool, [table_of(group.kv_cache_spec) for group in self._groups])
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
         if self._settings.attach and "pin_id" in params:
             assert self._pins is not None, "vLLM binds its pool before there are requests"
-            found = self._pins.add(request.request_id, [bytes.fromhex(x) for x in params["pinned"]])
-            self._scheduler.pins(request.request_id, params, found, self._groups[0].kv_cache_spec.block_size)
+            block_size = self._groups[0].kv_cache_spec.block_size
+            hashes = [bytes.fromhex(x) for x in params["pinned"]]
+            first = params["first_chunk"] * CHUNK_TOKENS // block_size
+            found = self._pins.add(request.request_id, hashes, first)
+            self._scheduler.pins(request.request_id, params, found, block_size)
             return
         if self._settings.attach and "chunks" in params:
             self._prefixes[request.request_id] = request

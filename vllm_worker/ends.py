@@ -16,7 +16,7 @@ from baton.engine import EngineRequest, SamplingParams
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer import Closed, ContentWanted, FetchFailed, FirstToken, Injected, Released
 from baton.kv_transfer.protocol.messages import Reason
-from baton.vllm_worker.attachment import Close, Commit, ToConnector
+from baton.vllm_worker.attachment import Close, Commit, Pool, ToConnector
 from baton.vllm_worker.engine import Host, VLLMEngine, VLLMRequest
 from baton.vllm_worker.metadata import Source
 from baton.vllm_worker.prefixes import Missing
@@ -105,6 +105,7 @@ class VLLMReceiver:
 
     Args:
         run: gives a request to vLLM, with `kv_transfer_params`. The task ends when vLLM has ended it.
+        pool: vLLM's blocks.
         at_once: whether vLLM's scheduler hears of KV that has come before it gets a request that is given to
             it then. With several ranks it hears of it after a step.
     """
@@ -114,12 +115,14 @@ class VLLMReceiver:
         engine: VLLMEngine,
         host: Host,
         run: Callable[[EngineRequest, dict[str, Any]], Task[None]],
+        pool: Pool,
         *,
         at_once: bool,
     ) -> None:
         self._engine = engine
         self._host = host
         self._run = run
+        self._pool = pool
         self._at_once = at_once
         self._fetches: dict[bytes, tuple[VLLMRequest, Any]] = {}  # with owners, by the connector's id
         self._prefixes: dict[bytes, _Prefix] = {}  # by id of the fetch
@@ -154,6 +157,13 @@ class VLLMReceiver:
         connector gets the names from the beginning on."""
         missing: Missing = owner.into.missing
         request, stop = missing.request, first_chunk + len(chunks)
+        if self._pool.bounded:
+            # vLLM gives blocks for windows and states before the source says how much it has.
+            known = owner.place.source.chunks * CHUNK_TOKENS // self._pool.block_size
+            stop = min(stop, known * self._pool.block_size // CHUNK_TOKENS)
+            if stop <= first_chunk:
+                self._report(FetchFailed(fetch_id, "gone", owner))
+                return
         tokens = [*request.prompt_ids, *request.output_ids][: stop * CHUNK_TOKENS + 1]
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         prefix = replace(request, id=fetch_id, prompt_ids=tokens, output_ids=[], sampling=sampling)
@@ -186,6 +196,8 @@ class VLLMReceiver:
                 prefix.came = event
             else:
                 del self._prefixes[event.decode_id]
+                if not isinstance(event, Injected):
+                    prefix.task.cancel()  # as `VLLMEngine.withdraw`
                 self._report(structs.replace(event, owner=prefix.owner))
         elif (fetch := self._fetches.pop(event.decode_id, None)) is not None:
             live, owner = fetch

@@ -32,7 +32,6 @@ from baton.kv_names import CHUNK_TOKENS, extend_names, salted
 from baton.kv_transfer import TransferDeadlines
 from baton.kv_transfer.protocol.shared import Tombstones
 from baton.rpc import worker_pb2 as pb
-from baton.vllm_worker.adapters import Adapters
 from baton.vllm_worker.attachment import Pool
 from baton.vllm_worker.metadata import REJECTED
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
@@ -41,22 +40,8 @@ from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.engine_attempt import EngineAttempt
 from baton.worker.engine_process.engine_protocol import Exchange
 
-
-class VLLM(Protocol):
-    """What is called of vLLM. All raise `EngineGone`."""
-
-    adapters: Adapters
-    """That vLLM has loaded."""
-
-    def generate(
-        self, request: EngineRequest, fields: dict[str, Any], priority: int
-    ) -> AsyncGenerator[Any, None]:
-        """Yields vLLM's RequestOutputs. `fields`: of SamplingParams. Raises ValueError if the request is
-        wrong."""
-        ...
-
-    async def pin(self, pin_id: bytes, params: dict[str, Any]) -> None:
-        """Shows `kv_transfer_params` to the connector. Nothing is computed."""
+Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncGenerator[Any, None]]
+"""`VLLM.generate` in `llm`."""
 
 
 class Host(Protocol):
@@ -161,7 +146,7 @@ class VLLMEngine:
 
     def __init__(
         self,
-        vllm: VLLM,
+        generate: Generate,
         host: Host,
         pool: Pool,
         described: pb.WorkerDescription,
@@ -176,7 +161,7 @@ class VLLMEngine:
             cached: what vLLM's prefix cache has.
             prompt_seconds: how long vLLM computes so many tokens.
         """
-        self.vllm = vllm
+        self._generate = generate
         self.vocab_size = described.vocab_size
         self.num_blocks = described.num_blocks - 1  # one of vLLM's pool is never used
         self.prefix_exchange: Exchange | None = None
@@ -357,7 +342,7 @@ class VLLMEngine:
                 raise ValueError(UNREAD["reused"][1])
             live.submission.submitted = True
             self._computes()
-            async with aclosing(self.vllm.generate(request, fields, priority)) as outputs:
+            async with aclosing(self._generate(request, fields, priority)) as outputs:
                 async for output in outputs:
                     if live.begun:  # vLLM's socket may be faster than the connector's
                         await live.joined.wait()

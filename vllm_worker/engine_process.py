@@ -109,7 +109,7 @@ class EngineProcess:
             return EXIT_START_FAILED
         gc.collect()
         gc.freeze()  # what vLLM's modules have made: scanning it would hold up all streams for half a second
-        cached = CachedBlocks(ready.description.content_root, pool.complete)
+        cached = CachedBlocks(ready.description.content_root, pool.complete, pool.tables)
         self._roles = VLLMRoles(
             self._attempts,
             self._send,

@@ -222,7 +222,7 @@ class VLLM:
             block_size=attach.pool.block_size,
             num_blocks=attach.pool.num_blocks,
             vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(self._tokenizer)),
-            exchanges_prefixes=attach.pool.prefixes_move and self._engine.enable_prefix_caching,
+            exchanges_prefixes=bool(attach.pool.tables) and self._engine.enable_prefix_caching,
             max_adapters=self.adapters.most,
             adapters=adapters,
         )
@@ -232,7 +232,8 @@ class VLLM:
     async def generate(
         self, request: engine.EngineRequest, fields: dict[str, Any], priority: int
     ) -> AsyncGenerator[Any, None]:
-        """As `engine.VLLM`."""
+        """Yields vLLM's RequestOutputs. `fields`: of SamplingParams. Raises EngineGone, and ValueError if the
+        request is wrong."""
         ids = [*request.prompt_ids, *request.output_ids]
         try:
             prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
@@ -268,7 +269,8 @@ class VLLM:
             raise EngineGone from error
 
     async def pin(self, pin_id: bytes, params: dict[str, Any]) -> None:
-        """As `engine.VLLM`. The scheduler gets a request, which ends before it is computed."""
+        """Shows `kv_transfer_params` to the connector: the scheduler gets a request, which ends before it is
+        computed. Raises EngineGone."""
         sampling, name = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}), pin_id.hex()
         try:
             await self._llm.add_request(name, {"type": "token", "prompt_token_ids": [0]}, sampling)

@@ -18,12 +18,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from baton.kv_names import CHUNK_TOKENS
+from baton.kv_names.cache_kinds import Window
 from baton.vllm_worker.mixed_steps import StepStats
 
 Ended = Literal["finished", "cancelled"]
 """Why a prefill is not handed over. "finished": its first token is the last."""
 Blocks = Sequence[Sequence[int]]
 """Of a request, by group of layers."""
+NULL_BLOCK = 0
+"""vLLM's, which no request reads."""
 REJECTED = "its grammar rejects the first token"
 """vLLM's `stop_reason` of such a request, which was begun elsewhere."""
 log = logging.getLogger("vllm.baton")
@@ -74,6 +77,19 @@ class BlockTable:
     """A block holds the states after its last token, and the last block those after all tokens."""
     pieces: int = 1
     """Blocks of the kernel in a block."""
+    window: Window | None = None
+    """What a token reads. None: all tokens before it."""
+
+    @property
+    def complete(self) -> bool:
+        """A request keeps the blocks of all its tokens."""
+        return not self.states and self.window is None
+
+    def first_read(self, position: int) -> int:
+        """The first block that the token at this position reads, which begins a block."""
+        if self.states:
+            return position // self.block_size - 1
+        return 0 if self.window is None else self.window.first_read(position) // self.block_size
 
     def entries(self, num_tokens: int) -> int:
         return 1 if self.states else -(-num_tokens // self.block_size) * self.pieces
@@ -87,13 +103,14 @@ class BlockTable:
         return [block * self.pieces + i for block in blocks for i in range(self.pieces)]
 
 
-def block_ids(tables: Sequence[BlockTable], blocks: Blocks, num_tokens: int) -> list[int]:
+def block_ids(tables: Sequence[BlockTable], blocks: Blocks, num_tokens: int, start: int = 0) -> list[int]:
     """Returns the block tables of a request behind each other, equally long (`PagedKV.num_tables`). Blocks
-    that are not allocated yet, or are not kept, are the null block."""
+    that are not allocated yet, or are not kept, are the null block. So are blocks that end up to `start`."""
     entries, found = max(table.entries(num_tokens) for table in tables), list[int]()
     for table, of_group in zip(tables, blocks, strict=True):
         row = table.of(of_group, num_tokens)[:entries]
-        found += [*row, *[0] * (entries - len(row))]
+        left_out = 0 if table.states else start // table.block_size * table.pieces
+        found += [*[NULL_BLOCK] * left_out, *row[left_out:], *[NULL_BLOCK] * (entries - len(row))]
     return found
 
 
@@ -127,6 +144,10 @@ class Fetch:
     chunks: Sequence[bytes] = ()
     """Of a prefix: the names of all chunks up to `stop`. Then `source` names no prefill."""
 
+    def behind(self, tokens: int) -> int:
+        """The position behind so many tokens of a prefix. Full chunks come."""
+        return self.start // CHUNK_TOKENS * CHUNK_TOKENS + tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
@@ -134,7 +155,7 @@ class Pinned:
 
     request_id: str
     pin_id: bytes
-    blocks: Sequence[int]
+    blocks: Blocks
     """Up to `stop`. Those before `start` mean nothing."""
     start: int
     stop: int
@@ -316,15 +337,19 @@ class ConnectorScheduler:
             if self._clears:
                 self._fetched[request_id] = fetch.stop
 
-    def pins(self, request_id: str, params: dict[str, Any], blocks: Sequence[int], block_size: int) -> None:
-        """A request pins these cached blocks, from that with the first position of the first chunk on."""
+    def pins(self, request_id: str, params: dict[str, Any], blocks: Blocks, block_size: int) -> None:
+        """A request pins these cached blocks, as many of each group, from that with the first position of the
+        first chunk on."""
         start = params["first_chunk"] * CHUNK_TOKENS
         first = start // block_size
-        chunks = ((first + len(blocks)) * block_size - start) // CHUNK_TOKENS if blocks else 0
-        stop = start + min(chunks, params["chunks"]) * CHUNK_TOKENS
-        table = [*[0] * first, *blocks] if chunks > 0 else ()
+        end = (first + len(blocks[0])) * block_size
+        chunks = min(max(0, end - start) // CHUNK_TOKENS, params["chunks"])
+        stop = start + chunks * CHUNK_TOKENS
+        if len(blocks) > 1 and stop < end:  # states are those behind the last block
+            chunks, stop = 0, start
+        tables = [[*[NULL_BLOCK] * first, *of_group] for of_group in blocks]
         self._metadata.pinned.append(
-            Pinned(request_id, bytes.fromhex(params["pin_id"]), table, start, max(start, stop))
+            Pinned(request_id, bytes.fromhex(params["pin_id"]), tables if chunks else (), start, stop)
         )
 
     def begins_with(self, request_id: str, first_token: int) -> None:

@@ -1,5 +1,7 @@
 """The two roles over a vLLM engine: what the service asks of them, and what the connector says."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time
@@ -7,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.decode_worker.role import DecodeRole
 from baton.engine import EngineRequest
@@ -25,7 +27,7 @@ from baton.vllm_worker.attachment import (
 )
 from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.ends import VLLMReceiver, VLLMSender
-from baton.vllm_worker.engine import VLLM, EngineGone, Host, VLLMEngine
+from baton.vllm_worker.engine import EngineGone, Host, VLLMEngine
 from baton.vllm_worker.prefixes import PRIORITY, VLLMExchange
 from baton.vllm_worker.sampling import sampling
 from baton.vllm_worker.stats import Load
@@ -36,6 +38,9 @@ from baton.worker.engine_process.handler import Handler
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, PrefixLinks, Workers
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import FromEngine, FromRouter
+
+if TYPE_CHECKING:
+    from baton.vllm_worker.llm import VLLM
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +74,13 @@ class VLLMRoles(Handler):
         self._host = host
         described = ready.description
         self._engine = engine = VLLMEngine(
-            vllm, host, pool, described, cached.chunks, config.engine, self.load.prompt_seconds,
+            vllm.generate, host, pool, described, cached.chunks, config.engine, self.load.prompt_seconds,
             attempts.scored,
         )  # fmt: skip
         if described.exchanges_prefixes:
             engine.prefix_exchange = VLLMExchange(cached, engine.names, pool.block_size)
         self._sender = VLLMSender(engine, host, tell, self._pin)
-        self._receiver = VLLMReceiver(engine, host, self._run_prefix, at_once=not config.rank_arenas)
+        self._receiver = VLLMReceiver(engine, host, self._run_prefix, pool, at_once=not config.rank_arenas)
         shared = Resources(
             engine, self._sender, self._receiver, attempts, TraceWriter(None, ""), config.incarnation,
             tick=lambda: None,

@@ -47,8 +47,6 @@ from baton.vllm_worker.attachment import (
 from baton.vllm_worker.metadata import BlockTable, Fetch, Pinned, StepMetadata, block_ids, log
 
 Event = Injected | FetchFailed | Closed | Released
-NULL_BLOCK = 0
-"""vLLM's, which no request reads."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,12 +94,10 @@ class Attendant:
 
     def fetch(self, owner: Fetching) -> None:
         fetch, source = owner.fetch, owner.fetch.source
-        ids = block_ids(self._tables, fetch.blocks, fetch.stop)
         if fetch.chunks:
             # The first chunk may begin in blocks that are cached here: they are not written again.
-            [table], first = self._tables, fetch.start // CHUNK_TOKENS
-            cached = fetch.start // table.block_size * table.pieces
-            ids[:cached] = [NULL_BLOCK] * cached
+            ids = block_ids(self._tables, fetch.blocks, fetch.stop, fetch.start)
+            first = fetch.start // CHUNK_TOKENS
             self.order(
                 lambda receiver: receiver.fetch_content(
                     fetch.decode_id, chunks=fetch.chunks[first:], first_chunk=first,
@@ -109,6 +105,7 @@ class Attendant:
                 )
             )  # fmt: skip
             return
+        ids = block_ids(self._tables, fetch.blocks, fetch.stop)
         self.order(
             lambda receiver: receiver.fetch(
                 fetch.decode_id, prefill_id=source.prefill_id, kv_address=source.kv_address,
@@ -190,8 +187,15 @@ class Attendant:
             self._sender.close(event.pin_id, "gone")
 
     def _checked(self, event: Event | Began) -> Event | Began:
-        if isinstance(event, Injected) and (defect := event.first_token.defect(self._vocabulary)):
+        if not isinstance(event, Injected):
+            return event
+        if defect := event.first_token.defect(self._vocabulary):
             return FetchFailed(event.decode_id, defect, event.owner)
+        if len(self._tables) > 1 and event.owner is not None:
+            # vLLM has given blocks of windows and states for the end that was asked for.
+            fetch: Fetch = event.owner.fetch
+            if fetch.chunks and fetch.behind(event.stats.tokens) < fetch.stop:
+                return FetchFailed(event.decode_id, "gone", event.owner)
         return event
 
     def _woken(self, receiver: Receiver) -> bool:
@@ -294,7 +298,7 @@ class Transfers:
             self._attendant.tell([Released(pinned.pin_id, "gone")])
             self._sent.add(pinned.request_id)
         else:
-            blocks = block_ids(self._tables, [pinned.blocks], stop)
+            blocks = block_ids(self._tables, pinned.blocks, stop)
             self._sender.serve(pinned.pin_id, blocks, start, stop, owner=owner, after_steps=True)
 
     def _has_blocks(self, prefill_id: bytes) -> None:
@@ -404,7 +408,7 @@ class Transfers:
             elif isinstance(event, Injected):
                 fetch, token = self._fetches.pop(event.decode_id).fetch, event.first_token.token_id
                 if fetch.chunks:
-                    token = fetch.start // CHUNK_TOKENS * CHUNK_TOKENS + event.stats.tokens
+                    token = fetch.behind(event.stats.tokens)
                 self._first_tokens[fetch.request_id] = token
             else:
                 self._fetch_ends.append(event)

@@ -23,6 +23,8 @@ class PrefixSource(NamedTuple):
     tier: Tier
     tokens: int
     """That it has more."""
+    stop: int
+    """Position behind them."""
 
     def seconds(self, fleet: Fleet, asker: Seen) -> float:
         """Time in which the asker fetches them, by its recent measurements, and behind the KV that is under
@@ -45,6 +47,7 @@ class PrefixSource(NamedTuple):
             kv_address=described.kv_address,
             incarnation=described.incarnation,
             tier=pb.Tier.Name(self.tier),
+            chunks=self.stop // CHUNK_TOKENS,
         )
 
 
@@ -88,7 +91,7 @@ class Prefixes:
             wanted = self._chunks[held_tokens // CHUNK_TOKENS : cached_tokens // CHUNK_TOKENS]
             for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):
                 tier = fleet.loads.index.slowest_tier(holder, wanted)
-                source = PrefixSource(holder, tier, cached_tokens - held_tokens)
+                source = PrefixSource(holder, tier, cached_tokens - held_tokens, cached_tokens)
                 computing = source.tokens / speed
                 saved = computing - source.seconds(fleet, worker)
                 if saved > max(most_saved, -computing):

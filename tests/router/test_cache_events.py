@@ -229,7 +229,7 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     chunks = prompt_hints(prompt, b"", b"")
     index.expect(other_there.row, chunks)
     found = {prefix_source(pool.desk, home_there.row, chunks, 500) for _ in range(9)}
-    assert found == {PrefixSource(connection.row, Tier.DEVICE, 256)}, (
+    assert found == {PrefixSource(connection.row, Tier.DEVICE, 256, 448)}, (
         "the other one will have it, but has nothing to send yet"
     )
     index.unexpect(other_there.row, chunks)
@@ -269,7 +269,7 @@ async def test_a_prefix_stays_where_it_is_if_one_of_two_workers_exchanges_none(c
     await caching.until(lambda: len(caching.pool.desk.loads.index) == 7)
     asking, has = caching.connection(asker), caching.connection(holder)
     assert prefix_source(caching.pool.desk, asking.row, chunks, 500) == PrefixSource(
-        has.row, Tier.DEVICE, 448
+        has.row, Tier.DEVICE, 448, 448
     )
     (asking if alone == "asker" else has).description.exchanges_prefixes = False
     assert prefix_source(caching.pool.desk, asking.row, chunks, 500) is None
@@ -301,8 +301,8 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
         [only] = found
         return only
 
-    from_fast = PrefixSource(fast_row, Tier.DEVICE, 448)
-    from_slow = PrefixSource(slow_row, Tier.HOST, 448)
+    from_fast = PrefixSource(fast_row, Tier.DEVICE, 448, 448)
+    from_slow = PrefixSource(slow_row, Tier.HOST, 448, 448)
     assert await source(a=(fast, Tier.DEVICE, 1e4), b=(slow, Tier.HOST, 5e3)) == from_fast
     assert await source(a=(fast, Tier.DEVICE, 1e4), b=(slow, Tier.HOST, 2e4)) == from_slow
     assert await source(a=(fast, Tier.DEVICE, 1e4)) == from_slow, "it was not measured lately"

@@ -389,7 +389,7 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, sent: i
 def test_an_offer_counts_what_another_worker_has_if_it_comes_sooner() -> None:
     loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000)
     asker, holder = (seen(loads, name, prefill_tokens_per_s=20_000.0) for name in ("a:1", "b:1"))
-    fleet, source = fleet_of(loads, [asker, holder]), PrefixSource(holder.row, Tier.DEVICE, 1000)
+    fleet, source = fleet_of(loads, [asker, holder]), PrefixSource(holder.row, Tier.DEVICE, 1000, 1500)
     known = placed(fleet, request, asker.row, 500, source, gap=0.02)
     assert (known.tokens, known.load, known.pace.gap) == (500, 0.0, 0.02)
     key = holder.description.incarnation, Tier.DEVICE

@@ -1,12 +1,15 @@
 """vLLM's events about its prefix cache, as routers hear of them."""
 
+import random
 from typing import Any
 
 import msgspec
 import pytest
 
 from baton.kv_names import ImageSpan, Tier, extend_names, prompt_hints, salted, with_adapter
+from baton.kv_names.cache_kinds import Window
 from baton.vllm_worker.cached_blocks import CachedBlocks, identifier, with_numbers
+from baton.vllm_worker.metadata import BlockTable
 
 ROOT = b"r" * 32
 
@@ -14,9 +17,9 @@ ROOT = b"r" * 32
 class Cache:
     """vLLM's side. A block is named by a number."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *tables: BlockTable) -> None:
         self._size = block_size
-        self._blocks = CachedBlocks(ROOT, group=1)
+        self._blocks = CachedBlocks(ROOT, 1, tables)
 
     def _publish(self, **event: Any) -> dict[int, Tier | None]:
         batch = msgspec.msgpack.encode([0.0, [event], None])
@@ -106,6 +109,84 @@ def test_only_blocks_of_one_group_count() -> None:
     assert list(cache.store([1, 2], None, PROMPT[:128], group_idx=1)) == HINTS[:2]
     assert cache.remove(2, group_idx=0) == {}
     assert cache.remove(2, group_idx=1) == {HINTS[1]: GONE}
+
+
+WINDOW = BlockTable(64, window=Window(66, tile=1))
+"""A token reads the two blocks before it."""
+STATES = BlockTable(64, states=True)
+
+
+def test_blocks_count_up_to_the_last_one_behind_which_windows_and_states_are_cached() -> None:
+    cache = Cache(64, WINDOW, BlockTable(64), STATES)
+    assert cache.store([1, 2, 3, 4], None, PROMPT, group_idx=1) == {}
+    assert cache.store([2, 3], 1, PROMPT[:192], group_idx=0) == {}, "without states"
+    assert list(cache.store([2], 1, PROMPT[:128], group_idx=2)) == [], "without its first window"
+    assert set(cache.store([3], 2, PROMPT[:192], group_idx=2)) == set(HINTS[:3])
+    assert cache.store([4], 3, PROMPT[192:], group_idx=2) == {}, "without its window"
+    assert cache.store([4], 3, PROMPT[192:], group_idx=0) == {HINTS[3]: CACHED}
+    assert cache.remove(3, group_idx=2) == {}, "what follows is usable"
+    assert cache.remove(4, group_idx=0) == dict.fromkeys(HINTS[:4], GONE)
+    assert set(cache.store([4], 3, PROMPT[192:], group_idx=0)) == set(HINTS[:4])
+    assert cache.remove(4, group_idx=1) == dict.fromkeys(HINTS[:4], GONE)
+
+
+def test_a_prompt_shorter_than_the_window_has_it_from_its_first_block_on() -> None:
+    cache = Cache(64, WINDOW, BlockTable(64))
+    cache.store([1], None, PROMPT[:64], group_idx=1)
+    assert cache.store([1], None, PROMPT[:64], group_idx=0) == {HINTS[0]: CACHED}
+
+
+def test_copies_of_a_state_are_counted() -> None:
+    cache = Cache(64, STATES, BlockTable(64))
+    for _ in range(2):
+        cache.store([1], None, PROMPT[:64], group_idx=1)
+        cache.store([1], None, PROMPT[:64], group_idx=0)
+    assert cache.remove(1, group_idx=0) == {}
+    assert cache.remove(1, group_idx=0) == {HINTS[0]: GONE}
+    cache.store([1], None, PROMPT[:64], group_idx=0)
+    assert cache.clear() == {HINTS[0]: GONE}
+    assert cache.store([1], None, PROMPT[:64], group_idx=1) == {}, "its state is gone, too"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_counts_is_what_leads_to_a_usable_block(seed: int) -> None:
+    """Blocks of a tree come and go in any order."""
+    rng, shown = random.Random(seed), dict[int, bool]()
+    tables = STATES, BlockTable(64)
+    blocks = CachedBlocks(ROOT, 1, tables)
+    parents = {i: rng.choice([None, *range(i)]) for i in range(12)}
+    tokens = {i: [i * 64 + j for j in range(64)] for i in parents}
+    names: dict[int, int] = {}
+    for i, parent in parents.items():
+        path, at = list[int](), i
+        while at is not None:
+            path, at = [*tokens[at], *path], parents[at]
+        names[prompt_hints(path, ROOT, b"")[-1]] = i
+        del parent
+    full, states = set[int](), set[int]()
+    for _ in range(200):
+        i, group = rng.randrange(12), rng.randrange(2)
+        kept = full if group else states
+        known = parents[i] is None or parents[i] in full
+        event: dict[str, Any] = {"group_idx": group, "block_hashes": [i]}
+        if i in kept:
+            kept.remove(i)
+            event |= {"type": "BlockRemoved"}
+        elif known and (group or i in full):
+            kept.add(i)
+            event |= {"type": "BlockStored", "token_ids": tokens[i], "block_size": 64}
+            event |= {"parent_block_hash": parents[i]}
+        else:
+            continue
+        changed = blocks.changed(msgspec.msgpack.encode([0.0, [event], None]))
+        for name, tier in ({} if changed is None else changed.tiers).items():
+            shown[names[name]] = tier is not None
+        children = {each: [x for x in full if parents[x] == each] for each in full}
+
+        def counts(each: int, children: dict[int, list[int]] = children) -> bool:
+            return each in states or any(counts(child) for child in children[each])
+
+        assert {each for each, is_there in shown.items() if is_there} == {x for x in full if counts(x)}
 
 
 def test_blocks_behind_a_window_have_no_hash() -> None:

@@ -127,7 +127,11 @@ def test_groups_have_tables_of_their_own() -> None:
         "model.layers.2.mixer": torch.zeros(BLOCKS, 1, 1, 32, dtype=torch.int8),
     }  # fmt: skip
     found = caches_of(caches, [windows, full(NAMES[1], block=2 * BLOCK), states], BLOCKS, Heads(HEADS))
-    assert found.tables == [BlockTable(BLOCK), BlockTable(2 * BLOCK, pieces=2), BlockTable(64, states=True)]
+    assert found.tables == [
+        BlockTable(BLOCK, window=Window(20, tile=1)),
+        BlockTable(2 * BLOCK, pieces=2),
+        BlockTable(64, states=True),
+    ]
     assert [array.window for array in found.kv.layout.arrays] == [Window(20, tile=1), None, None]
     assert found.kv.tables == [{0: 0}, {1: 1}, {2: 2}]
     ids = block_ids(found.tables, [[0, 4, 3], [2, 1], [0, 6]], 70)

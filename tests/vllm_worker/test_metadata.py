@@ -60,6 +60,8 @@ def test_each_chunk_names_all_blocks_up_to_its_end(scheduler: ConnectorScheduler
 def test_tables_of_all_groups_have_the_blocks_of_a_block_that_is_not_full() -> None:
     tables = [BlockTable(16), BlockTable(32, pieces=2), BlockTable(16, states=True)]
     assert block_ids(tables, [[4, 5, 6], [1, 3], [7, 8, 9]], 33) == [4, 5, 6, 0, 2, 3, 6, 7, 9, 0, 0, 0]
+    behind = block_ids(tables, [[4, 5, 6], [1, 3], [7, 8, 9]], 33, 32)
+    assert behind == [0, 0, 6, 0, 0, 0, 6, 7, 9, 0, 0, 0], "what ends up to there is not written"
 
 
 def test_a_prompt_that_has_finished_can_be_fetched_with_its_parameters(scheduler: ConnectorScheduler) -> None:
@@ -232,21 +234,24 @@ class TestIdsOfARouter:
         assert scheduler.take().fetches == [fetched]
 
     @pytest.mark.parametrize(
-        ("block_size", "blocks", "table", "stop"),
+        ("block_size", "blocks", "tables", "stop"),
         [
-            (16, [4, 5, 6, 7, 8], [0, 0, 0, 0, 4, 5, 6, 7, 8], 128),  # a part of a chunk is not sent
-            (16, [4, 5, 6], (), 64),
-            (16, [], (), 64),
-            (128, [4], [4], 128),  # the first chunk is in the middle of a block
-            (16, range(4, 24), [0, 0, 0, 0, *range(4, 24)], 256),  # more than was asked for
+            (16, [[4, 5, 6, 7, 8]], [[0, 0, 0, 0, 4, 5, 6, 7, 8]], 128),  # a part of a chunk is not sent
+            (16, [[4, 5, 6]], (), 64),
+            (16, [[]], (), 64),
+            (128, [[4]], [[4]], 128),  # the first chunk is in the middle of a block
+            (16, [[*range(4, 24)]], [[0, 0, 0, 0, *range(4, 24)]], 256),  # more than was asked for
+            (64, [[4, 5], [0, 6]], [[0, 4, 5], [0, 0, 6]], 192),
+            (128, [[4, 5], [0, 6]], [[4, 5], [0, 6]], 256),
+            (128, [[4, 5, 7], [0, 0, 6]], (), 64),  # what was asked for ends within a block, states do not
         ],
     )
     def test_pinned_blocks_have_full_chunks(
-        self, scheduler: ConnectorScheduler, block_size: int, blocks: list[int], table: Any, stop: int
+        self, scheduler: ConnectorScheduler, block_size: int, blocks: list[list[int]], tables: Any, stop: int
     ) -> None:
         params = {"pin_id": prefill_id(9).hex(), "first_chunk": 1, "chunks": 3}
-        scheduler.pins("p", params, list(blocks), block_size)
-        assert scheduler.take().pinned == [Pinned("p", prefill_id(9), table, 64, stop)]
+        scheduler.pins("p", params, blocks, block_size)
+        assert scheduler.take().pinned == [Pinned("p", prefill_id(9), tables, 64, stop)]
 
 
 def test_clients_cannot_choose_ids(scheduler: ConnectorScheduler) -> None:

@@ -479,7 +479,7 @@ def test_a_prefix_comes_from_another_cache(servers: tuple[Server, Server], cache
     here.step(StepMetadata(fetches=[prefix]))
     [wanted] = source.told(1)
     assert (wanted.chunks, wanted.first_chunk) == (tuple(names[1:]), 1)
-    pin = Pinned("p", wanted.pin_id, [*[0] * 4, *there[4 : 4 + cached]], 64, stop)
+    pin = Pinned("p", wanted.pin_id, [[*[0] * 4, *there[4 : 4 + cached]]], 64, stop)
     source.step(StepMetadata(pinned=[pin]))
     until(lambda: source.sent == {"p"} and here.received == {"f"}, source, here)
     assert isinstance(here.told(1)[0], Injected)
@@ -634,6 +634,62 @@ class States(Server):
         found = caches_of(caches, [states(*names)], BLOCKS, Heads(HEADS))
         self.kv = found.kv
         self.start(found, name)
+
+
+class Hybrid(Server):
+    """Layers with all tokens, with a window and with states, in blocks of one size."""
+
+    def __init__(self, name: str) -> None:
+        kinds: dict[str, Any] = {"block": BLOCK, "heads": HEADS, "dim": DIM}
+        shape = BLOCKS, HEADS, BLOCK, 2 * DIM
+        self.pages = torch.rand(BLOCKS, STATE_BYTES // 4)
+        caches = {
+            "layers.0.attn": torch.rand(shape), "layers.1.attn": torch.rand(shape),
+            "layers.2.mixer": self.pages,
+        }  # fmt: skip
+        groups = [
+            attention("layers.0.attn", **kinds),
+            attention("layers.1.attn", **kinds, kind="SlidingWindowSpec", sliding_window=WINDOW),
+            group(
+                "MambaSpec", "layers.2.mixer", block_size=BLOCK, shapes=((STATE_BYTES // 4,),),
+                dtypes=(torch.float32,),
+            ),
+        ]  # fmt: skip
+        found = caches_of(caches, groups, BLOCKS, Heads(HEADS))
+        self.kv = found.kv
+        self.start(found, name)
+
+    def keys(self, array: int, blocks: list[int], start: int, stop: int) -> torch.Tensor:
+        return self.kv.planes[array][0][0][0][blocks].flatten(0, 1)[start:stop].clone()
+
+
+@pytest.mark.parametrize("stop", [128, 192])
+def test_a_prefix_comes_with_its_windows_and_states_or_not_at_all(stop: int) -> None:
+    """vLLM has given blocks for 192 tokens, of which 64 are cached. The source has some of the others."""
+    source, here = Hybrid("prefill"), Hybrid("decode")
+    there = [[*[0] * 4, *range(20, 28)], [*[0] * 10, 28, 29], [*[0] * 11, 30]]
+    blocks, names = (
+        [[*range(2, 14)], [*[0] * 10, 14, 15], [*[0] * 11, 16]],
+        [bytes([i]) * 16 for i in range(3)],
+    )
+    prefix = Fetch("f", FETCH, 0, Source(*source.process.address, b""), blocks, 64, 192, names)
+    here.step(StepMetadata(fetches=[prefix]))
+    [wanted] = source.told(1)
+    source.step(StepMetadata(pinned=[Pinned("p", wanted.pin_id, there, 64, stop)]))
+    [end] = here.told(1)
+    until(lambda: source.sent == {"p"}, source, here)
+    if stop < 192:
+        assert end == FetchFailed(FETCH, "gone")
+        assert here.transfers.take_first_tokens() == {}
+    else:
+        assert isinstance(end, Injected)
+        until(lambda: here.received == {"f"}, here)
+        for number, first in ((0, 64), (1, 173)):  # where what is missing, and the window, begin
+            came = here.keys(number, blocks[number], first, 192)
+            assert torch.equal(came, source.keys(number, there[number], first, 192))
+        assert torch.equal(here.pages[16], source.pages[30])
+    for server in (source, here):
+        server.close()
 
 
 @pytest.mark.parametrize("start", [0, 64])
