@@ -262,10 +262,14 @@ class Connection:
         if self.receiving:
             self._wait_for(1)
         if self._taken < self._kv_end and not self.closed:
-            unsent = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
-            taken = self._sent - int.from_bytes(unsent, sys.byteorder)
+            taken = self._sent - self._waiting()
             if taken > self._taken:
                 self._taken, self.kv_moved = taken, now
+
+    def _waiting(self) -> int:
+        """Bytes in this kernel that the peer's has not acknowledged."""
+        waiting = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(waiting, sys.byteorder)
 
     def _wait_for(self, size: int) -> None:
         if size != self._low_water and not self.closed:
@@ -333,7 +337,9 @@ class Connection:
                 self._out.popleft()
                 if s is not None:
                     self._trace.moved("send", s, began, time.monotonic())
-                    self._report(Gone(self._number, s.slot, sent=True))
+                    waiting = self._waiting()
+                    gone = Gone(self._number, s.slot, True, self._sent - waiting, waiting)
+                    self._report(gone)
         waiting = self._out or self._control or self._slices
         self.loop.watch(self.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if waiting else 0), self.serve)
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from baton.kv_transfer.process import lane_messages as messages
+from baton.kv_transfer.process.card_rate import CardRate
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.slices import Slice
 
@@ -40,6 +41,7 @@ class Lane:
         heard, kv_moved: when bytes last came, and when bytes of KV last moved, as of the last report.
         unsent: bytes of the slices that the mover has and has not sent.
         closed_by: time.monotonic(). If it is open then, its mover hangs.
+        card: what each lane over the same cards carries.
     """
 
     def __init__(self, tell: Callable[[messages.ToMover], object], number: int, owner: LaneOwner) -> None:
@@ -48,16 +50,25 @@ class Lane:
         self.kv_moved = 0.0
         self.unsent = 0
         self.closed_by = math.inf
+        self.card = CardRate()
         self._tell = tell
         self._number = number
         self._owner = owner
         self._leaving: dict[int, Slice] = {}  # by slot
         self._coming: Slice | None = None
+        # As of the last slice that the mover sent.
+        self._taken = self._waiting = 0
+        self._looked = 0.0
+        self._has_next = False  # another slice was with the mover
 
     @property
     def has_room(self) -> bool:
         """For another slice."""
         return len(self._leaving) < _SLICES_AHEAD
+
+    def backlog(self, rate: float, now: float) -> float:
+        """Bytes that the peer has yet to take, if it takes `rate` bytes/s."""
+        return self.unsent + max(0.0, self._waiting - rate * (now - self._looked))
 
     def push(self, kind: FrameType, transfer_id: bytes, payload: bytes) -> None:
         """A control message: it overtakes KV frames that have not begun."""
@@ -86,9 +97,11 @@ class Lane:
                 s, self._coming = self._coming, None
                 self.heard = self.kv_moved = time.monotonic()
                 self._owner.came(s, intact, began, ended)
-            case messages.Gone(_, slot, sent):
+            case messages.Gone(_, slot, sent, taken, waiting):
                 s = self._leaving.pop(slot)
                 self.unsent -= s.wire
+                if sent:
+                    self._measure(taken, waiting, time.monotonic())
                 self._owner.left(s, sent=sent)
             case messages.Said(_, header, payload):
                 self.heard = time.monotonic()
@@ -100,3 +113,9 @@ class Lane:
                 for s in self._leaving.values():  # the lane closed before the mover was told of them
                     self._owner.left(s, sent=False)
                 self._owner.lane_closed(kind, why)
+
+    def _measure(self, taken: int, waiting: int, now: float) -> None:
+        if self._has_next:
+            self.card.took(taken - self._taken, now - self._looked, now)
+        self._taken, self._waiting, self._looked = taken, waiting, now
+        self._has_next = bool(self._leaving)

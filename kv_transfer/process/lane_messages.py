@@ -66,11 +66,14 @@ class Ends(Local):
 
 
 class Gone(Local):
-    """The mover needs the slot no more. `sent`: its slice was sent. Otherwise the lane closed before."""
+    """The mover needs the slot no more. `sent`: its slice was sent. Otherwise the lane closed before.
+    `taken`: all bytes of the lane so far that the peer's kernel has. `waiting`: those in this kernel."""
 
     lane: int
     slot: int
     sent: bool
+    taken: int = 0
+    waiting: int = 0
 
 
 class Said(Local):
