@@ -31,20 +31,27 @@ def visible_gpus() -> list[str]:
     return [name for name in chosen.replace(" ", "").split(",") if name not in ("", "-1")]
 
 
+def told_of_gpus(*columns: str) -> dict[str, list[str]]:
+    """What nvidia-smi tells of each of `visible_gpus`, by name. It leaves out those that it does not know."""
+    query = f"--query-gpu=index,uuid,{','.join(columns)}", "--format=csv,noheader,nounits"
+    rows = [[cell.strip() for cell in line.split(",")] for line in nvidia_smi(*query) or []]
+    return {
+        name: told
+        for name in visible_gpus()
+        for index, uuid, *told in rows
+        if name == index or (name.startswith("GPU-") and uuid.startswith(name))
+    }
+
+
 def gpus_with_memory() -> list[Gpu]:
     """`visible_gpus` with their memory, as the driver tells it. Makes no context on them."""
-    query = "--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"
-    lines = [[cell.strip() for cell in line.split(",")] for line in nvidia_smi(*query) or []]
-    rows = [cells for cells in lines if len(cells) == 4 and all(cell.isdecimal() for cell in cells[2:])]
-    gpus: list[Gpu] = []
-    for name in visible_gpus():
-        memory = [
-            (int(total) / 1024, int(used) / 1024)
-            for index, uuid, total, used in rows
-            if name == index or (name.startswith("GPU-") and uuid.startswith(name))
-        ]
-        gpus.append(Gpu(name, *memory[0]) if memory else Gpu(name))
-    return gpus
+    told = told_of_gpus("memory.total", "memory.used")
+    return [
+        Gpu(name, *(int(mib) / 1024 for mib in memory))
+        if (memory := told.get(name)) and all(mib.isdecimal() for mib in memory)
+        else Gpu(name)
+        for name in visible_gpus()
+    ]
 
 
 def default_device() -> str:

@@ -16,6 +16,7 @@ from baton.cluster.options.roles import PickerRole, RouterRole, WorkerRole
 from baton.processes.children import report
 from baton.processes.tree import tie_to_parent
 from baton.system import available_memory
+from baton.system.addresses import WILDCARDS
 from baton.system.cpu_engines import share_of_cpus
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def worker_config(
 
     `flags`: of an encoder as `WorkerRole.of_encoder` returns them."""
     from baton.cluster.gpus import default_device, gpu_gib, present_gpus
+    from baton.cluster.kv_card import card_near
     from baton.cluster.options.optimize import choose, host_cache
     from baton.cluster.options.parameters import size_in_bytes
     from baton.engine import EngineConfig, SpeculativeConfig
@@ -74,6 +76,9 @@ def worker_config(
     host_bytes = host_cache(flags.engine, device, present_gpus(), available_memory())
     group = None if flags.network.group is None else Group.parse(flags.network.group)
     shares_cpus = device == "cpu" and flags.engine.engine == "baton"
+    kv_host, settings = _cards(flags.network.kv_host), chosen.summary
+    if not kv_host and flags.network.host in WILDCARDS and (near := card_near(device)) is not None:
+        kv_host, settings = (near,), f"{settings}, --advanced.kv-host {near} (the card nearest to the GPU)"
     experts_of_group = flags.engine.tensor_parallel_size == 1 < flags.engine.data_parallel_size
     engine = _configured(
         EngineConfig,
@@ -105,8 +110,8 @@ def worker_config(
         standby=flags.engine.replace_engine and not flags.engine.no_standby,
         tls=flags.secret.tls(),
         served_model_name=(flags.model.served_model_name or [resolved.name])[0],
-        settings=None if encodes else f"{chosen.summary}, --host-cache-size {host_bytes / (1 << 30):.3g}GiB",
-        kv_host=_cards(flags.network.kv_host),
+        settings=None if encodes else f"{settings}, --host-cache-size {host_bytes / (1 << 30):.3g}GiB",
+        kv_host=kv_host,
         kv_bind=_cards(flags.transfer.kv_bind),
         kv_slot_bytes=size_in_bytes(flags.transfer.kv_slot_size),
         deadlines=TransferDeadlines.after(flags.deadlines.failure_timeout),

@@ -8,6 +8,8 @@ import socket
 
 _HOSTS = {"--admin-port": "--advanced.admin-host", "--kv-port": "--advanced.kv-host"}
 """The option of the address, if it is not `--host`."""
+WILDCARDS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - compared, not listened on
+"""Hosts that stand for each address of this machine."""
 _REASONS = {
     errno.EADDRINUSE: "the port is in use; choose another one, or stop the process that listens there",
     errno.EACCES: "this user may not listen there; ports below 1024 need a privilege",

@@ -20,7 +20,7 @@ from baton.kv_transfer.config import SLOT_BYTES, SLOTS, TransferDeadlines
 from baton.kv_transfer.heartbeat import MAX_STEP_IDS
 from baton.kv_transfer.memory_reader import MemoryReader, reader_of
 from baton.system import logs
-from baton.system.addresses import family, numeric_address
+from baton.system.addresses import WILDCARDS, family, numeric_address
 from baton.system.role_config import RoleConfig
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 Role = Literal["prefill", "decode", "encode"]
 
-_WILDCARDS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - compared, not listened on
 # A socket path (sun_path) has 108 bytes with its terminating zero. `worker.ipc` appends this suffix to
 # run_dir.
 _MAX_RUN_DIR = 107 - len("/baton-XXXXXXXX/engine")
@@ -144,7 +143,7 @@ class WorkerConfig(RoleConfig):
                 raise ValueError("--kv-store: vLLM's engine cannot use it; leave it out with --engine vllm")
         for source in self.kv_bind:
             _check_source(source)
-        if not {*_WILDCARDS}.isdisjoint(self.kv_host):
+        if not {*WILDCARDS}.isdisjoint(self.kv_host):
             raise ValueError(
                 f"--advanced.kv-host: {','.join(self.kv_host)!r} is not an address that decode workers can "
                 "connect to; give the address of the network that carries KV"
@@ -179,7 +178,7 @@ class WorkerConfig(RoleConfig):
 
         Raises ValueError if this machine has no address that others can reach.
         """
-        if self.host not in _WILDCARDS:
+        if self.host not in WILDCARDS:
             return self.host
         name = socket.gethostname()
         try:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from baton.bench.lab.driver import EXIT_CANNOT_MEASURE, Bench, Option, Run
 from baton.bench.lab.harness.cluster import LocalCluster, served, status
 from baton.bench.lab.harness.hosts import Hosts, NoHosts
-from baton.bench.lab.harness.streams import Case, Stream, new_session, read
+from baton.bench.lab.harness.streams import Case, Stream, new_session, read, with_ends
 from baton.bench.report import Row
 from baton.steps.quantiles import percentile
 from baton.system import usable_cpus
@@ -40,7 +40,7 @@ class Side:
     streams: list[Stream] = field(default_factory=list)
 
     async def serve(self, starts: Sequence[float], prompts: Sequence[str]) -> list[Stream]:
-        """`starts`: seconds from now."""
+        """`starts`: seconds from now. Raises RuntimeError if a request fails."""
         begin = time.monotonic()
         async with new_session() as http:
 
@@ -48,7 +48,7 @@ class Side:
                 await asyncio.sleep(max(0.0, begin + start - time.monotonic()))
                 return await read(http, self.cluster.url, Case(prompt, ANSWER, 0.0, 0))
 
-            return await asyncio.gather(*map(one, starts, prompts))
+            return with_ends(await asyncio.gather(*map(one, starts, prompts)))
 
     def times(self) -> dict[str, list[float]]:
         """By the names of rows, of each request."""
@@ -82,7 +82,6 @@ async def rounds(run: Run, apart: Side, alone: Side) -> None:
 
 
 def report(run: Run, apart: Side, alone: Side) -> None:
-    run.failed |= any(stream.failed for side in (apart, alone) for stream in side.streams)
     bases = alone.times()
     for name, ours in apart.times().items():
         base, goal = bases[name], None if name == "gap" else MOST

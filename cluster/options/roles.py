@@ -35,8 +35,8 @@ class WorkerOptions:
     kv_host: str | None = advanced(
         None,
         "Addresses or interfaces of the network for KV, of one card or several.",
-        "ADDRESS,…",
-        shown="as --host",
+        "NIC,NIC",
+        shown="as --host; of all addresses the card nearest to the GPU",
     )
     kv_port: int = opt(0, "Port of KV lanes.", "PORT", **PORT)
     metrics_port: int = opt(0, "Port of Prometheus metrics.", "PORT", **PORT)

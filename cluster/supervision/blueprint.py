@@ -21,7 +21,7 @@ from baton.cluster.options.parameters import size_in_bytes, to_argv
 from baton.cluster.options.pools import PoolOptions, PoolSize, RayOptions
 from baton.cluster.supervision.role_process import RoleState
 from baton.system import available_memory, usable_cpus
-from baton.system.addresses import cannot_listen, free_port, listening_socket, url_host
+from baton.system.addresses import WILDCARDS, cannot_listen, free_port, listening_socket, url_host
 from baton.system.words import counted
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ class Blueprint:
     @property
     def url(self) -> str:
         """The URL at which clients on this machine reach the router."""
-        everywhere = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - compared, not listened on
-        host = "127.0.0.1" if self.front.host in everywhere else self.front.host
+        host = "127.0.0.1" if self.front.host in WILDCARDS else self.front.host
         scheme = "http" if self.front.ssl_certfile is None else "https"
         return f"{scheme}://{url_host(host)}:{self.front.port}"
 

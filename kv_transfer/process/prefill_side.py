@@ -266,8 +266,8 @@ class SendingSession(Session["PrefillSide"]):
         self.lanes[number].card = self._cards.setdefault(cards, CardRate())
 
     def move(self, slices: Sequence[Slice]) -> None:
-        """Sends slices of the arena: each by the lane that brings it first. Each ends with `sent` or `dropped`
-        of `PrefillSide`."""
+        """Sends slices of the arena, each by the lane that brings it first. Each ends with `sent` or
+        `dropped` of `PrefillSide`."""
         self._waiting.extend(slices)
         self._feed()
 

@@ -127,6 +127,25 @@ def test_the_choice_reaches_the_engine_and_the_log(
     assert len(started) == 3
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--host", "0.0.0.0"), ("127.0.0.1",)),
+        (("--host", "10.0.0.7"), ()),
+        (("--host", "0.0.0.0", "--advanced.kv-host", "10.0.0.7, 10.1.0.7"), ("10.0.0.7", "10.1.0.7")),
+    ],
+)
+def test_the_card_near_the_gpu_has_kv_of_a_worker_on_all_addresses(
+    flags: tuple[str, ...], expected: tuple[str, ...], started: list[WorkerConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("baton.cluster.kv_card.card_near", lambda _: "lo")
+    run_baton("prefill", "--device", "cpu", *flags)
+    assert started[0].kv_addresses() == expected
+    assert started[0].settings is not None
+    assert ("kv-host lo" in started[0].settings) == (expected == ("127.0.0.1",))
+
+
 def test_a_worker_logs_its_settings_at_its_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

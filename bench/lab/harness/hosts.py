@@ -72,9 +72,9 @@ class Host:
             finally:
                 _set_network(before.fileno())
 
-    def limit(self, *, sends: float = 0.0, receives: float = 0.0) -> None:
-        """Bytes/s of each of its cards. 0: as many as the machine carries."""
-        for device, port in self._cards:
+    def limit(self, *, sends: float = 0.0, receives: float = 0.0, card: int | None = None) -> None:
+        """Bytes/s of a card, or of each. 0: as many as the machine carries."""
+        for device, port in self._cards if card is None else [self._cards[card]]:
             for space, end, rate in ((self._space, device, sends), (self._bridge, port, receives)):
                 _run("tc", "-n", space, "qdisc", "replace", "dev", end, "root", "pfifo", "limit", "1000")
                 if rate:

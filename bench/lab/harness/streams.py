@@ -149,9 +149,14 @@ async def greedy_tokens(url: str, prompts: Iterable[Sequence[int]], count: int) 
     fails."""
     async with new_session() as http:
         answers = await asyncio.gather(*(read(http, url, greedy(ids, count)) for ids in prompts))
+    return [answer.token_ids for answer in with_ends(answers)]
+
+
+def with_ends(answers: list[Stream]) -> list[Stream]:
+    """Raises RuntimeError if one of them failed."""
     if failed := next((answer for answer in answers if answer.failed), None):
         raise RuntimeError(f"status {failed.status}: {failed.error or 'the answer has no end'}")
-    return [answer.token_ids for answer in answers]
+    return answers
 
 
 async def post(

@@ -1,0 +1,34 @@
+"""The network card for KV of a worker that listens on all addresses of its machine."""
+
+import socket
+
+import psutil
+
+from baton.cluster.gpus import told_of_gpus, visible_gpus
+from baton.system.addresses import family, numeric_address
+from baton.system.cards import nearest_card
+
+_PCI = len("0000:18:00.0")  # the driver writes eight digits of the domain
+
+
+def card_near(device: str) -> str | None:
+    """The interface of the card nearest to `device`, a GPU. None: that with the host's own address is, or
+    the distances are not known."""
+    kind, _, number = device.partition(":")
+    gpus = visible_gpus()[int(number or 0) :]
+    try:
+        address = numeric_address(socket.gethostname())
+    except OSError:
+        return None  # `WorkerConfig.reachable_host` tells it
+    found, is_up = psutil.net_if_addrs(), psutil.net_if_stats()
+    own = [name for name, each in found.items() if address in (a.address for a in each)]
+    cards = [
+        name
+        for name, each in found.items()
+        if is_up[name].isup and any(a.family == family(address) and "%" not in a.address for a in each)
+    ]
+    if kind != "cuda" or not gpus or not own or len(cards) < 2:
+        return None
+    told = told_of_gpus("pci.bus_id").get(gpus[0])
+    near = own[0] if told is None else nearest_card(told[0].lower()[-_PCI:], own[0], cards)
+    return None if near == own[0] else near
