@@ -149,7 +149,7 @@ class Handshake:
         self._places.closed(self.connection)
         if kind not in ("eof", "socket") and self.connection.closing is None:
             self._places.counters.refuse(kind, f"in handshake: {why}")
-        if self.session is not None:
-            if isinstance(self._party, Initiator):
-                self.session.fails(self._party.lane)
+        if self.session is not None and isinstance(self._party, Initiator):
+            self.session.lane_failed(self._party.lane, self.connection, why)
+        elif self.session is not None:
             self.session.end("unreachable", why)

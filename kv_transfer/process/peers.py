@@ -117,6 +117,10 @@ class Peers:
         if peer.refused:
             log.warning("connected to %s after %d failures", printable(peer.address), peer.refused)
             peer.refused = 0
+        peer.bad -= {*session.ways}
+        if bad := peer.bad | session.bad:  # and the others work, so the peer is not lost
+            text = "no KV comes from %s over pairs of cards %s"
+            log.warning(text, printable(peer.address), sorted(bad))
         self._say_acks(peer, now)
         return peer
 
@@ -124,8 +128,6 @@ class Peers:
         peer = self.by_session.pop(session.number)
         peer.session = None
         if session.bad:
-            text = "no KV comes from %s over pairs of cards %s"
-            log.warning(text, printable(peer.address), sorted(session.bad))
             tried_again = not peer.bad.isdisjoint(session.ways)  # since all were bad
             peer.bad, peer.bad_at = session.bad if tried_again else peer.bad | session.bad, now
         if peer.up:

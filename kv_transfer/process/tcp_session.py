@@ -156,6 +156,16 @@ class Session(LaneOwner, Generic[H]):
         if self.ways:
             self.bad.add(self.ways[lane])
 
+    def lane_failed(self, number: int, connection: Connection, why: str) -> None:
+        """The connection did not become this lane. If no lane becomes one, the peer is lost, and no card. So
+        with several cards the session waits for the others."""
+        if self.ended:
+            return
+        self.fails(number)
+        self.joining.remove(connection)
+        if not (self.ways and self.joining):
+            self.end("unreachable", why)
+
     def _note_silent(self) -> None:
         if not self.ways:
             return
@@ -187,6 +197,8 @@ class Session(LaneOwner, Generic[H]):
         if enough and not self.up:
             self.up = True
             self._sessions.is_up(self)
+        elif self.bad and not self.joining:
+            self.end("unreachable", "not all lanes came up")
 
     # ------------------------------------------------------------ LaneOwner
 

@@ -339,6 +339,25 @@ def committed(world: Side, *transfers: bytes) -> Peer:
     return session
 
 
+def test_cards_of_a_peer_that_was_lost_are_all_used_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cards are not told as lost. One that is still lost then is."""
+    world = Side(monkeypatch, Network())
+    for bad, back in (({0, 1}, [0, 1]), (set[int](), [0, 1]), ({1}, [0, 0]), (set[int](), [0, 0])):
+        world.fetch(b"t" * 16)
+        assert world.network.session is not None
+        world.network.session.bad = bad
+        world.down("unreachable")
+        world.now += 1
+        world.side.tick(world.now)
+        world.network.session.ways = back
+        world.up()
+        world.down("lost")
+    assert [avoid for avoid, _ in world.network.tried][1::2] == [{0, 1}, set(), {1}, {1}]
+    assert [record.args[1] for record in caplog.records if record.args] == [[1], [1]]
+
+
 def test_lanes_leave_out_a_card_that_carries_nothing_and_try_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

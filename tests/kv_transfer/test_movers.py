@@ -16,8 +16,12 @@ import baton.kv_transfer as kv
 from baton.kv_transfer.config import TransferConfig, TransferDeadlines
 from baton.kv_transfer.process import lane as session_lane
 from baton.kv_transfer.process import lane_messages, link_rates
+from baton.kv_transfer.process.arrivals import Arrivals
+from baton.kv_transfer.process.connection import Connection
+from baton.kv_transfer.process.decode_side import DecodeSide, ReceivingSession
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
 from baton.kv_transfer.process.tcp_session import Sessions
+from baton.kv_transfer.protocol.messages import Identity
 from baton.kv_transfer.wait import wait
 from tests.layouts import kv_layout
 from tests.stand_in import stand_in
@@ -283,6 +287,38 @@ def test_a_card_is_lost_if_its_lane_is_silent_and_another_one_is_heard(
         session.lanes[number] = lane = session_lane.Lane(lambda _: None, number, session)
         lane.heard = at
     session.end("dead", "silent")
+    assert session.bad == bad
+
+
+@pytest.mark.parametrize(("joins", "bad"), [((), {0, 1}), ((1,), {0}), ((0, 1), set())])
+def test_a_session_waits_until_it_is_known_which_cards_are_lost(
+    joins: tuple[int, ...], bad: set[int]
+) -> None:
+    """A peer that refuses one lane after another is lost with all its cards."""
+    identity = stand_in(Identity, slot_bytes=4096, memory="")
+    arrivals = stand_in(Arrivals, begins=lambda *_: None, lane_brought=lambda *_: None)
+    handler = stand_in(DecodeSide, arrivals=arrivals, session_over=lambda _: None)
+    sessions = stand_in(
+        Sessions,
+        ended=lambda *_: None,
+        is_up=lambda _: None,
+        memory="",
+        config=stand_in(TransferConfig, slot_bytes=4096, deadlines=TransferDeadlines()),
+        lane=lambda number, _, session: session_lane.Lane(lambda _: None, number, session),
+        kv_lanes=lambda lanes: [*lanes.values()],
+    )
+    session = ReceivingSession(handler, sessions, 1, b"s" * 16, 2)
+    session.ways = [0, 1]
+    joining: list[Any] = [stand_in(Connection, close_soon=lambda *_: None) for _ in session.ways]
+    session.joining += joining
+    for number, connection in enumerate(joining):
+        assert not session.ended
+        if number in joins:
+            session.joining.remove(connection)
+            session.add(number, connection, identity)
+        else:
+            session.lane_failed(number, connection, "refused")
+    assert (session.up, session.ended) == (not bad, bool(bad))
     assert session.bad == bad
 
 

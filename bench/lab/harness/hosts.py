@@ -53,6 +53,9 @@ class Host:
         self._cards = [(f"eth{card}", f"h{number}c{card}") for card in range(len(self.addresses))]
         for (device, port), address in zip(self._cards, self.addresses, strict=True):
             network.link(port, self._space, device, address)
+        with self.inside():  # else one card answers for the addresses of all
+            for rule, value in (("arp_ignore", 1), ("arp_announce", 2)):
+                Path(f"/proc/sys/net/ipv4/conf/all/{rule}").write_text(f"{value}\n")
         if self.address != self.address6:
             _run("ip", "-n", self._space, "address", "add", f"{self.address6}/64", "dev", "eth0", "nodad")
 
