@@ -281,7 +281,11 @@ class SendingSession(Session["PrefillSide"]):
         """The lane with room that brings the next slice first. None: the lanes without room bring all that
         waits before it would, since it has a slower card.
 
-        A card that was not measured lately counts as the fastest one."""
+        A card that was not measured lately counts as the fastest one. With one card all lanes are alike, and
+        looking at the fewest unsent bytes takes less time."""
+        if len(self._cards) < 2:
+            lane = min(self.kv_lanes, key=lambda lane: lane.unsent)
+            return lane if lane.has_room else None
         now = time.monotonic()
         known = {lane.card: lane.card.rate(now) for lane in self.kv_lanes}
         most = max(known.values()) or 1.0

@@ -1,6 +1,7 @@
 """KV goes by the card nearest to the GPU, if a worker listens on all addresses."""
 
 import socket
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(kv_card, "numeric_address", lambda _: addresses["own"])
     monkeypatch.setattr(kv_card, "visible_gpus", lambda: [*GPUS])
     monkeypatch.setattr(kv_card, "told_of_gpus", lambda _: GPUS)
-    monkeypatch.setattr(kv_card, "nearest_card", lambda *about: nearest_card(*about, tmp_path))
+    monkeypatch.setattr(kv_card, "nearest_card", partial(nearest_card, sys=tmp_path))
     return addresses
 
 

@@ -44,6 +44,7 @@ class Link:
             lane = session_lane.Lane(self._told, number, self.session)
             self.session.lanes[number] = lane
             self.session.kv_lanes.append(lane)
+            self.session._cards[number] = lane.card
 
     def _told(self, message: Any) -> None:
         queue = self.queues[message.lane]

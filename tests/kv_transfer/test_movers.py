@@ -295,7 +295,9 @@ def test_a_session_waits_until_it_is_known_which_cards_are_lost(
     joins: tuple[int, ...], bad: set[int]
 ) -> None:
     """A peer that refuses one lane after another is lost with all its cards."""
-    identity = stand_in(Identity, slot_bytes=4096, memory="")
+    layout = kv_layout(1, 1, 8, "float32")
+    identity = stand_in(Identity, slot_bytes=4096, memory="", dtypes=layout.dtypes)
+    config = stand_in(TransferConfig, slot_bytes=4096, layout=layout, deadlines=TransferDeadlines())
     arrivals = stand_in(Arrivals, begins=lambda *_: None, lane_brought=lambda *_: None)
     handler = stand_in(DecodeSide, arrivals=arrivals, session_over=lambda _: None)
     sessions = stand_in(
@@ -303,7 +305,7 @@ def test_a_session_waits_until_it_is_known_which_cards_are_lost(
         ended=lambda *_: None,
         is_up=lambda _: None,
         memory="",
-        config=stand_in(TransferConfig, slot_bytes=4096, deadlines=TransferDeadlines()),
+        config=config,
         lane=lambda number, _, session: session_lane.Lane(lambda _: None, number, session),
         kv_lanes=lambda lanes: [*lanes.values()],
     )
@@ -355,9 +357,9 @@ def test_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
     assert moves() == [(1, 4)], "it was that lane's turn"
     far[0].report(lane_messages.Gone(0, 0, True))
     session.move([slice_of(9000, slot=slot) for slot in (8, 5, 6, 7)])
-    assert moves() == [(0, 5), (2, 6)], "lane 1 has least to send then, and as much as it may; 8 has ended"
+    assert moves() == [(0, 5)], "lane 1 has least to send then, and as much as it may; 8 has ended"
     session.end("lost", "")
-    assert dropped == [7], "which no lane had"
+    assert sorted(dropped) == [6, 7], "those that no lane had"
     for number, lane in enumerate(far):
         for slot in list(lane._leaving):
             lane.report(lane_messages.Gone(number, slot, False))

@@ -90,10 +90,16 @@ def logged(broken: Broken, role: str) -> str:
 async def test_kv_goes_over_the_cards_that_are_left_and_by_the_workers_that_can_be_reached(
     apart: Broken, hosts: list[Host]
 ) -> None:
-    """A card of the decode worker is lost. Then all of the first prefill worker is, for this pair alone."""
-    for host in hosts:
-        host.cut(1)
-    await apart.ride(ASKED)
+    """A card of the decode worker is lost under load. Then all of the first prefill worker is, for this pair
+    alone."""
+    for host in hosts[:2]:
+        host.limit(sends=5 * SLOW)
+    await apart.ride(DEEP, (apart.transferring, lambda: hosts[2].cut(1)))
+    before = [host.sent(0) for host in hosts[:2]]
+    await apart.ride(DEEP)
+    assert all(host.sent(0) > sent for host, sent in zip(hosts, before, strict=False))
+    for host in hosts[:2]:
+        host.limit()
     assert "over pairs of cards [1]" in logged(apart, "decode")
     hosts[2].lose(hosts[0])
     before = await asyncio.to_thread(sent, apart)
@@ -101,8 +107,7 @@ async def test_kv_goes_over_the_cards_that_are_left_and_by_the_workers_that_can_
     _, second = await asyncio.to_thread(sent, apart)
     assert second > before[1], "the other prefill worker computes the prompts"
     hosts[2].find(hosts[0])
-    for host in hosts:
-        host.mend(1)
+    hosts[2].mend(1)
     await apart.ride(ASKED)
     assert [worker.exits for worker in apart.cluster.workers] == [[], [], []]
     assert await asyncio.to_thread(leaks_when_idle, apart.cluster.url) == {}
