@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from baton.engine.api.sampling_params import SamplingParams
 from baton.kv_names import IMAGE_NAME_BYTES, Tier
 from baton.vision.images import Image, ImageSettings
@@ -60,6 +58,8 @@ def check_request(
 ) -> None:
     """Raises `ValueError` if a model with `vocabulary` tokens and a context of `longest` positions can never
     serve the request. `images`: how the model sees images. None: it sees none."""
+    import numpy as np  # here, since every quick command of the CLI imports this module
+
     if not request.prompt_ids:
         raise ValueError("prompt_ids is empty")
     for name, ids in (
