@@ -72,7 +72,7 @@ class Cluster:
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fakes have no health service to ask; test_health is about that."""
 
-    async def forever(ready: Mapping[str, Any], secret: bytes, tls: object, *, patience: float) -> str:
+    async def forever(*_: object, **named: object) -> str:
         await asyncio.Event().wait()
         raise AssertionError
 
