@@ -234,17 +234,16 @@ def offer(
     prefill: Offer | None = None,
 ) -> Offer:
     """The offer of a worker that has `cached` tokens of the prompt, and `load`s them for so many seconds.
-    `source`: another worker with more of the prompt. Its tokens count as cached if they come sooner than they
-    are computed. `gap`: target of a gap in seconds, if this worker has not decoded. `prefill`: of the worker
+    `source`: another worker with more of the prompt, whose tokens come sooner than they are computed.
+    `gap`: target of a gap in seconds, if this worker has not decoded. `prefill`: of the worker
     that would hand the prompt over to this one."""
     worker, loads = fleet.workers[row], fleet.loads
     status, sent, described = worker.status, worker.load, worker.description
     budget, held_tokens, model = described.max_num_batched_tokens, cached, worker.step_model
-    if model is None or source is not None:
-        speed = status.prefill_tokens_per_s or loads.speed(row)
-        model = model or reported_model(status, budget, speed)
-        if source is not None and (seconds := source.seconds(fleet, worker)) < source.tokens / speed:
-            cached, load = cached + source.tokens, load + seconds
+    if model is None:
+        model = reported_model(status, budget, status.prefill_tokens_per_s or loads.speed(row))
+    if source is not None:
+        cached, load = cached + source.tokens, load + source.seconds(fleet, worker)
     gap = status.gap_target_seconds or gap
     pace = _pace(fleet, worker, model, gap, request.answer)
     waiting = loads.tokens_waiting(row, fleet.now)

@@ -1,6 +1,5 @@
 """Which worker has more of a prompt in its prefix cache than another one, which may fetch it."""
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -66,9 +65,8 @@ class Prefixes:
     def source(self, row: int) -> PrefixSource | None:
         """A worker of any pool that has more of the prompt than the worker of this row.
 
-        None: there is no such worker, one of the two exchanges no prefixes, or fetching takes more than twice
-        as long as computing. The bound is loose, because the worker decides in the end: it knows better what
-        a few tokens of a long prompt cost.
+        None: there is no such worker, one of the two exchanges no prefixes, or fetching takes as long as
+        computing.
 
         Only reported chunks count: a worker that will compute the prompt has nothing to send yet. A few
         workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.
@@ -85,16 +83,14 @@ class Prefixes:
         least = held_tokens + CHUNK_TOKENS
         if self._cached.most < least or not worker.description.exchanges_prefixes:
             return None
-        best, most_saved, speed = None, -math.inf, fleet.loads.speed(row)
+        best, most_saved, speed = None, 0.0, fleet.loads.speed(row)
         for cached_tokens, rows in self._cached.levels(least):
             have = self._holders(cached_tokens, rows)
             wanted = self._chunks[held_tokens // CHUNK_TOKENS : cached_tokens // CHUNK_TOKENS]
             for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):
                 tier = fleet.loads.index.slowest_tier(holder, wanted)
                 source = PrefixSource(holder, tier, cached_tokens - held_tokens, cached_tokens)
-                computing = source.tokens / speed
-                saved = computing - source.seconds(fleet, worker)
-                if saved > max(most_saved, -computing):
+                if (saved := source.tokens / speed - source.seconds(fleet, worker)) > most_saved:
                     best, most_saved = source, saved
         if best is None:
             return None

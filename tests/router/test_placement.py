@@ -24,7 +24,7 @@ from baton.router.policy.plan import Plan
 from baton.router.policy.planner import NOTHING, plan
 from baton.router.policy.prefill import COMPARED, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads
-from baton.router.policy.prefixes import PrefixSource
+from baton.router.policy.prefixes import Prefixes
 from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel
@@ -387,24 +387,33 @@ def test_an_offer_counts_what_decodes_there(running: int, decoding: int, sent: i
 
 
 def test_an_offer_counts_what_another_worker_has_if_it_comes_sooner() -> None:
-    loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000)
+    loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000, chunks=range(1, 32))
     asker, holder = (seen(loads, name, prefill_tokens_per_s=20_000.0) for name in ("a:1", "b:1"))
-    fleet, source = fleet_of(loads, [asker, holder]), PrefixSource(holder.row, Tier.DEVICE, 1000, 1500)
-    known = placed(fleet, request, asker.row, 500, source, gap=0.02)
-    assert (known.tokens, known.load, known.pace.gap) == (500, 0.0, 0.02)
+    for worker, chunks in ((asker, 7), (holder, 23)):
+        worker.description.exchanges_prefixes = True
+        loads.index.add(worker.row, request.chunks[:chunks])
+    fleet = fleet_of(loads, [asker, holder])
+
+    def found() -> Offer:
+        source = Prefixes(fleet, request).source(asker.row)
+        return placed(fleet, request, asker.row, 7 * 64, source, gap=0.02)
+
+    known = found()
+    assert (known.cached, known.load, known.pace.gap) == (23 * 64, 0.0, 0.02), "no prefix came lately"
     key = holder.description.incarnation, Tier.DEVICE
     asker.prefix_links = {key: pb.PrefixLink(wait=0.01, tokens_per_s=100_000.0)}
-    sooner = placed(fleet, request, asker.row, 500, source)
-    assert (sooner.tokens, sooner.cached, sooner.load) == (500, 1500, pytest.approx(0.02))
+    sooner = found()
+    assert (sooner.tokens, sooner.cached) == (2000 - 23 * 64, 23 * 64)
+    assert sooner.load == pytest.approx(0.01 + 16 * 64 / 100_000)
     asker.prefix_links[key].wait = 1.0
-    assert placed(fleet, request, asker.row, 500, source).tokens == 1500
+    assert found().cached == 7 * 64, "they are computed sooner"
     asker.prefix_links.clear()
     holder.description.kv_token_bytes = 1000
     link = pb.KvLink(incarnation=holder.description.incarnation, bytes_per_s=1e8)
     fleet.links.reported(asker.row, [link], 0.0)
-    assert placed(fleet, request, asker.row, 500, source).load == pytest.approx(0.01), "no prefix came so far"
+    assert found().load == pytest.approx(16 * 64 * 1000 / 1e8), "no prefix came so far"
     fleet.links.planned(asker.row, link.incarnation, 0.05, 0.0)
-    assert placed(fleet, request, asker.row, 500, source).tokens == 1500, "other KV comes first"
+    assert found().cached == 7 * 64, "other KV comes first"
 
 
 def test_kv_that_comes_later_than_the_first_token_costs_a_handover_as_much() -> None:
