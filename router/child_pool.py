@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from heapq import heappop, heappush
 from typing import Any
 
 import msgspec
@@ -32,7 +33,8 @@ MOST_SHARED_BYTES = CHANNELS * MOST_PIXELS
 
 class ChildPool:
     """Up to `count` children of one kind. API keys take turns, as in `Slots`. A request above `long_bytes` is
-    long.
+    long. The first idle child takes it, always in the same order: a child keeps the tokens of chats, and
+    15,000 tokens take 70 times as long in a child that has not seen the earlier turns.
 
     Wait-for graph: a request waits for a child. A child waits only for its process, which replies or dies.
     """
@@ -49,7 +51,8 @@ class ChildPool:
         """`decode`: reads an answer. A child may have been taken over by a client, so it checks types."""
         self._decode = decode
         self._long_bytes = long_bytes
-        self._idle = [Child(server, kind, MOST_SHARED_BYTES) for _ in range(count)]
+        self._children = [Child(server, kind, MOST_SHARED_BYTES) for _ in range(count)]
+        self._idle = list(range(count))  # a heap of their numbers
         self._slots = Slots(count)
 
     async def ask(self, key: str, *parts: Frame, too_much: InvalidRequest) -> tuple[Any, memoryview]:
@@ -87,16 +90,16 @@ class ChildPool:
         return read_answer(reply, self._decode), shared
 
     async def _by_child(self, parts: Sequence[Frame]) -> tuple[bytes, memoryview]:
-        child = self._idle.pop()
+        number = heappop(self._idle)
         try:
-            return await child.call(parts)
+            return await self._children[number].call(parts)
         finally:
-            self._idle.append(child)
+            heappush(self._idle, number)
 
     async def close(self) -> None:
         """Ends all children. No request may follow."""
         await self._slots.close()
-        await asyncio.gather(*(child.end() for child in self._idle))
+        await asyncio.gather(*(child.end() for child in self._children))
 
 
 class Answer(msgspec.Struct, tag="answer", array_like=True):

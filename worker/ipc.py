@@ -24,8 +24,9 @@ _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory there has a name of it
 MAX_MESSAGE_BYTES = (16 << 20) + CHANNELS * MOST_PIXELS  # a message of a router, and images
 MAX_QUEUED = 4096
 SEND_TIMEOUT = 10.0  # seconds
-_COPIED = 64 << 10
-"""Bytes from which a message is sent without a copy: it may hold megabytes of pixels."""
+_COPIED = 1 << 20
+"""Bytes from which a message is sent without a copy: it may hold megabytes of pixels. Less, such as the ids
+of a prompt, is copied in less time than pyzmq's thread takes to free it."""
 
 
 def _bound(socket: zmq.Socket) -> None:

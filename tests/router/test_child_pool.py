@@ -164,6 +164,19 @@ async def test_one_child_serves_all_requests_without_the_secrets_of_the_router(
     assert await call(pool, b"c") == (first, b"hello c ")
 
 
+async def test_the_first_idle_child_gets_a_request(make: Make, tmp_path: Path):
+    """So an agent's turn finds the tokens of the turns before it, whichever child was used last."""
+    pool, gates = make(2), [tmp_path / "a", tmp_path / "b"]
+    held = [asyncio.create_task(call(pool, b"gate ", bytes(gate), key=gate.name)) for gate in gates]
+    pids = list[int]()
+    for gate, task in zip(gates, held, strict=True):
+        await asyncio.sleep(0)  # both have their child before one replies
+        gate.touch()
+        pids.append((await task)[0])
+    assert pids[0] != pids[1]
+    assert [(await call(pool, b"turn"))[0] for _ in range(2)] == [pids[0]] * 2
+
+
 @pytest.mark.all
 async def test_what_a_child_leaves_beside_an_answer_comes_with_it(
     make: Make, monkeypatch: pytest.MonkeyPatch
@@ -222,12 +235,12 @@ def test_what_follows_when_a_child_ends(
     async def walk(pool: ChildPool, phase: Phase, end: End) -> None:
         request = b"a"
         if phase == "starting":
-            await pool._idle[0].end()
+            await pool._children[0].end()
             (tmp_path / "row").write_text(end)
         elif phase == "idle":
             pid, _ = await call(pool, b"a")
             os.kill(pid, signal.SIGKILL if end == "killed" else signal.SIGSEGV)
-            [child] = pool._idle
+            [child] = pool._children
             while child._process is not None and not child._process.is_dead:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         else:
@@ -447,7 +460,7 @@ async def test_the_process_that_forks_may_end_at_each_step(
                     await call(pool, b"die")
                 assert died.value.then == "refused", name
             else:
-                [child] = pool._idle  # of the process that is to end
+                [child] = pool._children  # of the process that is to end
                 while child._process is not None and not child._process.is_dead:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
             pid, rest = await call(pool, b"a")

@@ -40,7 +40,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 
 def pids(cluster: Cluster) -> set[int]:
     """Of the children that prepare bodies."""
-    children = cluster.router.frontend._preparer._children._idle
+    children = cluster.router.frontend._preparer._children._children
     return {child._process.pid for child in children if child._process is not None}
 
 

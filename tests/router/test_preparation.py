@@ -463,7 +463,7 @@ def test_a_defect_in_a_child_is_logged_without_the_clients_text(
 
 
 def processes(cluster: Cluster) -> list[psutil.Process]:
-    found = [child._process for child in cluster.router.frontend._preparer._children._idle]
+    found = [child._process for child in cluster.router.frontend._preparer._children._children]
     return [psutil.Process(process.pid) for process in found if process is not None]
 
 
