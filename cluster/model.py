@@ -63,10 +63,10 @@ def resolve(model: str | None, engine: str = "baton") -> ResolvedModel:
         cached = CACHED.search(str(path.absolute()))
         return ResolvedModel(str(path.absolute()), "/".join(cached.groups()) if cached else model)
     if model.startswith((".", "/", "~")) or model.endswith(".gguf") or not HUB_NAME.fullmatch(model):
-        of_file = "; download a GGUF file of it, and name the file" if ":" in model else ""
+        of_file = " Download a GGUF file of it, and name the file." if ":" in model else ""
         raise ValueError(
-            f"--model {model}: no such file or directory; a name on the hub has the form ORGANISATION/NAME"
-            f"{of_file}."
+            f"--model {model}: no such file or directory; a name on the hub has the form ORGANISATION/NAME."
+            f"{of_file}"
         )
     return ResolvedModel(model, model)
 
