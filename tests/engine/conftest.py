@@ -509,7 +509,7 @@ TINY_STEP: dict[str, Any] = {
 }
 TINY_OF_KIND = {
     "OlmoHybrid": {"num_hidden_layers": 4, "pad_token_id": 0},
-    "Lfm3": {"layer_types": ["conv", "full_attention", "conv"], "pad_token_id": 0},
+    "Lfm3": {"layer_types": ["conv", "full_attention", "conv"], "head_dim": 16, "pad_token_id": 0},
     "DeepseekV2": TINY_LATENT | {"q_lora_rank": None},
     "DeepseekV3": TINY_LATENT,
     "DeepseekV32": TINY_SPARSE,

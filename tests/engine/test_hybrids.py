@@ -37,10 +37,10 @@ KINDS = (
     "OlmoHybrid",
     *(
         pytest.param(kind, marks=pytest.mark.long)
-        for kind in ("Qwen3Next", "Qwen3_5Text", "Lfm2", "Bamba narrow", "KimiLinear narrow")
+        for kind in ("Qwen3Next", "Qwen3_5Text", "Lfm2", "Lfm3", "Bamba narrow", "KimiLinear narrow")
     ),
 )
-"""Modules of transformers compute OlmoHybrid. Narrow: states are in bfloat16. The exact mode rounds
+"""Modules of transformers compute OlmoHybrid and Lfm3. Narrow: states are in bfloat16. The exact mode rounds
 them after each token, so no cut of a prompt decides when they are rounded."""
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(3, 199) for _ in range(n)] for n in (1, 2, 3, 5, 21, 70)]
