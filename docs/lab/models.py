@@ -53,7 +53,7 @@ GLM = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12], 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **{
         f"Qwen{kind}ForConditionalGeneration": {"text_config": {"rope_parameters": QWEN}}
-        for kind in ("2VL", "2_5_VL")
+        for kind in ("2VL", "2_5_VL", "2_5OmniThinker")
     },
     **{
         f"Glm{kind}ForConditionalGeneration": {"text_config": {"rope_parameters": GLM}}
@@ -66,7 +66,23 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "CTRLLMHeadModel": {"n_positions": 1024},
     "OPTForCausalLM": {"word_embed_proj_dim": 64},
     "WhisperForCausalLM": {"max_target_positions": 1024},
-    "Dots1ForCausalLM": {"n_routed_experts": 8, "n_group": 1, "topk_group": 1},
+    "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 128, "rope_parameters": GLM}},
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {
+        "text_config": {"head_dim": 128, "rope_parameters": QWEN | {"mrope_section": [24, 20, 20]}}
+    },
+    "CohereCompassForCausalLM": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "Dots1ForCausalLM": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "Lfm3ForCausalLM": {},
 }
 """Settings without which transformers' defaults make no model."""
