@@ -18,8 +18,6 @@ import msgspec
 from baton.kv_transfer.layout import Piece
 
 NO_TRANSFER = bytes(16)
-PLAIN = 0
-"""The codec of a slice whose bytes travel as they are stored."""
 ARENA, EXPORTED = 0, 1
 """Memories of slots at a sender: the arena, and the one that peers read. At a receiver a memory is the arena,
 or the number of the session whose peer exports it."""
@@ -31,9 +29,7 @@ class Slice(msgspec.Struct, array_like=True):
     piece: Piece
     transfer_id: bytes = NO_TRANSFER
     seq: int = 0  # number within the transfer
-    stored: int = 0  # bytes in a slot
-    wire: int = 0  # bytes on a lane
-    codec: int = PLAIN  # between these
+    size: int = 0  # bytes, in a slot and on a lane
     slot: int = 0  # of the arena; at a sender with `memory`, of that memory, over all ranks
     memory: int = ARENA
     there: int = 0  # at a receiver, with `memory`: the slot in it

@@ -112,7 +112,7 @@ class Injector:
             assert stop in fetch.request.states_at, piece
         assert piece.layer < self._layout.num_layers, piece
         fetch.frames += 1
-        fetch.bytes += s.stored
+        fetch.bytes += s.size
         if piece.token_start + piece.token_count == stop and not (fetch.request.chunks or fetch.layers):
             fetch.pace.came(piece.layer, self._layout.num_layers, taken_at)
         s.table = fetch.table

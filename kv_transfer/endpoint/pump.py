@@ -151,7 +151,7 @@ class Pump:
     def _take(self, transfer: OutgoingTransfer) -> _Taken:
         """Takes the next slice of a transfer, with a credit and a slot for it."""
         s, _ = transfer.pending.popleft()
-        transfer.left -= s.stored
+        transfer.left -= s.size
         s.slot, s.table = self._slots.take(transfer.account), transfer.prefill.table
         transfer.prefill.gathers += 1
         if transfer.account.reached or transfer.large:

@@ -239,14 +239,14 @@ class NixlMemory(MemoryReader):
         export = peer.export
         if not incoming.mark_bytes:  # each is verified and free again as soon as it is there
             for x in slices:
-                piece = incoming.slot(x.slot), peer.address + x.there * export.slot_bytes, x.stored
-                is_right = partial(self._is_right, incoming.arena.slot(x.slot)[: x.stored], x.sum)
+                piece = incoming.slot(x.slot), peer.address + x.there * export.slot_bytes, x.size
+                is_right = partial(self._is_right, incoming.arena.slot(x.slot)[: x.size], x.sum)
                 self._start(peer, [piece], is_right, slots=[x.slot])
             return
         pieces: list[tuple[int, int, int]] = []
         marks = peer.address + export.num_slots * export.slot_bytes
         for x in slices:
-            pieces.append((incoming.slot(x.slot), peer.address + x.there * export.slot_bytes, x.stored))
+            pieces.append((incoming.slot(x.slot), peer.address + x.there * export.slot_bytes, x.size))
             pieces.append((incoming.mark(x.slot), marks + x.there * MARK, MARK))
         if pieces:
             self._start(peer, pieces, None, slots=[x.slot for x in slices])

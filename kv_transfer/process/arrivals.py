@@ -79,7 +79,7 @@ class Arrivals:
             transfer, due = self._slices[s.slot][1], began
             if transfer is not None and transfer.commit_at:  # since then the peer has had it to send
                 due = min(began, transfer.commit_at)
-            self.link_rates.came(session.peer.incarnation, s.wire, began, ended, due)
+            self.link_rates.came(session.peer.incarnation, s.size, began, ended, due)
         self.came(s, intact)
 
     def came(self, s: Slice, intact: bool | None) -> None:
@@ -128,7 +128,7 @@ class Arrivals:
     def _judge(self, s: Slice, transfer: Transfer, *, right: bool) -> None:
         if right:
             self._counters.frames_received += 1
-            self._counters.bytes_received += s.wire
+            self._counters.bytes_received += s.size
         else:
             self._counters.checksum("payload", f"layer {s.piece.layer}, frame {s.seq}")
             self.apply(self.fetches.damaged(transfer, time.monotonic()))

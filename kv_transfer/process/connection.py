@@ -280,7 +280,7 @@ class Connection:
         packed = self._edge[MAX_TRAILER_BYTES:]
         header = parse(packed)
         if isinstance(header, Slice):
-            name, length, most = "KV", header.wire, self.max_payload
+            name, length, most = "KV", header.size, self.max_payload
         else:
             name, length, most = header.type.name, header.length, MAX_CONTROL_BYTES
         if self.max_payload == 0:  # not authenticated yet
@@ -364,7 +364,7 @@ class Connection:
 
     def _lay_slice(self, s: Slice) -> None:
         assert self.sending is not None
-        began, header, payload = time.monotonic(), pack(s), self.sending.slot(s.slot)[: s.wire]
+        began, header, payload = time.monotonic(), pack(s), self.sending.slot(s.slot)[: s.size]
         trailer = self._writer.trailer(header, payload)
         for view in (memoryview(header), payload):
             self._lay(view)

@@ -76,7 +76,7 @@ class Lane:
 
     def push_slice(self, s: Slice) -> None:
         """A slice of the arena. `LaneOwner.left` follows."""
-        self.unsent += s.wire
+        self.unsent += s.size
         self._leaving[s.slot] = s
         self._tell(messages.Move(self._number, s))
 
@@ -99,7 +99,7 @@ class Lane:
                 self._owner.came(s, intact, began, ended)
             case messages.Gone(_, slot, sent, taken, waiting):
                 s = self._leaving.pop(slot)
-                self.unsent -= s.wire
+                self.unsent -= s.size
                 if sent:
                     self._measure(taken, waiting, time.monotonic())
                 self._owner.left(s, sent=sent)

@@ -123,10 +123,10 @@ class PeerExports:
         number, reader, now = session.number, self._reader, time.monotonic()
         session.moved(now)
         to_read: list[Slice] = []
-        for there, checksum, seq, stored, wire, codec, piece in named:
+        for there, checksum, seq, size, piece in named:
             if number not in self._memories:
                 break  # a slice before this one ended the session
-            s = Slice(piece, transfer_id, seq, stored, wire, codec, memory=number, there=there, sum=checksum)
+            s = Slice(piece, transfer_id, seq, size, memory=number, there=there, sum=checksum)
             try:
                 s.slot = self._arrivals.pipe.take()
             except FrameError as e:
@@ -153,9 +153,9 @@ class PeerExports:
         most = memory.export.slot_bytes
         if self._reader:
             most = min(self._reader.slot_bytes, most)
-        for slot, _, _, stored, *_ in named:
-            if slot >= memory.slots or stored > most:
-                raise ProtocolError("length", f"a slice of {stored} bytes in slot {slot}")
+        for slot, _, _, size, _ in named:
+            if slot >= memory.slots or size > most:
+                raise ProtocolError("length", f"a slice of {size} bytes in slot {slot}")
 
     def _hand_over(self, s: Slice) -> None:
         """The engine reads the slice in memory that it has opened."""

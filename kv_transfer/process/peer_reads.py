@@ -101,7 +101,7 @@ class PeerReads:
                 self._name(session, of_transfer)
             return
         for s in slices:  # the peer reads it while the next checksum is computed
-            s.memory, s.sum = EXPORTED, self._of_arena.checksum(self._arena.slot(s.slot)[: s.stored])
+            s.memory, s.sum = EXPORTED, self._of_arena.checksum(self._arena.slot(s.slot)[: s.size])
             self._name(session, [s])
 
     def _name(self, session: Session, slices: Sequence[Slice]) -> None:
@@ -109,7 +109,7 @@ class PeerReads:
         now, named = time.monotonic(), list[SliceAt]()
         for s in slices:
             self._slices[s.slot] = session, s, now
-            named.append((s.slot, s.sum, s.seq, s.stored, s.wire, s.codec, s.piece))
+            named.append((s.slot, s.sum, s.seq, s.size, s.piece))
         self._began(slices[0].transfer_id, len(named))
         session.send(Slices(tuple(named)), slices[0].transfer_id)
 

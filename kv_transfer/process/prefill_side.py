@@ -177,8 +177,8 @@ class PrefillSide:
     def sent(self, session: "SendingSession", s: Slice, *, soon: bool = False) -> None:
         """`soon`: its slot does not wait for others: TAKEN named all slots of a copy."""
         self._counters.frames_sent += 1
-        self._counters.bytes_sent += s.wire
-        session.bytes_sent += s.wire
+        self._counters.bytes_sent += s.size
+        session.bytes_sent += s.size
         self.table.sent(s.transfer_id, time.monotonic())
         self.slots_out -= 1
         (self._channel.post if soon else self._channel.hold)(local.SlotFree(s.slot, unsent=False))
@@ -291,12 +291,12 @@ class SendingSession(Session["PrefillSide"]):
         most = max(known.values()) or 1.0
         rates = {lane: known[lane.card] or most for lane in self.kv_lanes}
         behind = {lane: lane.backlog(rate, now) for lane, rate in rates.items()}
-        size, full = self._waiting[0].wire, [lane for lane in rates if not lane.has_room]
+        size, full = self._waiting[0].size, [lane for lane in rates if not lane.has_room]
         seconds = {lane: (behind[lane] + size) / rates[lane] for lane in rates if lane.has_room}
         if not seconds:
             return None
         lane = min(seconds, key=seconds.__getitem__)
-        rest = sum(behind[other] for other in full) + sum(s.wire for s in self._waiting)
+        rest = sum(behind[other] for other in full) + sum(s.size for s in self._waiting)
         return lane if not full or seconds[lane] * sum(rates[other] for other in full) <= rest else None
 
     def _over(self) -> None:

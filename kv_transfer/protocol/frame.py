@@ -22,9 +22,9 @@ MAGIC = b"BtKV"
 HEADER_BYTES = 64
 MAX_TRAILER_BYTES = 16
 
-_BODY = struct.Struct("<4sBBH16sHHHHIIIIIB7s")  # the 60 bytes that the last field covers
+_BODY = struct.Struct("<4sBBH16sHHHHIIII12s")  # the 60 bytes that the last field covers
 _CHECK = struct.Struct("<I")
-_ZEROS = bytes(7)
+_ZEROS = bytes(12)
 assert _BODY.size + _CHECK.size == HEADER_BYTES
 _TRAILER = struct.Struct("<Q")
 
@@ -80,13 +80,13 @@ def pack(frame: Header | Slice) -> bytes:
         piece = frame.piece
         body = _BODY.pack(
             MAGIC, WIRE_VERSION, FrameType.KV, 0, frame.transfer_id, piece.layer, piece.array,
-            piece.head_start, piece.head_count, piece.token_start, piece.token_count, frame.seq, frame.wire,
-            frame.stored, frame.codec, _ZEROS,
+            piece.head_start, piece.head_count, piece.token_start, piece.token_count, frame.seq, frame.size,
+            _ZEROS,
         )  # fmt: skip
     else:
         of_slice = (0, 0, 0, 0, 0, 0, 0)
         body = _BODY.pack(
-            MAGIC, WIRE_VERSION, frame.type, 0, frame.transfer_id, *of_slice, frame.length, 0, 0, _ZEROS
+            MAGIC, WIRE_VERSION, frame.type, 0, frame.transfer_id, *of_slice, frame.length, _ZEROS
         )
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body) & 0xFFFF_FFFF)
 
@@ -97,9 +97,7 @@ def parse(buffer: bytearray | bytes | memoryview) -> Header | Slice:
     view = memoryview(buffer)
     if xxhash.xxh3_64_intdigest(view[: _BODY.size]) & 0xFFFF_FFFF != _CHECK.unpack_from(view, _BODY.size)[0]:
         raise FrameError("header", "header checksum does not match")
-    magic, version, number, flags, transfer_id, *of_slice, length, stored, codec, zeros = _BODY.unpack_from(
-        view
-    )
+    magic, version, number, flags, transfer_id, *of_slice, length, zeros = _BODY.unpack_from(view)
     if magic != MAGIC:
         raise FrameError("magic", f"magic is {magic!r}, not {MAGIC!r}")
     if version != WIRE_VERSION:
@@ -109,13 +107,8 @@ def parse(buffer: bytearray | bytes | memoryview) -> Header | Slice:
     if number == FrameType.KV:
         layer, array, head_start, head_count, token_start, token_count, seq = of_slice
         piece = Piece(layer, head_start, head_count, token_start, token_count, array)
-        return Slice(piece, transfer_id, seq, stored, length, codec)
-    if (
-        any(of_slice)
-        or stored
-        or codec
-        or (transfer_id != NO_TRANSFER and _TYPES[number] not in _OF_TRANSFER)
-    ):
+        return Slice(piece, transfer_id, seq, length)
+    if any(of_slice) or (transfer_id != NO_TRANSFER and _TYPES[number] not in _OF_TRANSFER):
         name = _TYPES[number].name
         raise FrameError(
             "type", f"{name} with a field that this type does not use: {transfer_id}, {of_slice}"

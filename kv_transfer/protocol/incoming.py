@@ -13,7 +13,7 @@ from baton.kv_names.cache_kinds import Range
 from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol.frame import Refusal
 from baton.kv_transfer.protocol.messages import Commit, FirstToken
-from baton.kv_transfer.slices import PLAIN, Slice
+from baton.kv_transfer.slices import Slice
 
 LayerArray = tuple[int, int]
 """`Piece.array`, and a layer."""
@@ -131,10 +131,8 @@ class Incoming:
         else:
             size = kept.head_bytes
             was_asked = start == stop and start in self._states_at
-        if s.codec != PLAIN or s.wire != s.stored:
-            raise Fault("frame_length", f"{s.wire} bytes for {s.stored} in codec {s.codec}")
-        if s.stored != piece.head_count * size or s.stored == 0:
-            raise Fault("frame_length", f"length {s.stored} for {piece.token_count} × {piece.head_count}")
+        if s.size != piece.head_count * size or s.size == 0:
+            raise Fault("frame_length", f"length {s.size} for {piece.token_count} × {piece.head_count}")
         if not first < last <= kept.heads:
             raise Fault("frame_range", f"there are no heads {first}–{last}")
         if not was_asked:
@@ -151,11 +149,11 @@ class Incoming:
         """The slice is whole and undamaged. True: that completed the transfer."""
         assert self.state is TransferState.RECEIVING
         self.frames += 1
-        self.bytes += s.stored
+        self.bytes += s.size
         array, size = (s.piece.array, s.piece.layer), self._slot_bytes
         before = self._missing[array]
-        self._missing[array] = before - s.stored
-        self._missing_frames -= -(-before // size) - -(-(before - s.stored) // size)
+        self._missing[array] = before - s.size
+        self._missing_frames -= -(-before // size) - -(-(before - s.size) // size)
         return self._check_complete()
 
     def commit(self, commit: Commit) -> bool:

@@ -200,8 +200,8 @@ class Reach(Message):
     why: Text
 
 
-SliceAt = tuple[U32, U63, U32, U32, U32, U8, Piece]
-"""Of a `Slice`: slot, sum, sequence number, stored bytes, wire bytes, codec, and what it is."""
+SliceAt = tuple[U32, U63, U32, U32, Piece]
+"""Of a `Slice`: slot, sum, sequence number, bytes, and what it is."""
 
 
 class Slices(Message):

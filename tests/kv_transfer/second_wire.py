@@ -106,7 +106,7 @@ class Lane:
                 "length",
             )
             head = dict(zip(names, struct.unpack("<4H4I", raw[24:48]), strict=True))
-            assert struct.unpack("<IB7s", raw[48:60]) == (head["length"] if kind == KV else 0, 0, bytes(7))
+            assert raw[48:60] == bytes(12)
             rest = self._exactly(head["length"] + (16 if self.incoming else 8))
             if rest is None:
                 return 0, b"", {}, b""
@@ -150,8 +150,7 @@ def frame(frame_type: int, body: bytes, transfer: bytes = bytes(16), **h: Any) -
     head += struct.pack("<4H", *(h.get(x, 0) for x in ("layer", "kind", "head_start", "head_count")))
     head += struct.pack("<3I", *(h.get(x, 0) for x in ("token_start", "token_count", "seq")))
     length = h.get("length", len(body))
-    stored = h.get("stored", length if frame_type == KV else 0)
-    head += struct.pack("<IIB7s", length, stored, h.get("codec", 0), bytes(7))
+    head += struct.pack("<I12s", length, bytes(12))
     head += struct.pack("<I", h.get("check", xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF))
     return head + body + struct.pack("<Q", h.get("checksum", xxhash.xxh3_64_intdigest(body)))
 

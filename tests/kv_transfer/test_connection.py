@@ -45,7 +45,7 @@ class Owner:
                 self.seen += 1
                 if intact:
                     s = self.coming
-                    self.whole.append((s, bytes(self.slots.arena.slot(s.slot)[: s.wire])))
+                    self.whole.append((s, bytes(self.slots.arena.slot(s.slot)[: s.size])))
                 self.slots.lay_out([self.coming.slot])
             case Gone(_, slot, sent):
                 (self.sent if sent else self.dropped).append(slot)
@@ -56,7 +56,7 @@ class Owner:
 
 
 def slice_of(size: int, seq: int = 0, slot: int = 0) -> Slice:
-    return Slice(Piece(0, 0, 0, 0, 0), seq=seq, stored=size, wire=size, slot=slot)
+    return Slice(Piece(0, 0, 0, 0, 0), seq=seq, size=size, slot=slot)
 
 
 def receiving(sock: socket.socket, loop: Loop, owner: Owner, *, ahead: bool = False) -> Connection:
@@ -113,7 +113,7 @@ def test_a_mutated_frame_is_never_whole(count: int) -> None:
         for seq in range(BURST):
             payload = rng.randbytes(rng.randrange(4, 1200))  # a burst is more than is read ahead
             piece = Piece(rng.randrange(9), 0, 0, 0, 0)
-            head = Slice(piece, rng.randbytes(16), seq, len(payload), len(payload))
+            head = Slice(piece, rng.randbytes(16), seq, len(payload))
             frame = framed(head, payload)
             if seq == right:
                 expected.append((head, payload))

@@ -86,7 +86,7 @@ class Network:
 def kv_slice(slots: SlotPipe, transfer_id: bytes, start: int = 0, count: int = 4, seq: int = 0) -> Slice:
     """In a slot that is laid out."""
     size = 64 * count
-    return Slice(Piece(0, 0, 1, start, count), transfer_id, seq, size, size, slot=slots.take())
+    return Slice(Piece(0, 0, 1, start, count), transfer_id, seq, size, slot=slots.take())
 
 
 class Side:
@@ -551,8 +551,8 @@ def test_a_slice_is_at_most_as_large_as_its_slot(
     world.side.engine(lm.Opened(session.number, True, ""))
     head, piece = Header(FrameType.SLICES, b"t" * 16), Piece(0, 0, 1, 0, 4)
     with pytest.raises(ProtocolError, match=f"{most + 64} bytes"):
-        world.side.control(session, head, Slices(((0, 1, 0, most + 64, most + 64, 0, piece),)))
-    world.side.control(session, head, Slices(((0, 1, 0, most, most, 0, piece),)))
+        world.side.control(session, head, Slices(((0, 1, 0, most + 64, piece),)))
+    world.side.control(session, head, Slices(((0, 1, 0, most, piece),)))
 
 
 def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,7 +568,7 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
     # Two have credit. The third one ends the session, and what follows it is not looked at.
-    slices = Slices(tuple((seq, 1, seq, 256, 256, 0, Piece(0, 0, 1, 0, 4)) for seq in range(4)))
+    slices = Slices(tuple((seq, 1, seq, 256, Piece(0, 0, 1, 0, 4)) for seq in range(4)))
     world.side.control(session, Header(FrameType.SLICES, bytes(16)), slices)
     assert lm.ExportGone(session.number) in world.told()
     world.side.session_over(session)
@@ -587,7 +587,7 @@ def test_slices_beyond_all_slots_take_none(monkeypatch: pytest.MonkeyPatch) -> N
     export = Export("nixl", (b"a handle",), 8, 4096, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
-    slices = Slices(tuple((seq, 1, seq, 64, 64, 0, Piece(0, 0, 1, seq, 1)) for seq in range(8)))
+    slices = Slices(tuple((seq, 1, seq, 64, Piece(0, 0, 1, seq, 1)) for seq in range(8)))
     with pytest.raises(ProtocolError, match="no slot is laid out"):
         world.side.control(session, Header(FrameType.SLICES, bytes(16)), slices)
     world.side.session_down(session, "lost", "no slot")

@@ -25,8 +25,8 @@ TO_RECEIVER = [
     m.CreditReturned(9, 4), m.Commit(m.FirstToken(5, -0.25, (5, 6), (-0.25, -2.0)), 3, 999),
     m.Aborted("gone", 2), m.Have(2),
     m.Export("shared_memory", (b"a handle",), 64, 4096, ID),
-    m.Slices(((3, 9, 0, 1792, 1792, 0, Piece(1, 0, 2, 5, 7)),
-              (4, 10, 1, 64, 64, 0, Piece(0, 0, 2, 5, 0, 2)))),
+    m.Slices(((3, 9, 0, 1792, Piece(1, 0, 2, 5, 7)),
+              (4, 10, 1, 64, Piece(0, 0, 2, 5, 0, 2)))),
 ]  # fmt: skip
 BOTH = [m.Ping(12)]
 

@@ -63,11 +63,7 @@ def test_slots_are_read_and_verified(pair: tuple[NixlMemory, kv.Arena, NixlMemor
     there.slot(2)[:1000] = payload
     reader.read(
         1,
-        [
-            Slice(
-                Piece(0, 0, 1, 0, 16), stored=1000, there=2, slot=3, sum=reader.checksum(memoryview(payload))
-            )
-        ],
+        [Slice(Piece(0, 0, 1, 0, 16), size=1000, there=2, slot=3, sum=reader.checksum(memoryview(payload)))],
     )
     assert ended(reader, 3)
     assert here.slot(3)[:1000] == payload
@@ -76,7 +72,7 @@ def test_slots_are_read_and_verified(pair: tuple[NixlMemory, kv.Arena, NixlMemor
         [
             Slice(
                 Piece(0, 0, 1, 0, 16),
-                stored=1000,
+                size=1000,
                 there=2,
                 sum=reader.checksum(memoryview(b"what was there before")),
             )

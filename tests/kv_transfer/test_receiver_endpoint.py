@@ -79,7 +79,7 @@ def arrive(bench: Bench, transfer_id: bytes, slot: int, layer: int) -> bytes:
 def arrived(transfer_id: bytes, slot: int, layer: int, start: int, count: int) -> lm.Arrived:
     piece = Piece(layer, 0, 1, start, count)
     size = count * 64
-    return lm.Arrived(Slice(piece, transfer_id, layer, size, size, slot=slot, dtype="float32"))
+    return lm.Arrived(Slice(piece, transfer_id, layer, size, slot=slot, dtype="float32"))
 
 
 def complete(bench: Bench, transfer_id: bytes) -> None:
@@ -360,7 +360,7 @@ def test_what_ends_during_a_wait_is_reported_once_and_by_the_next_poll(receiving
     for seq, (layer, start, count) in enumerate(data):
         piece = Piece(layer, 0, 1, start, count)
         size = count * 64
-        bench.channel.send(lm.Arrived(Slice(piece, transfer_id, seq, size, size, slot=seq, dtype="float32")))
+        bench.channel.send(lm.Arrived(Slice(piece, transfer_id, seq, size, slot=seq, dtype="float32")))
     bench.channel.send(
         lm.Complete(transfer_id, kv.FirstToken(0), lm.Arrival(56 * 64, 28, 4, 0.5, 1.0, 2.0, 2.5))
     )

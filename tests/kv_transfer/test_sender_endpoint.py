@@ -47,9 +47,9 @@ def test_a_slice_waits_for_the_forward_and_then_for_its_copy(sending: Any, until
     assert bench.silent(), "handed over before it was copied"
     pool.go()
     s = bench.next(until, Slice)
-    assert s == Slice(Piece(0, 0, 1, 0, 40), b"t" * 16, 0, 40 * 64, 40 * 64, slot=s.slot, dtype="float32")
+    assert s == Slice(Piece(0, 0, 1, 0, 40), b"t" * 16, 0, 40 * 64, slot=s.slot, dtype="float32")
     expected = torch.cat([bench.cache[0][:, b] for b in (5, 1, 3)], 1)[:, :40]
-    got = torch.frombuffer(bytearray(bench.arena.slot(s.slot)[: s.stored]), dtype=torch.float32)
+    got = torch.frombuffer(bytearray(bench.arena.slot(s.slot)[: s.size]), dtype=torch.float32)
     assert torch.equal(got.view(2, 40, 1, 8), expected)
     sender.close(b"p", "cancelled")
 

@@ -20,7 +20,7 @@ LAYOUT = KVLayout.of([(ARRAY,)] * 2)
 
 
 def transfer(name: str, *layers: int, due: float = math.inf) -> OutgoingTransfer:
-    pieces = deque((Slice(Piece(layer, 0, 1, 0, 64, 0), stored=64), None) for layer in layers)
+    pieces = deque((Slice(Piece(layer, 0, 1, 0, 64, 0), size=64), None) for layer in layers)
     return OutgoingTransfer(
         name.encode(), OutgoingPrefill(name.encode(), due=due), SenderAccount(granted=1), LAYOUT,
         1024, False, (), (), pieces, left=64 * len(layers),
@@ -33,7 +33,7 @@ def order(transfers: list[OutgoingTransfer], *, begins: float, blocks: str = "")
     for each in transfers:
         turns.add(each)
     while found := turns.next(lambda event: True, begins + len(names), ahead=False):
-        found.left -= found.pending.popleft()[0].stored
+        found.left -= found.pending.popleft()[0].size
         names += found.id.decode()
         if names == blocks:
             found.account = SenderAccount(granted=0)  # its peer has no credit left
@@ -68,6 +68,6 @@ def test_lanes_share_the_last_layer_and_other_layers_fill_slots() -> None:
     for start, stop in ((0, 512), (512, 1536)):
         for layer in (0, 1):
             slicing.add(each, Ready(b"", layer, start, stop, None))
-    sizes = [(s.piece.layer, s.stored >> 20) for s, _ in each.pending]
+    sizes = [(s.piece.layer, s.size >> 20) for s, _ in each.pending]
     assert sizes == [(0, 2), (1, 2), (0, 4), (1, 1), (1, 1), (1, 1), (1, 1)]
     assert [s.seq for s, _ in each.pending] == list(range(7))

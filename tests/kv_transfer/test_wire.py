@@ -84,7 +84,7 @@ def test_as_a_prefill_worker_that_exports_memory(fetching: Any, until: Any, stal
         arena.marks[slot * 16 : slot * 16 + 16] = struct.pack(
             "<QQ", generation + (stale and i == 1), checksum
         )
-        said_at.append([slot, generation, head["seq"], len(body), len(body), 0, [head["layer"], 0, 2, 0, 10]])
+        said_at.append([slot, generation, head["seq"], len(body), [head["layer"], 0, 2, 0, 10]])
     lane.say(wire.SLICES, [said_at], transfer)
     if not stale:
         assert isinstance(ended(decode, until), kv.Injected)
@@ -113,7 +113,7 @@ def test_a_slice_that_cannot_be(fetching: Any, until: Any, slot: int, size: int,
     if reason != "order":
         export(lane, arena)
         until(lambda: decode.poll() or wait([lane.sock.fileno()], 0), "REACH", decode.receiver)
-    lane.say(wire.SLICES, [[[slot, 1, 0, size, size, 0, [0, 0, 2, 0, 10]]]], transfer)
+    lane.say(wire.SLICES, [[[slot, 1, 0, size, [0, 0, 2, 0, 10]]]], transfer)
     refused(decode, until, reason)
     arena.close()
 

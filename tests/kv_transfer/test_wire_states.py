@@ -126,7 +126,7 @@ def test_exported_memory(make_prefill: Any, until: Any) -> None:
     assert {kind for kind, *_ in slices} == {wire.SLICES}
     places = [place for *_, payload in slices for [some] in [wire.unpack(payload)] for place in some]
     for number, (slot, _, *about) in enumerate(places[1:]):
-        assert about == [1 + number, SIZES[number], SIZES[number], 0, [0, 0, 4, 10, 0, 1 + number]]
+        assert about == [1 + number, SIZES[number], [0, 0, 4, 10, 0, 1 + number]]
         filled = bytes(prefill.sending.arena.slot(slot)[: SIZES[number]])
         assert filled == state_bytes(prefill, 1)[number]
     lane.say(wire.TAKEN, [[slot for slot, *_ in places]])

@@ -209,7 +209,7 @@ class Worker:
     def slices_of(self, size: int) -> list[tuple[Slice, bytes]]:
         """Slices of so many bytes that the sender has handed over."""
         found: list[tuple[Slice, bytes]] = []
-        while (left := size - sum(s.stored for s, _ in found)) > 0:
+        while (left := size - sum(s.size for s, _ in found)) > 0:
             found += self.slices(1)
         assert not left
         return found
@@ -221,7 +221,7 @@ class Worker:
         for message in self.outgoing.receive():
             if isinstance(message, local.SlicesOut):
                 for s in message.slices:
-                    self._slices.append((s, bytes(self.arena.slot(s.slot)[: s.stored])))
+                    self._slices.append((s, bytes(self.arena.slot(s.slot)[: s.size])))
                     self.outgoing.send(local.SlotFree(s.slot, unsent=False))
             else:
                 self._inbox.append(message)
