@@ -40,7 +40,7 @@ def agent(rng: np.random.Generator, number: int, turns: int) -> Session:
         )
         rounds.append(Turn(tokens, chunks, float(rng.exponential(THOUGHT)), answer))
         tokens += answer
-    return Session(chunk_name("agent", number), tuple(rounds))
+    return Session(chunk_name("agent", number), tuple(rounds), PREFIX // CHUNK_TOKENS)
 
 
 def chunk_name(kind: str, index: int) -> int:

@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baton.engine.core.meters import LONG
 from baton.router.policy.desk import Listener
-from baton.router.policy.settings import DEFAULT_SETTINGS, PlanSettings
+from baton.router.policy.prefill import PrefillPolicy, sticky
+from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.placement_outcome import PlacementOutcome
@@ -43,6 +44,14 @@ Kind = Literal["policy", "split", "colocated", "sglang"]
 POOLS: tuple[Pool, Pool] = ("prefill", "decode")
 FlipPolicy = Callable[[float, Mapping[Pool, Sequence[pb.WorkerStatus]]], Mapping[Pool, int]]
 """Takes the time and the reports of each pool. Returns the sizes that the pools should have."""
+
+
+class Change(NamedTuple):
+    """At this time a worker gets the new work of a pool. None: it gets none, and its requests go on."""
+
+    at: float
+    row: int
+    pool: Pool | None
 
 
 @dataclass
@@ -70,7 +79,9 @@ class _Cluster:
         self._bound: dict[int, int] = {}  # key of a session → colocated engine
         self._pools: dict[int, Pool] = {}
 
-    def run(self, prefills: int, at_a_time: int, flips: FlipPolicy | None) -> None:
+    def run(
+        self, prefills: int, at_a_time: int, flips: FlipPolicy | None, changes: Sequence[Change] = ()
+    ) -> None:
         for row, worker in enumerate(self.workers):
             worker.cache_changed = partial(self._cache_changed, row)
         for row in range(len(self.workers)):
@@ -83,6 +94,8 @@ class _Cluster:
             self.clock.after(at, partial(self._ask, session, 0))
         if flips is not None:
             self.clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
+        for change in changes:
+            self.clock.after(change.at, partial(self._move, change.row, change.pool))
         self.clock.run()
         assert all(worker.idle for worker in self.workers), "requests left at workers"
         assert all(router.idle for router in self.routers), "requests left in the view of a router"
@@ -138,8 +151,11 @@ class _Cluster:
             self.clock.after(after, partial(self._report, row))
         self._silent.clear()
 
-    def _move(self, row: int, pool: Pool) -> None:
-        self._pools[row] = pool
+    def _move(self, row: int, pool: Pool | None) -> None:
+        if pool is None:
+            self._pools.pop(row, None)
+        else:
+            self._pools[row] = pool
         for router in self.routers:
             router.move(row, pool)
 
@@ -177,9 +193,11 @@ def simulate(
     target_steps: float = LONG,
     ttft_target: float | None = None,
     splits: bool = True,
-    routing_policy: str = DEFAULT_SETTINGS.routing_policy,
     machine: Machine = H200_8B,
     prefill_machine: Machine | None = None,
+    policy: PrefillPolicy = sticky,
+    prefix_fetches: bool = True,
+    changes: Sequence[Change] = (),
     slowness: Mapping[int, float] = MappingProxyType({}),
     names: Sequence[str] = (),
     warm: bool = True,
@@ -195,8 +213,9 @@ def simulate(
     `prefills`: workers of the prefill pool. None: half of them.
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
     as `--max-num-seqs` and the gap target in fastest steps. `ttft_target`: in seconds. `splits`: whether the
-    policy may split prompts. `routing_policy`: as of a router. `machine`: of each worker. `prefill_machine`:
-    of those that begin in the prefill pool, if theirs is another one. `slowness`: how many times as long the
+    policy may split prompts. `machine`: of each worker. `prefill_machine`: of those that begin in the prefill
+    pool, if theirs is another one. `policy`: chooses prefill workers. `prefix_fetches`: as of a router.
+    `slowness`: how many times as long the
     steps of a worker take, by its row. `names`: of the workers. Empty: their rows. `warm`: as of a worker.
     `listener`: of all desks.
 
@@ -228,15 +247,15 @@ def simulate(
         ttft_target=ttft_target,
         overflow=plans,
         split_prompts=plans and splits,
-        prefix_fetches=plans,
-        routing_policy=routing_policy,
+        prefix_fetches=plans and prefix_fetches,
     )
     seen_by = [
         Router(engines, seats, clock, seed + number, outcome, settings)
         for number in range(routers)  # with equal draws all would choose the same workers
     ]
     for router in seen_by:
+        router.desk.policy = policy
         router.desk.listener = listener
     cluster = _Cluster(sessions, kind, engines, seen_by, clock, rng, outcome, warm_up, max_answer)
-    cluster.run(prefills, at_a_time, flips)
+    cluster.run(prefills, at_a_time, flips, changes)
     return outcome

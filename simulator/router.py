@@ -89,13 +89,15 @@ class Router:
         for view in self._views:
             self.desk.join(view)
 
-    def move(self, row: int, pool: Pool) -> None:
+    def move(self, row: int, pool: Pool | None) -> None:
         """New work of the pool goes to this worker. What it has goes on to its end."""
         view = self._views[row]
         if view.pool:
             self.desk.serve(row, view.pool, False)
-        view.pool = pb.POOL_PREFILL if pool == "prefill" else pb.POOL_DECODE
-        self.desk.serve(row, view.pool, True)
+        view.retired = pool is None
+        if pool is not None:
+            view.pool = pb.POOL_PREFILL if pool == "prefill" else pb.POOL_DECODE
+            self.desk.serve(row, view.pool, True)
         self.admission.dispatch()
 
     @property

@@ -4,7 +4,7 @@ A prompt is its length and the hashes of its 64-token chunks.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -32,10 +32,15 @@ class Session:
 
     Attributes:
         key: what a router tells sessions apart by.
+        shared_chunks: chunks at the beginning that other sessions have, too.
     """
 
     key: int
     turns: tuple[Turn, ...]
+    shared_chunks: int
+
+
+Trace = Sequence[Session]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +70,4 @@ def arrivals(
     for number in range(requests):
         at += rng.expovariate(load(at).rate * workers / 2)
         lengths = load(at)
-        yield at, Session(number * SPREAD % 2**64, (Turn(lengths.prompt, (), 0.0, lengths.answer),))
+        yield at, Session(number * SPREAD % 2**64, (Turn(lengths.prompt, (), 0.0, lengths.answer),), 0)

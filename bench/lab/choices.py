@@ -162,7 +162,7 @@ def simulated(real: Recorded, load: Sequence[Sent]) -> dict[int, Plan]:
         chunks = (request.tokens + sent.answer) // CHUNK_TOKENS
         names = [*request.chunks, *(chunk_name(f"answer {number}", i) for i in range(chunks))][:chunks]
         turn = Turn(request.tokens, tuple(names), 0.0, sent.answer)
-        sessions.append((now - start, Session(request.key, (turn,))))
+        sessions.append((now - start, Session(request.key, (turn,), 0)))
     pools = [
         [row for row, (_, _, status) in real.workers.items() if status.pool == pool]
         for pool in (pb.POOL_PREFILL, pb.POOL_DECODE)

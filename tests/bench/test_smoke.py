@@ -138,7 +138,8 @@ def test_runs_routing_sim(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from baton.bench.lab.routing_sim import agents
 
     smallest = {
-        "MAIN": 8, "LOADS": {load: rates[:1] for load, rates in sim.LOADS.items()},
+        "MAIN": 8, "SCALES": {4: (4, 10, 3), 8: (4, 5, 3), 16: (1, 2, 3)}, "SHORT": {4: 1, 8: 1, 16: 1},
+        "LOADS": {load: rates[:1] for load, rates in sim.LOADS.items()},
         "PLACED_SHORT": (2,), "PLACED_SECONDS": 0.0, "PLACED_REQUESTS_SHORT": 10, "SPLIT_SHORT": 4,
     }  # fmt: skip
     for name, value in smallest.items():
@@ -149,6 +150,7 @@ def test_runs_routing_sim(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run("routing_sim", "--short")
     assert "routing_sim.agents4.tokens.vs_colocated" in rows
     assert "routing_sim.trace.latency_p90.vs_colocated" in rows
+    assert "routing_sim.multi_turn.w8.changes.sticky.hits" in rows
     assert rows["routing_sim.placement.500_500.6.w2.ttft_p99"] > 0
 
 

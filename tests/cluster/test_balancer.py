@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from baton.bench.lab.routing_sim.flips import Flips
+from baton.bench.lab.routing_sim.baselines import Flips
 from baton.cluster.autoscaling.balancer import FLIP_EVERY, Balancer
 from baton.cluster.autoscaling.scaling import GROW_AFTER
 from baton.cluster.options.pools import PoolOptions, PoolSize

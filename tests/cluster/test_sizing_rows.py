@@ -123,7 +123,7 @@ def requests(load: str, count: int) -> list[tuple[float, Session]]:
     else:
         times = islice(Arrivals("poisson", float(rate)).times(seed_of(load)), count)
     return [
-        (at, Session(number * SPREAD % 2**64, (Turn(prompt, (), 0.0, answer),)))
+        (at, Session(number * SPREAD % 2**64, (Turn(prompt, (), 0.0, answer),), 0))
         for number, at in enumerate(times)
     ]
 
@@ -150,7 +150,7 @@ def sessions(load: str) -> list[tuple[float, Session]]:
             )
             asked.append(Turn(tokens, chunks, after.think_seconds if after else 0.0, turn.output_tokens))
             tokens += turn.output_tokens
-        found.append((0.0, Session(chunk_name("agent", number), tuple(asked))))
+        found.append((0.0, Session(chunk_name("agent", number), tuple(asked), PREFIX // CHUNK_TOKENS)))
     return found
 
 

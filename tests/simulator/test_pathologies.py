@@ -148,8 +148,8 @@ def test_sessions_seldom_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_burst_of_long_prompts_holds_up_no_others() -> None:
     """They take seconds at both prefill workers. Meanwhile decode workers compute short prompts."""
-    short = [(0.1 * i, Session(i << 32, (Turn(1000, (), 0.0, 50),))) for i in range(100)]
-    long = [(3.0, Session(i << 40, (Turn(100_000, (), 0.0, 20),))) for i in range(1, 3)]
+    short = [(0.1 * i, Session(i << 32, (Turn(1000, (), 0.0, 50),), 0)) for i in range(100)]
+    long = [(3.0, Session(i << 40, (Turn(100_000, (), 0.0, 20),), 0)) for i in range(1, 3)]
     found = simulate(
         sorted([*short, *long], key=lambda each: each[0]), "policy", workers=4, warm_up=0, splits=False
     )
@@ -191,7 +191,7 @@ def test_answers_that_clients_cut_make_no_later_first_tokens() -> None:
 
     def first_tokens(answer: int) -> float:
         turn, total = Turn(11_000, (), 0.0, answer), 0.0
-        before = [(0.0, Session(i << 32, (turn,))) for i in range(8)]
+        before = [(0.0, Session(i << 32, (turn,), 0)) for i in range(8)]
         for seed in (1, 2, 3):
             burst = [(5.0, session) for _, session in agents(8, 1, seed)]
             found = simulate(before + burst, "policy", warm_up=0)

@@ -161,7 +161,7 @@ def test_idle_workers_report_no_more_until_a_request_comes(monkeypatch: pytest.M
         reported(router, row, status)
 
     monkeypatch.setattr(Router, "reported", counted)
-    sessions = [(3600.0 * number, Session(number, (Turn(2000, (), 0.0, 150),))) for number in range(1, 4)]
+    sessions = [(3600.0 * number, Session(number, (Turn(2000, (), 0.0, 150),), 0)) for number in range(1, 4)]
     outcome = simulate(sessions, "policy", warm_up=0.0)
     assert len(outcome.answers) == 3
     assert len(reports) < 20

@@ -1,5 +1,6 @@
-"""Compares placements of requests in simulated clusters: `python -m baton.bench.routing_sim`.
+"""Compares routing policies in simulated clusters: `python -m baton.bench.routing_sim`.
 
-`__main__` simulates loads of fixed lengths and writes the rows. `agents` has sessions of many turns and a
-public trace, `frontier` the longest gaps against first tokens, and `flips` the autoscaler.
+Life of a run: `traces` makes sessions, and chooses rate and cache capacity for a size of cluster ->
+`simulator` runs the trace once with each policy -> `__main__` writes the rows. `agents` has sessions of many
+turns and a public trace. `baselines` has the policies that Baton's own are compared with, and the autoscaler.
 """

@@ -1,4 +1,9 @@
-"""Compares the router's policy with simpler placements, in simulated clusters.
+"""Compares the router's policies with simpler ones, in simulated clusters.
+
+Prefill: the chats of `bench.routing_sim.traces` on 4, 64 and 1,000 workers behind 4 routers (1 before
+1,000), as fast as an H200, with a load of 0.8 and with caches that live sessions fill to 90 %. One case has
+workers that join and leave. Think times depend on how many sessions a worker has between two turns, which
+keeps runs short.
 
 Placement: five kinds of load on 2, 4 and 64 workers, and one on 1,000. The policy is compared with colocated
 engines that take requests in turn and compute them in steps of 512 tokens, and with a fixed split. `--only
@@ -21,24 +26,33 @@ Profiles: what each value of `--optimize` gives on 2 workers, with a load that t
 import itertools
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from baton.bench.lab.driver import Bench, Option, Run
 from baton.bench.lab.routing_sim.agents import add_agents
-from baton.bench.lab.routing_sim.flips import Flips
+from baton.bench.lab.routing_sim.baselines import POLICIES, Flips
 from baton.bench.lab.routing_sim.frontier import add_frontier
+from baton.bench.lab.routing_sim.traces import Sized, multi_turn, size
 from baton.bench.report import Row
 from baton.cluster.options.optimize import PROFILES
-from baton.router.policy.prefill import PREFILL_POLICIES
+from baton.router.policy.prefill import PrefillPolicy
 from baton.simulator import placement
-from baton.simulator.placement_outcome import Quantiles
+from baton.simulator.placement_outcome import PlacementOutcome, Quantiles
 from baton.simulator.step_worker import BUDGET
 from baton.simulator.steps import step_seconds
 from baton.steps.quantiles import percentile
 
 MAIN = 64
-"""Workers of the rows of a cluster."""
+"""Workers of the rows that have bounds."""
+SCALES = {4: (4, 400, 60), MAIN: (4, 75, 20), 1_000: (1, 15, 8)}
+"""Workers → routers, sessions of the trace per worker, sessions between two turns per worker."""
+SHORT = {4: 0.4, MAIN: 0.3, 1_000: 0.12}
+"""Share of the sessions of a short run."""
+AT_SCALE = ("sticky", "least_loaded")
+"""Policies of a short run with 1,000 workers."""
+LEAVING = 4
+"""Workers that leave in the middle of a trace, and come back later."""
 SEED = 1
 LOADS = {
     (2000, 150): (8, 12, 22),
@@ -72,6 +86,53 @@ SWING_TTFT, SWING_GAP = 0.25, 0.02
 """Objectives of each request in seconds; the gap is the mean of a request."""
 OPTIMIZED = {(2000, 150): (22, 80), (500, 500): (24, 80)}
 """As `LOADS`, for profiles. Two workers cannot serve 80 of these requests per second."""
+
+
+def cases(short: bool) -> Iterator[tuple[str, int, Sized, list[placement.Change], list[str]]]:
+    """Name, workers, load, changes and policies of each comparison."""
+    for workers, (_, sessions, between) in SCALES.items():
+        requests = round(6 * sessions * workers * (SHORT[workers] if short else 1))
+        names = list(AT_SCALE if short and workers == max(SCALES) else POLICIES)
+        load = size(multi_turn(requests, SEED), workers=workers, sessions=between)
+        yield f"multi_turn.w{workers}", workers, load, [], names
+        if workers == MAIN:
+            last = load.sessions[-1][0]
+            changes = [
+                placement.Change(share * last, row, pool)
+                for share, pool in ((0.5, None), (0.7, "prefill"))
+                for row in range(LEAVING)
+            ]
+            yield f"multi_turn.w{workers}.changes", workers, load, changes, ["sticky"]
+
+
+def prefilled(
+    workers: int, load: Sized, changes: Sequence[placement.Change], policy: PrefillPolicy
+) -> PlacementOutcome:
+    """Serves requests for one token with prefill workers."""
+    return placement.simulate(
+        load.sessions, "policy", warm_up=0.4, workers=workers, prefills=workers, routers=SCALES[workers][0],
+        seed=SEED, machine=load.machine, policy=policy, changes=changes,
+        prefix_fetches=False,
+    )  # fmt: skip
+
+
+def hits(outcome: PlacementOutcome) -> float:
+    return sum(a.cached for a in outcome.answers) / sum(a.prompt for a in outcome.answers)
+
+
+def add_rows(run: Run, case: str, policy: str, outcome: PlacementOutcome) -> None:
+    name, busy = f"routing_sim.{case}.{policy}", outcome.busy.values()
+    run.add(Row(f"{name}.hits", hits(outcome), "of prompt tokens"))
+    run.add_median(f"{name}.ttft", outcome.ttft, "ms", scale=1e3)
+    run.add(Row(f"{name}.imbalance", max(busy) / statistics.mean(busy), "max busy / mean"))
+
+
+def add_bounds(run: Run, sticky: PlacementOutcome, least_loaded: PlacementOutcome) -> None:
+    """The rows that have goals."""
+    run.add(Row("routing_sim.hits.sticky", hits(sticky), "of prompt tokens", goal=0.45, better="higher"))
+    p99, base = (1e3 * percentile(o.ttft, 0.99) for o in (sticky, least_loaded))
+    name = "routing_sim.ttft_p99.vs_least_loaded"
+    run.add(Row(name, p99, "ms", ratio=p99 / base, ratio_to="least loaded", goal=1.0))
 
 
 def placed_loads(workers: int, short: bool) -> Iterator[placement.Load]:
@@ -191,8 +252,17 @@ def add_split(run: Run) -> None:
         run.add(Row(name, 1e3 * split, "ms", ratio=split / base, ratio_to="no prompt is split", goal=1.0))
 
 
+def add_prefill(run: Run) -> None:
+    for case, workers, load, changes, names in cases(run.short):
+        outcomes = {name: prefilled(workers, load, changes, POLICIES[name]) for name in names}
+        for name, outcome in outcomes.items():
+            add_rows(run, case, name, outcome)
+        if case == f"multi_turn.w{MAIN}":
+            add_bounds(run, outcomes["sticky"], outcomes["least_loaded"])
+
+
 PARTS = {
-    "placement": add_placement, "swing": add_swing, "split": add_split,
+    "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "split": add_split,
     "profiles": add_profiles, "agents": add_agents, "frontier": add_frontier,
 }  # fmt: skip
 
@@ -213,7 +283,6 @@ BENCH = Bench(
     __doc__,
     options=(
         Option("--only", "simulate this part", choices=PARTS),
-        Option("--routing-policy", "of agents, as of a router", "sticky", choices=PREFILL_POLICIES),
         Option("--trace", "for agents: another trace in Mooncake's form", type=Path, metavar="PATH"),
     ),
     devices=("cpu",),

@@ -83,7 +83,7 @@ def trace(path: Path) -> list[tuple[float, Session]]:
             chunk_name(f"request {number}", i) for i in range(shared, (tokens + answer) // CHUNK_TOKENS)
         )
         key = chunks[per_block] if len(chunks) > per_block else chunk_name(f"request {number}", 0)
-        sessions.append((at / TRACE_SPEED, Session(key, (Turn(tokens, chunks, 0.0, answer),))))
+        sessions.append((at / TRACE_SPEED, Session(key, (Turn(tokens, chunks, 0.0, answer),), per_block)))
     return sessions
 
 
@@ -91,15 +91,14 @@ def add_agents(run: Run) -> None:
     for name in (MAIN,) if run.short else CASES:
         case = CASES[name]
         seeds = case.seeds[:1] if run.short else case.seeds
-        policy = run.args.routing_policy
-        outcomes = {kind: [_served(case, kind, seed, policy) for seed in seeds] for kind in KINDS}
+        outcomes = {kind: [_served(case, kind, seed) for seed in seeds] for kind in KINDS}
         _add(run, f"routing_sim.{name}", outcomes, bounds=name == MAIN)
     sessions = trace(run.args.trace or TRACE)
     outcomes = {kind: [simulate(sessions, kind, warm_up=0, seed=SEED)] for kind in KINDS}
     _add(run, "routing_sim.trace", outcomes, bounds=True)
 
 
-def _served(case: Case, kind: Kind, seed: int, routing_policy: str) -> PlacementOutcome:
+def _served(case: Case, kind: Kind, seed: int) -> PlacementOutcome:
     return simulate(
         agents(case.sessions, case.turns, seed),
         kind,
@@ -108,7 +107,6 @@ def _served(case: Case, kind: Kind, seed: int, routing_policy: str) -> Placement
         seed=seed,
         workers=case.workers,
         routers=case.routers,
-        routing_policy=routing_policy,
         machine=of_vllm(case.machine) if case.vllm and kind == "policy" else case.machine,
     )
 

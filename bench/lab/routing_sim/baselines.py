@@ -1,4 +1,4 @@
-"""The autoscaler for simulated pools."""
+"""Policies to compare with, which the router does not offer, and the autoscaler for simulated pools."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,9 +6,22 @@ from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.autoscaling.scaling import Sample
 from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.blueprint import Pool
+from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot, round_robin, sticky
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.step_worker import measured
 from baton.simulator.steps import H200_8B
+
+
+def least_loaded(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
+    """The shortest queue in seconds. Ignores caches."""
+    return int(snapshot.wait.argmin())
+
+
+POLICIES: dict[str, PrefillPolicy] = {
+    "sticky": sticky,
+    "round_robin": round_robin,
+    "least_loaded": least_loaded,
+}
 
 
 class Flips:
