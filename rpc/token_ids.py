@@ -9,6 +9,7 @@ BYTES = 4
 
 
 def packed_ids(token_ids: Sequence[int]) -> bytes:
+    """`token_ids`: in an array, of four bytes each."""
     return _swapped(token_ids if isinstance(token_ids, array) else array("I", token_ids)).tobytes()
 
 

@@ -17,7 +17,8 @@ PINNED_SHARE = 4
 
 
 class Pins:
-    """
+    """Keeps cached blocks of vLLM until nothing reads them.
+
     Args:
         pool: vLLM's BlockPool.
         tables: of all groups of layers. Their blocks are equally long.

@@ -72,9 +72,8 @@ def check_request(
         ("bad_words", [token for word in request.sampling.bad_words for token in word]),
         ("reasoning", request.sampling.reasoning.ids if request.sampling.reasoning else ()),
     ):
-        found = np.asarray(
-            ids if isinstance(ids, array) else [*ids], np.int64
-        )  # an array in a tenth of the time
+        # An array is looked at in a tenth of the time of a list.
+        found = np.asarray(ids if isinstance(ids, array) else [*ids], np.int64)
         if found.size and not 0 <= found.min() <= found.max() < vocabulary:
             token = found.min() if found.min() < 0 else found.max()
             raise ValueError(f"{name} has token {token}, which is not in the vocabulary of {vocabulary}")

@@ -128,7 +128,7 @@ class Slicing:
             pieces = _cut(sent, layer, parts, most)
         for seq, piece in enumerate(pieces, transfer.frames):
             size, dtype = slice_bytes(sent, piece), sent.arrays[piece.array].dtype
-            s = Slice(piece, transfer.id, seq, size, size, dtype=dtype)
+            s = Slice(piece, transfer.id, seq, size, dtype=dtype)
             transfer.pending.append((s, ready.event))
             transfer.bytes += size
             transfer.left += size

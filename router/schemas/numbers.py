@@ -36,7 +36,10 @@ def bounds(walk: Walk, node: Node, keyword: str) -> bool:
     if isinstance(bound, float):
         return True
     sign = 1 if keyword == "maximum" else -1
-    if node.old.get("type") == "integer" and _MOST < bound * sign <= 1 << 64:
+    named = node.old.get("type")
+    types = named if isinstance(named, list) else [named]
+    is_integer = "integer" in types and "number" not in types
+    if is_integer and _MOST < bound * sign <= 1 << 64:
         inside = float(sign * _MOST)
     elif abs(bound) > 1 << 64:
         del node.new[keyword]

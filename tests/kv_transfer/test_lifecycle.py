@@ -207,7 +207,7 @@ class World:
         session, transfer_id, seq = self.flying.pop(i)
         self.kv_moved = self.now
         piece = Piece(seq, 0, 1, self.start, self.stop - self.start)
-        h = Slice(piece, transfer_id, seq, self.frame_bytes, self.frame_bytes)
+        h = Slice(piece, transfer_id, seq, self.frame_bytes)
         try:
             transfer = self.fetches.begin(session, h, self.now)
             if self.fetches.verified(transfer, h, self.now):

@@ -161,7 +161,7 @@ def test_a_commit_is_due_from_the_last_slice_on(monkeypatch: pytest.MonkeyPatch)
     clock, transfer_id = [0.0], b"t" * 16
 
     def came(layer: int, start: int, stop: int) -> Slice:
-        return Slice(Piece(layer, 0, 1, start, stop - start), transfer_id, 0, 64, 64)
+        return Slice(Piece(layer, 0, 1, start, stop - start), transfer_id, 0, 64)
 
     with ours, theirs:
         config = msgspec.structs.replace(CONFIG, layout=kv_layout(2, 1, 16, "float32"))

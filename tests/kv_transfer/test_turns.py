@@ -71,3 +71,4 @@ def test_lanes_share_the_last_layer_and_other_layers_fill_slots() -> None:
     sizes = [(s.piece.layer, s.size >> 20) for s, _ in each.pending]
     assert sizes == [(0, 2), (1, 2), (0, 4), (1, 1), (1, 1), (1, 1), (1, 1)]
     assert [s.seq for s, _ in each.pending] == list(range(7))
+    assert {s.slot for s, _ in each.pending} == {0}, "none has a slot yet"

@@ -117,7 +117,7 @@ class Both(Worker):
                 for span in spans:
                     for piece in cut(layout, layer, span, (0, part.heads), SLOT_BYTES, number):
                         length = slice_bytes(layout, piece)
-                        s = Slice(piece, fetch.transfer_id, count, length, length)
+                        s = Slice(piece, fetch.transfer_id, count, length)
                         self.arrive([(s, bytes(length))])
                         count, size = count + 1, size + length
         self.brought[fetch.transfer_id] = count, size

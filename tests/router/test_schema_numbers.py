@@ -22,6 +22,7 @@ FEW = [-(10**30), -MOST - 1, -MOST, -EXACT - 1, -1, 0, 1, EXACT, EXACT + 1, 2**6
     ("schema", "taken"),
     [
         ({"minimum": -(2**63), "maximum": 2**63 - 1}, FEW[2:-1]),  # as bounds of int64 are written
+        ({"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1}, FEW[2:-1]),
         ({"minimum": 0, "maximum": 2**64 - 1}, FEW[5:-1]),
         ({"maximum": 2**63 - 1}, FEW[:-1]),
         ({"minimum": EXACT + 1}, [2**60 - 1, 2**60, MOST, MOST + 1]),  # the next double is 2**53 + 2

@@ -157,12 +157,11 @@ def test_what_counts_is_what_leads_to_a_usable_block(seed: int) -> None:
     parents = {i: rng.choice([None, *range(i)]) for i in range(12)}
     tokens = {i: [i * 64 + j for j in range(64)] for i in parents}
     names: dict[int, int] = {}
-    for i, parent in parents.items():
+    for i in parents:
         path, at = list[int](), i
         while at is not None:
             path, at = [*tokens[at], *path], parents[at]
         names[prompt_hints(path, ROOT, b"")[-1]] = i
-        del parent
     full, states = set[int](), set[int]()
     for _ in range(200):
         i, group = rng.randrange(12), rng.randrange(2)
