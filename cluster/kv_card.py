@@ -1,6 +1,7 @@
 """The network card for KV of a worker that listens on all addresses of its machine."""
 
 import socket
+from ipaddress import ip_address
 
 import psutil
 
@@ -25,7 +26,9 @@ def card_near(device: str) -> str | None:
     cards = [
         name
         for name, each in found.items()
-        if is_up[name].isup and any(a.family == family(address) and "%" not in a.address for a in each)
+        if (stats := is_up.get(name)) is not None  # None: the interface has just gone, as of a container
+        and stats.isup
+        and any(a.family == family(address) and not ip_address(a.address).is_link_local for a in each)
     ]
     if kind != "cuda" or not gpus or not own or len(cards) < 2:
         return None

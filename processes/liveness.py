@@ -62,7 +62,7 @@ async def reply(
 
 class Watchdog:
     """Raises `error` from `watch` when `ticks` gives the same value for longer than `limit` seconds. Time in
-    which the processes `pids` had to wait for a CPU does not count."""
+    which the processes `pids` had to wait for a CPU does not count after the first silent interval."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Watchdog:
         self._ticks = ticks
         self._silence = Silence(limit)
         self._error = error
-        self._waits = CpuWaits(pids)
+        self._pids = pids
         self._checked = 0.0  # time.monotonic()
 
     def restart(self, limit: float) -> None:
@@ -84,15 +84,17 @@ class Watchdog:
         self._silence, self._checked = Silence(limit), time.monotonic()
 
     async def watch(self) -> None:
-        last, self._checked = self._ticks(), time.monotonic()
+        last, self._checked, waits = self._ticks(), time.monotonic(), CpuWaits(self._pids)
         while True:
             interval = min(1.0, self._silence.limit / 4)
             await asyncio.sleep(interval)
-            now = time.monotonic()
-            self._silence.passed(now - self._checked, interval, self._waits.longest())
-            self._checked, before, last = now, last, self._ticks()
-            if last != before:
+            now, before, last = time.monotonic(), last, self._ticks()
+            if last == before:
+                self._silence.passed(now - self._checked, interval, waits.longest())
+            else:
                 self._silence.broken()
+                waits = CpuWaits(self._pids)  # a thousand threads take 16 ms: not while the process lives
+            self._checked = now
             if self._silence.is_too_long:
                 raise self._error(f"{self._name} gave no sign of life for {self._silence.seconds:.1f} s")
 

@@ -136,7 +136,7 @@ class Metadata:
                 f"{self._source}: rope scaling {kind!r} is not supported (none, linear, yarn are)"
             )
         attention = number(ATTENTION, 1.0)
-        if attention != 1 and kind != "yarn":
+        if attention != 1 and (kind != "yarn" or factor_key is None):
             raise ValueError(f"{self._source}: {self._named}{ATTENTION} {attention} is not supported")
         if kind == "none" or factor_key is None:
             return None

@@ -65,8 +65,8 @@ class Prefixes:
     def source(self, row: int) -> PrefixSource | None:
         """A worker of any pool that has more of the prompt than the worker of this row.
 
-        None: there is no such worker, one of the two exchanges no prefixes, or fetching takes as long as
-        computing.
+        None: there is no such worker, one of the two exchanges no prefixes, or fetching takes at least
+        as long as computing.
 
         Only reported chunks count: a worker that will compute the prompt has nothing to send yet. A few
         workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.

@@ -115,6 +115,7 @@ def test_rotations_are_scaled_as_in_llama_cpp(
     [
         {"rope.scaling.type": "longrope"},
         {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0, "rope.scaling.attn_factor": 0.5},
+        {"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5},
         {**YARN, "rope.scaling.yarn_ext_factor": 0.5},
         {**YARN, "rope.scaling.yarn_log_multiplier": 0.1},
     ],

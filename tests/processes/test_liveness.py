@@ -36,6 +36,7 @@ async def test_a_counter_that_stands_still_raises() -> None:
 
 
 async def test_a_counter_that_moves_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And reads nothing of the threads, which takes time on an event loop."""
     now, ticks = 0.0, itertools.count()
 
     async def sleep(seconds: float) -> None:
@@ -46,8 +47,9 @@ async def test_a_counter_that_moves_raises_nothing(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(liveness, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(liveness, "_waited", pytest.fail)
     with pytest.raises(asyncio.CancelledError):
-        await Watchdog("the engine", lambda: next(ticks), 5.0, TimeoutError, []).watch()
+        await Watchdog("the engine", lambda: next(ticks), 5.0, TimeoutError, [os.getpid()]).watch()
 
 
 async def test_a_process_that_waits_for_a_cpu_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
