@@ -102,7 +102,9 @@ class Watchdog:
 class CpuWaits:
     """How long the threads of processes that work together had no CPU to run on.
 
-    A thread that waits for another one sleeps. So the one without a CPU for longest held up the others."""
+    A thread that waits for another one sleeps. So the one without a CPU for longest held up the others. A
+    busy thread that no other one waits for counts, too: while other processes use the CPUs, a hang beside it
+    is found later."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._folders = [Path(f"/proc/{pid}/task") for pid in pids]
