@@ -13,6 +13,7 @@ _REMEDIES = {
     "min/maxProperties only": "counts",
     "not disjoint": "patternProperties",
     "regex": "pattern",
+    "greater than maximum": "bounds",  # all values may be beyond 64 bits
 }
 """What to leave out, by a part of the compiler's error."""
 

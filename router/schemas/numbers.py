@@ -23,8 +23,8 @@ _MOST_POWER = 22
 
 
 def bounds(walk: Walk, node: Node, keyword: str) -> bool:
-    """A bound beyond 2**53 becomes the next double inside of it. Those of 64 bits become `_MOST`, since the
-    compiler takes no greater ones."""
+    """A bound beyond 2**53 becomes the next double inside of it, also as the compiler writes it. Those of 64
+    bits become `_MOST`, since the compiler takes no greater ones."""
     bound = node.old[keyword]
     if not isinstance(bound, int | float) or isinstance(bound, bool):
         return True
@@ -44,8 +44,11 @@ def bounds(walk: Walk, node: Node, keyword: str) -> bool:
     elif abs(bound) > 1 << 64:
         del node.new[keyword]
         return False
-    elif (inside := float(bound)) * sign > bound * sign:
-        inside = math.nextafter(inside, -sign * math.inf)
+    else:
+        inside = float(bound)
+        # The compiler writes bounds of numbers with the fewest digits: 2**60 as 1152921504606847000.
+        while (inside if is_integer else Decimal(repr(inside))) * sign > bound * sign:
+            inside = math.nextafter(inside, -sign * math.inf)
     node.new[keyword] = int(inside)
     walk.tightened += inside != bound
     return True

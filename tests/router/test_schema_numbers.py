@@ -56,6 +56,8 @@ def test_great_bounds_and_values_are_enforced(schema: dict[str, Any], taken: lis
         ({"type": "integer", "maximum": 10**30}, ["maximum"], {"type": "integer"}),
         ({"type": "integer", "exclusiveMinimum": EXACT + 3}, ["exclusiveMinimum"], {"type": "integer"}),
         ({"type": "integer", "minimum": 2**60}, ["minimum"], {"type": "integer"}),
+        ({"type": "integer", "minimum": 2**63, "maximum": 2**64},
+         ["minimum", "maximum"], {"type": "integer"}),
         ({"type": "number", "minimum": -1e308, "maximum": 9}, ["minimum"], {"type": "number", "maximum": 9}),
         ({"type": "number", "minimum": 1e-300}, ["minimum"], {"type": "number"}),
         ({"not": {"maximum": 2**60 + 1}}, ["not"], {}),  # the bound that is enforced is not that one
@@ -71,6 +73,18 @@ def test_what_the_compiler_would_change_is_named(
     made, error = enforceable(ALPHABET, schema)
     assert (error, made.schema) == ("", rest)
     assert made.unenforced == tuple(f"/{keyword}" for keyword in keywords)
+
+
+@pytest.mark.parametrize(("keyword", "sign"), [("maximum", 1), ("minimum", -1)])
+def test_a_bound_of_numbers_excludes_them_also_as_the_compiler_writes_it(keyword: str, sign: int):
+    """2**60 is written as 1152921504606847000."""
+    bound = sign * (2**60 + 9)
+    other = {"minimum", "maximum"}.difference({keyword}).pop()
+    made, error = enforceable(ALPHABET, {"type": "number", keyword: bound, other: -sign})
+    assert (error, made.unenforced) == ("", ())
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(made.schema))
+    taken = [accepts(grammar, str(bound - sign * by)) for by in (-1, 1000)]
+    assert taken == [False, True]
 
 
 @pytest.mark.parametrize("value", [0, -1, 0.1, -2.5, 1e-7, 1e15, 1e16, EXACT, -EXACT, 0.00001234, 1e22])
