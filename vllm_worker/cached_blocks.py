@@ -9,7 +9,8 @@ If groups have blocks of other lengths, routers may overestimate.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -68,8 +69,11 @@ class CachedBlocks:
     def changed(self, batch: bytes) -> CacheChanged | None:
         """`batch`: what vLLM has published after a step. Returns None if no chunk came or went."""
         _, events, *_ = msgspec.msgpack.decode(batch)
-        for event in sorted(events, key=lambda event: event.get("group_idx") in self._bounded):
-            if (group := event.get("group_idx")) in self._bounded:
+        clears = accumulate(event["type"] == "AllBlocksCleared" for event in events)
+        bounded = [event.get("group_idx") in self._bounded for event in events]
+        for _, is_bounded, event in sorted(zip(clears, bounded, events, strict=True), key=itemgetter(0, 1)):
+            group = event.get("group_idx")
+            if is_bounded:
                 self._changed_in(group, event)
                 continue
             if group not in (None, self._group):

@@ -148,6 +148,16 @@ def test_copies_of_a_state_are_counted() -> None:
     assert cache.store([1], None, PROMPT[:64], group_idx=1) == {}, "its state is gone, too"
 
 
+def test_what_was_stored_before_a_clear_in_the_same_step_is_gone() -> None:
+    blocks = CachedBlocks(ROOT, 0, (BlockTable(64), STATES))
+    full: dict[str, Any] = {"type": "BlockStored", "group_idx": 0, "block_hashes": [1], "block_size": 64}
+    full |= {"token_ids": PROMPT[:64], "parent_block_hash": None}
+    state = full | {"group_idx": 1}
+    batches = [full, state, {"type": "AllBlocksCleared"}], [full, state], [state | {"type": "BlockRemoved"}]
+    changes = [blocks.changed(msgspec.msgpack.encode([0.0, batch, None])) for batch in batches]
+    assert [each and each.tiers for each in changes] == [{HINTS[0]: tier} for tier in (GONE, CACHED, GONE)]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_counts_is_what_leads_to_a_usable_block(seed: int) -> None:
     """Blocks of a tree come and go in any order."""
