@@ -16,7 +16,9 @@ def card_near(device: str) -> str | None:
     """The interface of the card nearest to `device`, a GPU. None: that with the host's own address is, or
     the distances are not known."""
     kind, _, number = device.partition(":")
-    gpus = visible_gpus()[int(number or 0) :]
+    gpus = visible_gpus()[int(number or 0) :] if kind == "cuda" else []
+    if not gpus:
+        return None
     try:
         address = numeric_address(socket.gethostname())
     except OSError:
@@ -30,8 +32,7 @@ def card_near(device: str) -> str | None:
         and stats.isup
         and any(a.family == family(address) and not ip_address(a.address).is_link_local for a in each)
     ]
-    if kind != "cuda" or not gpus or not own or len(cards) < 2:
+    if not own or len(cards) < 2 or (told := told_of_gpus("pci.bus_id").get(gpus[0])) is None:
         return None
-    told = told_of_gpus("pci.bus_id").get(gpus[0])
-    near = own[0] if told is None else nearest_card(told[0].lower()[-_PCI:], own[0], cards)
+    near = nearest_card(told[0].lower()[-_PCI:], own[0], cards)
     return None if near == own[0] else near

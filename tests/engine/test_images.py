@@ -104,6 +104,18 @@ def expected_of(
     return output[0, len(ids) :].tolist()
 
 
+def with_more_images(
+    engine: Engine, reference: Any, path: Path, pictures: Sequence[np.ndarray]
+) -> tuple[list[EngineRequest], list[list[int]]]:
+    """A request with the first image, one with the first two, and so on; and what transformers generates."""
+    shown = [pictures[: i + 1] for i in range(len(pictures))]
+    requests = [request_with(i, engine, some) for i, some in enumerate(shown)]
+    return requests, [
+        expected_of(reference, path, request.prompt_ids, some)
+        for request, some in zip(requests, shown, strict=True)
+    ]
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("budget", [5, 64])
 def test_tokens_equal_transformers(seeing: tuple[Path, Any], budget: int) -> None:
@@ -111,11 +123,10 @@ def test_tokens_equal_transformers(seeing: tuple[Path, Any], budget: int) -> Non
     path, reference = seeing
     engine = load(path, num_blocks=64, max_num_batched_tokens=budget, max_num_seqs=4)
     pictures = [pixels_of(i, *size) for i, size in enumerate(SIZES)]
-    requests = [request_with(i, engine, pictures[: i + 1]) for i in range(3)]
+    requests, expected = with_more_images(engine, reference, path, pictures)
     text = request_of(9, [5, 6, 7, 8], max_tokens=10, ignore_eos=True)
     found = tokens_of(engine, [*requests, text])
-    for request, tokens, count in zip(requests, found, (1, 2, 3), strict=False):
-        assert tokens == expected_of(reference, path, request.prompt_ids, pictures[:count])
+    assert found[:3] == expected
     assert found[3] == tokens_of(load(path, num_blocks=64), [text])[0]
     stats = engine.stats().encoder
     assert stats is not None
@@ -234,11 +245,7 @@ def test_models_with_states_see(kind: str, tmp_path: Path, monkeypatch: pytest.M
     sizes = {"num_blocks": 64, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
     engine = load(tmp_path, enable_prefix_caching=True, **sizes)
     pictures = [pixels_of(i, *size) for i, size in enumerate(SIZES)]
-    requests = [request_with(i, engine, pictures[: i + 1]) for i in range(3)]
-    expected = [
-        expected_of(reference, tmp_path, request.prompt_ids, pictures[: i + 1])
-        for i, request in enumerate(requests)
-    ]
+    requests, expected = with_more_images(engine, reference, tmp_path, pictures)
     assert tokens_of(engine, requests) == expected
     [result] = run(engine, [request_with(7, engine, pictures)]).values()
     assert result.tokens == expected[2]

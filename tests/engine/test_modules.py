@@ -25,7 +25,7 @@ from baton.engine.models.transformers.model import ModulesModel
 from baton.engine.models.transformers.replaced import Router
 from tests.engine.checkpoints import edit_json, load
 from tests.engine.conftest import request_of, save_tiny, tokens_of
-from tests.engine.test_images import SIZES, expected_of, pixels_of, request_with
+from tests.engine.test_images import SIZES, pixels_of, with_more_images
 from tests.engine.test_models import scores
 
 LENGTHS = (1, 2, 17, 48, 90, 150, 333, 500)
@@ -119,11 +119,7 @@ def test_images_equal_transformers(kind: str, tmp_path: Path) -> None:
         tmp_path, num_blocks=64, max_num_batched_tokens=5, max_num_seqs=4, model_impl="transformers"
     )
     pictures = [pixels_of(i, *size) for i, size in enumerate(SIZES)]
-    requests = [request_with(i, engine, pictures[: i + 1]) for i in range(3)]
-    expected = [
-        expected_of(reference, tmp_path, request.prompt_ids, pictures[: i + 1])
-        for i, request in enumerate(requests)
-    ]
+    requests, expected = with_more_images(engine, reference, tmp_path, pictures)
     assert tokens_of(engine, requests) == expected
     engine.replace_weights(engine.stage_weights(str(tmp_path)), "1")
     assert tokens_of(engine, requests[:1]) == expected[:1]
