@@ -33,8 +33,6 @@ def bounds(walk: Walk, node: Node, keyword: str) -> bool:
     if "bounds" in walk.without or keyword.startswith("exclusive"):
         del node.new[keyword]
         return False
-    if isinstance(bound, float):
-        return True
     sign = 1 if keyword == "maximum" else -1
     named = node.old.get("type")
     types = named if isinstance(named, list) else [named]
@@ -46,8 +44,9 @@ def bounds(walk: Walk, node: Node, keyword: str) -> bool:
         return False
     else:
         inside = float(bound)
+        written = Decimal(repr(bound))
         # The compiler writes bounds of numbers with the fewest digits: 2**60 as 1152921504606847000.
-        while (inside if is_integer else Decimal(repr(inside))) * sign > bound * sign:
+        while (Decimal(inside) if is_integer else Decimal(repr(inside))) * sign > written * sign:
             inside = math.nextafter(inside, -sign * math.inf)
     node.new[keyword] = int(inside)
     walk.tightened += inside != bound

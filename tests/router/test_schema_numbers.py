@@ -25,6 +25,9 @@ FEW = [-(10**30), -MOST - 1, -MOST, -EXACT - 1, -1, 0, 1, EXACT, EXACT + 1, 2**6
         ({"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1}, FEW[2:-1]),
         ({"minimum": 0, "maximum": 2**64 - 1}, FEW[5:-1]),
         ({"maximum": 2**63 - 1}, FEW[:-1]),
+        ({"minimum": -(2.0**63), "maximum": 2.0**63}, FEW[2:-1]),  # the same, written as doubles
+        ({"minimum": 0.0, "maximum": 2.0**64}, FEW[5:-1]),
+        ({"maximum": 2.0**60}, FEW[:11]),
         ({"minimum": EXACT + 1}, [2**60 - 1, 2**60, MOST, MOST + 1]),  # the next double is 2**53 + 2
         ({"maximum": EXACT + 1}, FEW[:8]),
         ({"minimum": -EXACT, "maximum": EXACT}, FEW[4:8]),
