@@ -38,7 +38,7 @@ from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engi
 from baton.engine.execution.module_check import check_modules, reduced_settings
 from baton.engine.loader.families import FAMILIES
 from baton.engine.loader.modules import modules_config
-from baton.engine.models.transformers.interface import ERRORS
+from baton.engine.models.transformers.interface import ERRORS, words_of
 from baton.engine.models.transformers.modules import modules_class, text_of, with_values
 
 LENGTHS = (1, 2, 17, 48, 90, 150, 333, 500)
@@ -149,7 +149,7 @@ def verdict(name: str, kind: str) -> Verdict:
         config = modules_config(settings_of(name, kind), (), "")
         check_modules(config, "")
     except ERRORS as error:
-        text = str(error).splitlines()[0].removeprefix(": ") if str(error) else type(error).__name__
+        text = words_of(error).removeprefix(": ")
         for end in ("; vLLM serves it", "; nor does the", "; vLLM may", "; --model-impl", "; --advanced"):
             text = text.partition(end)[0]
         return Verdict(
@@ -287,7 +287,7 @@ def main() -> None:
                 try:
                     tokens = compared(name, kind, cluster=args.cluster)
                 except (*ERRORS, OSError) as error:
-                    tokens = f"not compared: {error}".splitlines()[0]
+                    tokens = f"not compared: {words_of(error)}"
                 found = Verdict("modules", tokens=tokens)
             known[name] = asdict(found)
             print(name, found, flush=True)

@@ -22,7 +22,7 @@ from baton.engine.layers.ranks import Ranks, Shard
 from baton.engine.layers.weights import Checkpoint, PlainFormat, Weights
 from baton.engine.loader.modules import modules_config
 from baton.engine.model_config import ModelConfig, ModuleAttention, ModuleStates
-from baton.engine.models.transformers.interface import ERRORS
+from baton.engine.models.transformers.interface import ERRORS, words_of
 from baton.engine.models.transformers.model import ModulesModel, modules_of
 from baton.engine.models.transformers.modules import on_meta, text_of, with_values
 
@@ -80,7 +80,7 @@ def check_modules(config: ModelConfig, source: str) -> None:
                 reference = with_values(modules_of(reduced).settings)
             expected = _expected(reference, reduced.vocab_size)
         except ERRORS as error:
-            problem = problem or f"{type(error).__name__}: {error}"
+            problem = problem or f"{type(error).__name__}: {words_of(error)}"
             continue
         if kinds_of(reduced) != kinds_of(config):
             problem = problem or "a smaller model of its classes calls attention in another way"

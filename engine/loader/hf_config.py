@@ -131,8 +131,7 @@ def read_config(directory: Path, *, images: bool = True, model_impl: str = "auto
 
         if model_impl == "auto" and not has_modules(values, str(path)):
             family_of(architecture, str(path))
-        text = values.get("text_config")
-        of_text = {**values, **text} if isinstance(text, Mapping) else values
+        of_text = {**values, **_text_config(values, str(path))}
         eos_ids = _eos_ids(Settings(of_text, str(path)), generation)
         log.info("%s: modules of transformers compute %s", directory, architecture)
         vision = vision_of(values, processor_settings(read), str(path)) if images else None
@@ -150,7 +149,7 @@ def vision_of(config: Mapping[str, Any], processor: Mapping[str, Any], source: s
     images = image_settings(config, processor, source)
     if images is None:
         return None
-    text, tower = config.get("text_config") or {}, {"model_type": config.get("model_type")}
+    text, tower = _text_config(config, source), {"model_type": config.get("model_type")}
     settings = Settings({**config, **text, "vision_config": tower | config["vision_config"]}, source)
     return qwen3_vl.vision_config(settings, Settings(ropes(settings)[0], source), images)
 
@@ -181,7 +180,7 @@ def _vision(
 def _settings_of_text(config: Mapping[str, Any], source: str) -> Settings:
     """The settings of the text model, also if the model sees images, too."""
     family = family_of(Settings(config, source).architecture, source)
-    if isinstance(text := config.get("text_config"), Mapping):
+    if text := _text_config(config, source):
         present = {key: value for key, value in text.items() if value is not None}
         if family.vision is not None and (tied := config.get("tie_word_embeddings")) is not None:
             # As in transformers: the text model alone may say otherwise.
@@ -194,6 +193,14 @@ def _settings_of_text(config: Mapping[str, Any], source: str) -> Settings:
         # The family reads the rotation of each type of layers from other keys.
         raise ValueError(f"{source}: rope_scaling {scaling!r} of {settings.architecture} is not supported")
     return settings
+
+
+def _text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The settings of the text model of a model that sees images, too. Empty: it has none of its own."""
+    text = config.get("text_config") or {}
+    if not isinstance(text, Mapping):
+        raise ValueError(f"{source}: text_config must be a mapping of settings, not {text!r}")
+    return text
 
 
 def _eos_ids(settings: Settings, generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from baton.engine.loader.families import what_serves
 from baton.engine.loader.rearranged import Files
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import ModelConfig, ModuleAttention, ModulesConfig
-from baton.engine.models.transformers.interface import ERRORS
+from baton.engine.models.transformers.interface import ERRORS, words_of
 from baton.engine.models.transformers.model import modules_of
 from baton.engine.models.transformers.modules import (
     LeftOut,
@@ -62,10 +62,9 @@ def modules_config(values: Mapping[str, Any], eos_ids: Sequence[int], source: st
             raise ValueError(f"rope scaling {kinds[0]!r} is not supported")
         layers, read_alone = record_calls(settings)
     except ERRORS as error:
-        what = str(error).strip() or repr(error)
-        what = what if isinstance(error, ValueError) else f"{type(error).__name__}: {what}"
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(
-            f"{source}: {architecture} cannot be served by modules of transformers: {what.splitlines()[0]}"
+            f"{source}: {architecture} cannot be served by modules of transformers: {kind}{words_of(error)}"
             f"{what_serves(architecture)}"
         ) from error
     text = text_of(json.loads(settings))

@@ -269,6 +269,17 @@ def test_experts_of_llama4_must_be_in_one_tensor_of_three_dimensions(
     assert_refused(copy, rf"model\.safetensors: tensor {name} is {shape}$")
 
 
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"]
+)
+def test_settings_of_the_text_must_be_a_mapping(architecture: str, tmp_path: Path) -> None:
+    """By modules of transformers, and by a class of Baton."""
+    config = {"architectures": [architecture], "vocab_size": 9, "vision_config": {}, "text_config": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_vl", **config}))
+    with pytest.raises(ValueError, match=r"config\.json: text_config must be a mapping of settings, not 3$"):
+        read_config(tmp_path)
+
+
 def test_published_checkpoints_of_step_have_other_words(tiny_of: TinyOf) -> None:
     """And layers behind the others, which predict further tokens."""
     config = config_of(tiny_of("Step3p7"))

@@ -189,6 +189,12 @@ def test_an_error_without_words_is_named(tiny_path: Path) -> None:
         modules_config(values, [2], "config.json")
 
 
+def test_a_setting_of_a_wrong_type_is_named() -> None:
+    """transformers names it in the second line."""
+    with pytest.raises(ValueError, match=r"error for field 'vision_config': .* with value 3 doesn't match"):
+        modules_config({"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": 3}, [2], "a")
+
+
 def test_drafts_do_not_change_tokens(tiny_path: Path) -> None:
     requests = [request_of(i, [5, 6, 7, 5, 6, 7, 5 + i], max_tokens=24, ignore_eos=True) for i in range(3)]
     settings: dict[str, Any] = {"model_impl": "transformers", "num_blocks": 32, "overlap": True}

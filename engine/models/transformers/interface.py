@@ -26,6 +26,14 @@ ERRORS = (
     TypeError, ValueError,
 )  # fmt: skip
 """What configurations and modules of transformers raise if something does not fit."""
+
+
+def words_of(error: Exception) -> str:
+    """What one of `ERRORS` says, in a line. Settings of a wrong type or value have their reason below it."""
+    first, *others = str(error).strip().splitlines() or [repr(error)]
+    return " ".join([first, others[0].strip()]) if first.endswith(":") and others else first
+
+
 IGNORED = {
     "cu_seq_lens_k", "cu_seq_lens_q", "dropout", "is_causal", "logits_to_keep", "max_length_k",
     "max_length_q", "output_attentions", "output_hidden_states", "output_router_logits", "position_ids",
