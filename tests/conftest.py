@@ -36,13 +36,15 @@ pytest_plugins = ["tests.leftovers", "tests.shards"]
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
 
+# Tests run side by side: several threads of one process would only wait for each other, and a process that
+# forks may have but one. Torch and NumPy read these when they are imported, here and in processes of tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 if DEVICE == "cpu":
     # Triton decides when a module is imported whether its functions are compiled or interpreted, and others
     # (transformers) import it too: so this is set before them, and for all tests.
     os.environ["TRITON_INTERPRET"] = "1"
-    # Tests run side by side: several threads of one process would only wait for each other. Torch reads this
-    # when it is imported, here and in the processes that tests start.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # For its caches of RDMA and GPUs, UCX replaces the calls that unmap memory in each library of a process.
     # That takes a fifth of a second.
     os.environ.setdefault("UCX_MEM_EVENTS", "n")

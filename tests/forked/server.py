@@ -168,7 +168,6 @@ def main() -> None:
 
 def _load_nixl() -> None:
     """NIXL and NumPy, which it imports, take 0.3 s to load. They start no thread then, so a fork is safe."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy would start threads
     if wheel := next(filter(find_spec, WHEELS), None):
         importlib.import_module(f"{wheel}._bindings")
 
