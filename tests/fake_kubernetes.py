@@ -169,7 +169,7 @@ class FakeKubernetes:
             return await self._watch(request, services)
         items = [each for each in self._objects.values() if _service(each) in services]
         answer = {"kind": "EndpointSliceList", "metadata": {"resourceVersion": str(self._version)}}
-        return web.json_response({**answer, "items": items or None})  # Go writes an empty slice as null
+        return web.json_response({**answer, "items": items})
 
     async def _watch(self, request: web.Request, services: list[str]) -> web.StreamResponse:
         seen = int(request.query["resourceVersion"])
@@ -219,6 +219,7 @@ def _gone(version: int) -> Object:
     return {
         "kind": "Status",
         "status": "Failure",
+        "reason": "Expired",
         "code": 410,
         "message": f"too old resource version: {version}",
     }

@@ -26,11 +26,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-import msgspec
-
 if TYPE_CHECKING:
-    from kubernetes.aio.client import DiscoveryV1Api
+    from kubernetes.aio.client import ApiClient, V1EndpointSlice
 
 log = logging.getLogger(__name__)
 
@@ -42,40 +39,7 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 SERVICE_LABEL = "kubernetes.io/service-name"
 
 
-class Metadata(msgspec.Struct, rename="camel"):
-    name: str = ""
-    resource_version: str = ""
-
-
-class Conditions(msgspec.Struct):
-    ready: bool | None = None  # None means ready
-
-
-class TargetRef(msgspec.Struct):
-    uid: str = ""
-
-
-class Endpoint(msgspec.Struct, rename="camel"):
-    addresses: list[str]
-    conditions: Conditions = msgspec.field(default_factory=Conditions)
-    target_ref: TargetRef | None = None
-
-
-class Port(msgspec.Struct):
-    name: str | None = None
-    port: int | None = None
-
-
-class EndpointSlice(msgspec.Struct, rename="camel"):
-    """The fields of a `discovery.k8s.io/v1` EndpointSlice that are read. A bookmark has no address."""
-
-    metadata: Metadata
-    address_type: str = ""
-    endpoints: list[Endpoint] | None = None
-    ports: list[Port] | None = None
-
-
-def ready_addresses(slices: Iterable[EndpointSlice], port: str) -> frozenset[str]:
+def ready_addresses(slices: Iterable[V1EndpointSlice], port: str) -> frozenset[str]:
     """The "HOST:PORT" of every ready endpoint, for the Service port of this name. The workers of a group have
     ports of this name with a number, such as grpc-1.
 
@@ -87,47 +51,13 @@ def ready_addresses(slices: Iterable[EndpointSlice], port: str) -> frozenset[str
     for each in slices:
         ports = [p.port for p in each.ports or () if p.port is not None and named.fullmatch(p.name or "")]
         for endpoint in each.endpoints or ():
-            if not endpoint.addresses or endpoint.conditions.ready is False:
-                continue
+            if not endpoint.addresses or (endpoint.conditions and endpoint.conditions.ready is False):
+                continue  # None means ready
             host = endpoint.addresses[0]  # "the addresses of an endpoint are fungible"
             address = each.address_type, f"[{host}]" if each.address_type == "IPv6" else host, ports
-            pod = (endpoint.target_ref or TargetRef()).uid or f"{host} {ports}"
+            pod = (endpoint.target_ref.uid if endpoint.target_ref else None) or f"{host} {ports}"
             of_pod[pod] = min(address, of_pod.get(pod, address))
     return frozenset(f"{host}:{number}" for _, host, ports in of_pod.values() for number in ports)
-
-
-class _List(msgspec.Struct):
-    metadata: Metadata
-    items: list[EndpointSlice] | None = None
-
-
-class _Event(msgspec.Struct):
-    type: str
-    object: msgspec.Raw
-
-
-class _Status(msgspec.Struct):
-    code: int = 0
-    message: str = ""
-
-
-class _Refused(Exception):
-    """The server answered with an error."""
-
-    def __init__(self, code: int, message: str) -> None:
-        right = " (the pod's ServiceAccount needs list and watch of endpointslices)" if code == 403 else ""
-        super().__init__(f"{code}: {message}{right}")
-        self.code = code
-
-
-_RETRIED = (
-    aiohttp.ClientError,
-    OSError,
-    TimeoutError,
-    ValueError,  # raised by aiohttp for a line longer than its buffer
-    msgspec.MsgspecError,
-    _Refused,
-)
 
 
 class KubernetesDiscovery:
@@ -136,9 +66,6 @@ class KubernetesDiscovery:
     `port` is the name of the Service port that the addresses are for. Owns the table of EndpointSlices and
     its version. Raises ValueError if the `kubernetes` package is not installed.
     """
-
-    _api: DiscoveryV1Api
-    _namespace: str
 
     def __init__(self, services: Sequence[str], port: str) -> None:
         try:
@@ -150,8 +77,8 @@ class KubernetesDiscovery:
             ) from error
         self._port = port
         self._selector = f"{SERVICE_LABEL} in ({','.join(sorted(services))})"
-        self._slices: dict[str, EndpointSlice] = {}  # by name
-        self._version = ""
+        self._slices: dict[str, V1EndpointSlice] = {}  # by name
+        self._version: str | None = ""
         self._backoff = 0.0  # seconds until the next call
         self._trouble = ""  # why the last request failed; "" if it succeeded
 
@@ -160,86 +87,74 @@ class KubernetesDiscovery:
 
         Raises ValueError outside of a pod without a kubeconfig.
         """
-        configuration, self._namespace = await _load_configuration()
+        configuration, namespace = await _load_configuration()
         self._resync_at = 0.0  # seconds of time.monotonic(); 0: list with the next call
-        from kubernetes.aio.client import ApiClient, DiscoveryV1Api
+        from kubernetes.aio.client import ApiClient
 
         async with ApiClient(configuration) as client:
-            self._api = DiscoveryV1Api(client)
             yielded: frozenset[str] | None = None
             while True:
-                async with contextlib.aclosing(self._changes()) as changes:
+                async with contextlib.aclosing(self._changes(client, namespace)) as changes:
                     async for addresses in changes:
                         if addresses != yielded:
                             yielded = addresses
                             yield addresses
                 await asyncio.sleep(self._backoff * random.uniform(0.5, 1))
 
-    async def _changes(self) -> AsyncGenerator[frozenset[str], None]:
+    async def _changes(self, client: ApiClient, namespace: str) -> AsyncGenerator[frozenset[str], None]:
         """Yields the addresses after each list and event. Returns when the watch ends or a request fails."""
-        opened = time.monotonic()
+        from kubernetes.aio.client import ApiException, DiscoveryV1Api
+        from kubernetes.aio.watch import Watch
+
+        ask: Any = DiscoveryV1Api(client).list_namespaced_endpoint_slice
+        of_services = {"label_selector": self._selector}
+        opened, trouble = time.monotonic(), ""
         try:
             if opened >= self._resync_at:
-                await self._list()
+                listing = await ask(namespace, **of_services, _request_timeout=TIMEOUT)
+                self._slices = {each.metadata.name: each for each in listing.items or ()}
+                self._version = listing.metadata.resource_version
+                self._resync_at = time.monotonic() + RESYNC_SECONDS
                 yield ready_addresses(self._slices.values(), self._port)
-            watch = self._ask(
-                watch=True,
-                resource_version=self._version,
-                allow_watch_bookmarks=True,  # bookmarks keep our version recent when no endpoint changes
-                timeout_seconds=WATCH_SECONDS,
-                _request_timeout=WATCH_SECONDS + TIMEOUT,
-            )
-            async with await watch as response:
-                self._succeeded()
-                async for line in response.content:
-                    if self._take(line):
-                        yield ready_addresses(self._slices.values(), self._port)
-        except _RETRIED as error:
-            if isinstance(error, _Refused) and error.code == 410:
+            async with Watch() as watch:
+                events = watch.stream(
+                    ask,
+                    namespace,
+                    **of_services,
+                    resource_version=self._version,
+                    allow_watch_bookmarks=True,  # bookmarks keep our version recent when no endpoint changes
+                    timeout_seconds=WATCH_SECONDS,
+                    _request_timeout=WATCH_SECONDS + TIMEOUT,
+                )
+                async for event in events:
+                    if isinstance(event, str):
+                        raise ValueError(f"the API server sent no event: {event[:100]!r}")
+                    self._succeeded()
+                    self._version = watch.resource_version
+                    if event["type"] == "BOOKMARK":
+                        continue
+                    changed = event["object"]
+                    self._slices[changed.metadata.name] = changed
+                    if event["type"] == "DELETED":
+                        del self._slices[changed.metadata.name]
+                    yield ready_addresses(self._slices.values(), self._port)
+        except ApiException as error:
+            if error.status == 410:
                 log.debug("the API server no longer has version %s: listing again", self._version)
                 self._resync_at = 0.0
-            elif (trouble := str(error) or type(error).__name__) != self._trouble:
-                log.warning("cannot watch the endpoints: %s; keeping the last list", trouble)
-                self._trouble = trouble
+            else:
+                right = " (the pod's ServiceAccount needs list and watch of endpointslices)"
+                trouble = f"{error.status}: {error.reason}{right if error.status == 403 else ''}"
+        except Exception as error:  # noqa: BLE001  (the client raises bare ones for what is no event)
+            trouble = str(error) or type(error).__name__
+        if not trouble:
+            self._succeeded()
+        elif trouble != self._trouble:
+            log.warning("cannot watch the endpoints: %s; keeping the last list", trouble)
+            self._trouble = trouble
         # A watch that ends within a second counts as a failure, so that no tight loop of requests can form.
         lasted = time.monotonic() - opened >= 1.0
         self._backoff = 0.0 if lasted else min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self._backoff))
-
-    async def _list(self) -> None:
-        async with await self._ask(_request_timeout=TIMEOUT) as response:
-            listing = msgspec.json.decode(await response.read(), type=_List)
-        self._slices = {each.metadata.name: each for each in listing.items or ()}
-        self._version = listing.metadata.resource_version
-        self._resync_at = time.monotonic() + RESYNC_SECONDS
-        self._succeeded()
-
-    def _take(self, line: bytes) -> bool:
-        """Applies one event. Returns whether it was about endpoints."""
-        event = msgspec.json.decode(line, type=_Event)
-        if event.type == "ERROR":
-            status = msgspec.json.decode(event.object, type=_Status)
-            raise _Refused(status.code, status.message)
-        changed = msgspec.json.decode(event.object, type=EndpointSlice)
-        self._version = changed.metadata.resource_version
-        if event.type == "DELETED":
-            self._slices.pop(changed.metadata.name, None)
-        elif event.type != "BOOKMARK":
-            self._slices[changed.metadata.name] = changed
-        return event.type != "BOOKMARK"
-
-    async def _ask(self, **parameters: Any) -> aiohttp.ClientResponse:
-        """Sends a list or watch request. The caller closes the response. Raises one of _RETRIED."""
-        response = await self._api.list_namespaced_endpoint_slice_without_preload_content(
-            self._namespace, label_selector=self._selector, **parameters
-        )
-        if response.status != 200:
-            async with response:
-                try:
-                    status = msgspec.json.decode(await response.read(), type=_Status)
-                except msgspec.MsgspecError:
-                    status = _Status()
-            raise _Refused(response.status, status.message or str(response.reason))
-        return response
 
     def _succeeded(self) -> None:
         if self._trouble:

@@ -2,20 +2,20 @@
 
 from typing import Any
 
-import msgspec
 import pytest
+from kubernetes.aio.client import V1EndpointSlice
 
-from baton.cluster.discovery.kubernetes_discovery import EndpointSlice, ready_addresses
+from baton.cluster.discovery.kubernetes_discovery import ready_addresses
 
 
-def slice_of(name: str, *endpoints: dict[str, Any], family: str = "IPv4", **more: Any) -> EndpointSlice:
+def slice_of(name: str, *endpoints: dict[str, Any], family: str = "IPv4", **more: Any) -> V1EndpointSlice:
     made = {
         "metadata": {"name": name, "resourceVersion": "7"},
         "addressType": family,
         "endpoints": list(endpoints),
         "ports": [{"name": "metrics", "port": 9000}, {"name": "grpc", "port": 7001}],
     }
-    return msgspec.convert(made | more, EndpointSlice)
+    return V1EndpointSlice.model_validate(made | more)
 
 
 def at(*addresses: str, pod: str = "") -> dict[str, Any]:
@@ -23,7 +23,7 @@ def at(*addresses: str, pod: str = "") -> dict[str, Any]:
     return found | ({"targetRef": {"uid": pod}} if pod else {})
 
 
-def addresses(*slices: EndpointSlice) -> set[str]:
+def addresses(*slices: V1EndpointSlice) -> set[str]:
     return set(ready_addresses(slices, "grpc"))
 
 
