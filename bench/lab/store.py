@@ -105,7 +105,7 @@ def mooncake(size: str) -> Iterator[str]:
     popen, pipe = spawn("store", *flags, environment={**os.environ, "GLOG_minloglevel": "2"})
     try:
         with pipe:
-            if "ready" not in pipe.readline():
+            if b"ready" not in pipe.readline():
                 raise RuntimeError("the store does not start")
         yield f"mooncake://127.0.0.1:{port}"
     finally:

@@ -241,7 +241,7 @@ async def test_a_router_process_uses_the_workers_of_the_services(
     with process, told_by:
         try:
             async with asyncio.timeout(WITHIN), aiohttp.ClientSession() as http:
-                told = await asyncio.to_thread(told_by.read)
+                told = (await asyncio.to_thread(told_by.read)).decode()
                 url = re.search(r'"url": "([^"]*)"', told)
                 assert url, told
                 ready = url[1] + "/ready"

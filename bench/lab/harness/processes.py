@@ -15,11 +15,13 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, BinaryIO, TextIO
 
 import psutil
 
 from baton.cluster.supervision.role_log import end_of
+from baton.cluster.supervision.runner import BATON
+from baton.processes import ready_pipe
 from baton.system.python_path import python_path
 
 POLL_S, STOP_S = 0.25, 60.0
@@ -29,25 +31,9 @@ _PIDFD_GETFD = 438  # the same number on every architecture
 
 def spawn(
     role: str, *flags: str, environment: Mapping[str, str], output: IO[bytes] | None = None
-) -> tuple[subprocess.Popen[bytes], TextIO]:
-    """Starts `baton ROLE FLAGS`. Returns the process and a pipe.
-
-    The role writes JSON objects to the pipe, one per line, while it starts. The last one is `{"ready": …}` or
-    `{"error": …}`. `output` gets what the role prints.
-    """
-    read_end, write_end = os.pipe()
-    try:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "baton.cluster.cli", role, "--ready-fd", str(write_end), *flags],
-            env={**environment, **python_path()},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=(write_end,),
-        )
-    finally:
-        os.close(write_end)
-    return child, os.fdopen(read_end)
+) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+    """Starts `baton ROLE FLAGS`, as `processes.ready_pipe.start` does. `output` gets what the role prints."""
+    return ready_pipe.start([*BATON, role, *flags], {**environment, **python_path()}, output=output)
 
 
 class Server:
