@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -177,13 +176,6 @@ def test_gaps_are_not_measured_beside_a_stream_that_has_ended() -> None:
     assert Background(workers, list(times), length=4).gaps(0.5, 2.0) == [1.0, 1.0]
     with pytest.raises(RuntimeError, match="ended after its 3 tokens"):
         Background(workers, list(times), length=3).gaps(0.5, 2.0)
-
-
-def test_the_script_for_gpus_has_each_step_that_it_names() -> None:
-    script = Path("bench/gpu.sh").read_text()
-    told = script.partition("# STEP: ")[2].partition("# DIR")[0]
-    steps = set(re.findall(r"\w+", re.sub(r"\([^)]*\)", "", told)))
-    assert steps == set(re.findall(r"^([a-z0-9_]+)\(\) \{", script, re.M))
 
 
 @pytest.mark.parametrize(

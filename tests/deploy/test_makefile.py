@@ -57,21 +57,6 @@ def test_each_python_has_an_environment_of_its_own(python: str, venv: str) -> No
     assert steps_of(f"make serve PYTHON={python}", None)[-1] == f"exec {venv}/bin/baton serve "
 
 
-def test_vllm_is_installed_once_and_anew_for_other_pins(tmp_path: Path) -> None:
-    def steps() -> list[str]:
-        return steps_of(f"make venv-vllm VENV_VLLM={tmp_path}", tmp_path)
-
-    first = steps()
-    assert first[1] == f"rm -rf {tmp_path}"
-    (tmp_path / ".stamp-0").touch()
-    assert steps() == first, "of other pins"
-    stamp = next(step for step in first if step.startswith("touch "))
-    Path(stamp.removeprefix("touch ")).touch()
-    assert steps() == first[-1:], "what images need is not there"
-    (tmp_path / "vision").mkdir()
-    assert steps() == ["make: Nothing to be done for 'venv-vllm'."]
-
-
 @pytest.mark.parametrize(
     ("configured", "flags", "expected"),
     [

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tests.device import DEVICE
 from tests.engine import checkpoints
 from tests.engine.checkpoints import edited_tensors
 from tests.engine.conftest import IMAGE_TOKEN, request_of, run, save_tiny, tokens_of
-from tests.engine.test_disaggregation import Pair
 from tests.engine.test_images import pixels_of, request_with
 
 load = partial(checkpoints.load, device=DEVICE, block_size=4, max_num_seqs=4)
@@ -185,23 +183,6 @@ def test_tokens_do_not_depend_on_the_way_to_them(
     engine.close()
 
 
-@pytest.mark.all
-def test_a_decode_engine_needs_no_pixels(
-    seeing: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, reference = seeing("gemma4")
-    prefill, decode = load(path, num_blocks=64, max_num_batched_tokens=24), load(path, num_blocks=64)
-    pictures = pictures_of("gemma4")
-    whole = request_with(1, prefill, pictures)
-    decode.encoder = None
-    pair = Pair(prefill, decode)
-    request = replace(whole, images=tuple(image._replace(pixels=b"") for image in whole.images))
-    add = prefill.add
-    monkeypatch.setattr(prefill, "add", lambda _, **how: add(whole, **how))
-    assert pair.run([request])[request.id] == expected_of(reference, whole.prompt_ids, pictures)
-    prefill.close(), decode.close()
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
 def test_ranks_see_whole_images(
@@ -227,14 +208,6 @@ def test_an_image_of_another_grid_is_refused(seeing: Callable[[str], tuple[Path,
     engine = load(path, num_blocks=16)
     with pytest.raises(ValueError, match="the model takes no image of 2 × 8 tokens"):
         request_with(1, engine, [pixels_of(1, 16, 64)])
-    engine.close()
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
-def test_dummy_weights_see(seeing: Callable[[str], tuple[Path, Any]], kind: str) -> None:
-    path, _ = seeing(kind)
-    engine = load(path, num_blocks=64, load_format="dummy")
-    assert len(tokens_of(engine, [request_with(1, engine, pictures_of(kind)[:1])])[0]) == 10
     engine.close()
 
 

@@ -25,7 +25,7 @@ from baton.engine.kernels import LayerState
 from baton.engine.loader import check_model
 from baton.engine.loader.hf_config import read_config
 from tests.device import DEVICE
-from tests.engine.checkpoints import assert_refused, edited_copy, load
+from tests.engine.checkpoints import assert_refused, edited_copy
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, run, save_tiny, tokens_of
 from tests.engine.scheduling import add, live_of, make, of_slots
 from tests.engine.test_overlap import land_one
@@ -488,10 +488,6 @@ def test_each_rank_holds_the_states_of_its_heads(tmp_path: Path, ranks: Callable
     states = [ranks(tmp_path, size, max_num_seqs=3).runner.cache.of_layers[0] for size in (1, 4)]
     assert [state.ssm.shape for state in states] == [(3, 8, 16, 16), (3, 2, 16, 16)]
     assert [state.conv.shape for state in states] == [(3, 3, 128 + 2 * 32), (3, 3, 32 + 2 * 16)]
-
-
-def test_dummy_weights(path: Path) -> None:
-    load(path, load_format="dummy")
 
 
 class Steps:

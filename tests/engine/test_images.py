@@ -480,14 +480,6 @@ def test_the_fingerprint_covers_the_encoder(seeing: tuple[Path, Any], tmp_path: 
     assert model_fingerprint(EngineConfig(str(copy)), 256) != before
 
 
-def test_dummy_weights_see(seeing: tuple[Path, Any]) -> None:
-    path, _ = seeing
-    engine = load(path, num_blocks=64, load_format="dummy")
-    request = request_with(1, engine, [pixels_of(1, 40, 24)])
-    assert len(tokens_of(engine, [request])[0]) == 10
-    engine.close()
-
-
 class ComesLater(Embeddings):
     """Embeddings that come when the test says so."""
 

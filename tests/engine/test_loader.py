@@ -166,8 +166,12 @@ def test_the_weights_in_the_format_of_mistral_are_not_read(tiny_path: Path, tmp_
     assert load(copy).model_fingerprint == load(tiny_path).model_fingerprint
 
 
-def test_dummy_weights_need_the_configuration_only(tiny_path: Path, tmp_path: Path) -> None:
-    shutil.copy(tiny_path / "config.json", tmp_path)
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("kind", ["Llama", "Bamba", "Qwen3VL", "Gemma3", "Gemma4"])
+def test_dummy_weights_need_the_configuration_only(kind: str, tiny_of: TinyOf, tmp_path: Path) -> None:
+    for name in ("config.json", "preprocessor_config.json", "processor_config.json"):
+        if (tiny_of(kind) / name).exists():
+            shutil.copy(tiny_of(kind) / name, tmp_path)
     one, same, other = (load(tmp_path, load_format="dummy", seed=seed) for seed in (1, 1, 2))
     assert one.model_fingerprint == same.model_fingerprint != other.model_fingerprint
     request = request_of(1, [3, 4, 5], max_tokens=8)

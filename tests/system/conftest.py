@@ -77,11 +77,6 @@ def one_engine(shallow_model_path: Path) -> Engine:
 
 
 @pytest.fixture
-def client(server: Serve) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120)
-
-
-@pytest.fixture
 async def aclient(server: Serve) -> AsyncIterator[openai.AsyncOpenAI]:
     url = server.url + "/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
