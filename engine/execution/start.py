@@ -41,7 +41,7 @@ from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_time
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Checkpoint, PlainFormat
-from baton.engine.loader import choose_format, draft_head, open_checkpoint
+from baton.engine.loader import draft_head, open_checkpoint, planned_format
 from baton.engine.loader.draft_heads import FoundHead
 from baton.engine.loader.live_weights import LoadedModel
 from baton.engine.model_config import ModelConfig
@@ -226,7 +226,7 @@ def _planned(
 ) -> tuple[CacheLimits, PlainFormat, FoundHead | None, bool]:
     """The limits, the format of the weights, the draft head, and whether integers of 8 bits are dequantized.
     `loaded`: as in `choose_limits`."""
-    stored = choose_format(config, checkpoint.config, device)
+    stored = planned_format(config, checkpoint, device)
     head = draft_head(config, checkpoint, stored)
     limits, kept = choose_limits(
         config, checkpoint.config, stored, device, ranks, drafts=head is not None, loaded=loaded

@@ -7,6 +7,7 @@ more time than the copy.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -231,6 +232,9 @@ class Weights:
         self.kernels = kernels_for(device, checkpoint.config.kernel_head_dim, exact=exact)
         self.format = weight_format
         self.part_built = part_built
+        self.kept = Counter[tuple[int, bool]]()
+        """Parameters of the products that were read in one of several formats: by its place among them, and
+        whether they are experts."""
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
         self._progress = progress

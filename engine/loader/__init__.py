@@ -14,6 +14,7 @@ import torch
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights, as_built
+from baton.engine.loader.by_module import ByModule
 from baton.engine.loader.device_file import wait_for_copy
 from baton.engine.loader.draft_heads import FoundHead, find_head
 from baton.engine.loader.families import FAMILIES, model_class
@@ -75,7 +76,8 @@ def check_model(engine: EngineConfig) -> None:
     checkpoint.config.check_step(engine.max_num_batched_tokens, engine.max_num_seqs)
     if engine.enable_expert_parallel:
         checkpoint.config.check_expert_parallel(engine.tensor_parallel_size)
-    model, _, weight_format = _declared(engine, checkpoint, sampled=False)
+    weight_format = choose_format(engine, checkpoint.config, torch.device(engine.device))
+    model, _ = _declared(checkpoint, weight_format, sampled=False)
     if engine.encoder_pool:
         check_encoder(engine, checkpoint.config, has_weights=bool(getattr(model, "tower", {})))
     if (head := draft_head(engine, checkpoint, weight_format)) is not None:
@@ -100,7 +102,8 @@ def model_fingerprint(engine: EngineConfig, max_model_len: int) -> str:
     """Returns the fingerprint of `load_model` without loading the model. Raises `ValueError` as `check_model`
     does."""
     checkpoint = open_checkpoint(engine, torch.device("cpu"))
-    _, weights, weight_format = _declared(engine, checkpoint, sampled=True)
+    weight_format = choose_format(engine, checkpoint.config, torch.device(engine.device))
+    _, weights = _declared(checkpoint, weight_format, sampled=True)
     return _fingerprint(checkpoint.config, max_model_len, weights, weight_format)
 
 
@@ -116,15 +119,23 @@ def draft_head(engine: EngineConfig, checkpoint: Checkpoint, weight_format: Plai
     return find_head(wanted, checkpoint, weight_format, directory)
 
 
+def planned_format(engine: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> PlainFormat:
+    """As `choose_format`. A format that depends on the module knows how much of the model it keeps how."""
+    weight_format = choose_format(engine, checkpoint.config, device)
+    if not isinstance(weight_format, ByModule):
+        return weight_format
+    _, weights = _declared(checkpoint, weight_format, sampled=False)
+    return replace(weight_format, parameters=weights.kept)
+
+
 def _declared(
-    engine: EngineConfig, checkpoint: Checkpoint, *, sampled: bool
-) -> tuple[Llama, DeclaredWeights, PlainFormat]:
-    weight_format = choose_format(engine, checkpoint.config, torch.device(engine.device))
+    checkpoint: Checkpoint, weight_format: PlainFormat, *, sampled: bool
+) -> tuple[Llama, DeclaredWeights]:
     weights = DeclaredWeights(checkpoint, weight_format, sampled=sampled)
     config = replace(checkpoint.config, max_model_len=1)  # tables grow with the context
     model = model_class(config, checkpoint.source)(config, weights)
     weights.check_all_taken()
-    return model, weights, weight_format
+    return model, weights
 
 
 def load_model(

@@ -6,7 +6,7 @@ the model's dtype.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 from baton.engine.kernels import FourBits, Fp8Experts, LinearMethod
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Shard
-from baton.engine.layers.weights import PlainFormat, Stack, Weights
+from baton.engine.layers.weights import OUTPUT, PlainFormat, Stack, Weights
+from baton.engine.model_config import ModelConfig
 
 PLAIN = PlainFormat()
 Chosen = Callable[[str], PlainFormat | None]
@@ -47,11 +48,21 @@ class ByModule(Dequantized):
     extra_biases: bool = False
     """Whether a checkpoint may have biases that the model lacks, as those of AutoGPTQ. Those of experts must
     be 0."""
+    parameters: Mapping[tuple[int, bool], int] = field(default_factory=dict, compare=False, repr=False)
+    """As `Weights.kept`. Empty: sizes count all matrices in the format that takes the most."""
 
     def bytes_per_parameter(
         self, dtype: torch.dtype, *, output: bool = False, experts: bool = False
     ) -> float:
         return max(each.bytes_per_parameter(dtype, output=output, experts=experts) for each in self.formats)
+
+    def matrix_bytes(self, model: ModelConfig, dtype: torch.dtype) -> float:
+        if not self.parameters:
+            return super().matrix_bytes(model, dtype)
+        total = (model.matrix_parameters - sum(self.parameters.values())) * dtype.itemsize
+        for (place, experts), number in self.parameters.items():
+            total += number * self.formats[place].bytes_per_parameter(dtype, experts=experts)
+        return total / model.matrix_parameters
 
     def with_int8_dequantized(self) -> PlainFormat:
         changed = {each.name: each.with_int8_dequantized() for each in self.formats}
@@ -75,6 +86,8 @@ class ByModule(Dequantized):
         biased = [self.extra_biases and weights.has(f"{name}.bias") for name in stack.names]
         stack = stack._replace(bias=stack.bias or all(biased))
         if (alone := self._alone(weights, [stack])) is not None and all(biased) == any(biased):
+            if stack.names != [OUTPUT]:
+                self._count(weights, alone, [stack])
             return alone.linear(weights, stack)
         some = any(biased) and not all(biased)  # of a quantized and a plain matrix
         biases = self._biases(weights, stack, biased) if some else weights.bias(stack)
@@ -96,7 +109,15 @@ class ByModule(Dequantized):
             return super().experts(weights, experts)
         for stack in experts:
             self._leave_biases(weights, stack)
+        self._count(weights, alone, experts, experts=True)
         return alone.experts(weights, experts)
+
+    def _count(
+        self, weights: Weights, kept: PlainFormat, stacks: Sequence[Stack], *, experts: bool = False
+    ) -> None:
+        if kept is not PLAIN:
+            number = sum(rows.length * stack.columns.length for stack in stacks for rows in stack.rows)
+            weights.kept[self.formats.index(kept), experts] += number
 
     def dense(self, weights: Weights, stack: Stack) -> Tensor:
         self._leave_biases(weights, stack)
