@@ -323,7 +323,9 @@ class MixedSteps:
         if self._measured is not None:
             return max(self._rows, int(min(self._most, self._graph - rows * self._rows)))
         begins = now + sum(map(self._expected, self._under_way))
-        waiting = [(prompt.left, prompt.due) for prompt in prompts]
+        # Smaller steps up to the due time would spare gaps. If those cost nothing, that only delays prompts.
+        costly = any((*self._decoding.values(), *self._coming.values()))
+        waiting = [(prompt.left, prompt.due if costly else now) for prompt in prompts]
         tokens = limit.tokens(self._batch, waiting, begins)
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))

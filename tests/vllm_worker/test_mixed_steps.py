@@ -50,8 +50,9 @@ class VLLM:
         *,
         decodes: bool = True,
         priority: int = 0,
+        gap_cost: float = COSTLY,
     ) -> None:
-        self.steps.expect(request_id, tokens, self.now + within, COSTLY if decodes else None, priority)
+        self.steps.expect(request_id, tokens, self.now + within, gap_cost if decodes else None, priority)
         self.left[request_id] = self.total[request_id] = tokens
 
     def step(self, *, decodes: bool = True) -> dict[str, int]:
@@ -76,10 +77,10 @@ class VLLM:
         self.steps.over(number, self.now)
         return counts
 
-    def learned(self) -> VLLM:
+    def learned(self, gap_cost: float = COSTLY) -> VLLM:
         """It knows its costs, and decodes a request."""
         for name, tokens in (("l", MOST), ("d", 2)):
-            self.ask(name, tokens, decodes=name == "d")
+            self.ask(name, tokens, decodes=name == "d", gap_cost=gap_cost)
             self.step(decodes=False)
         self.steps.finished("l")
         for _ in range(ALIKE):
@@ -156,6 +157,19 @@ def test_a_step_with_decodes_takes_as_long_as_the_targets_allow() -> None:
     assert [*counts] == ["a"], "the prompt before it takes the whole bound"
     vllm.steps.finished("d")
     assert vllm.steps.bound(vllm.now) == 0, "nothing decodes"
+
+
+def test_a_prompt_beside_decodes_whose_gaps_cost_nothing_does_not_wait_for_its_due_time() -> None:
+    """Those of the only worker of a cluster."""
+    seconds = list[float]()
+    for within in (1e9, 0.0):
+        vllm = VLLM().learned(gap_cost=0.0)
+        vllm.ask("a", 1000, within, gap_cost=0.0)
+        before = vllm.now
+        while "a" in vllm.left:
+            vllm.step()
+        seconds.append(vllm.now - before)
+    assert seconds[0] == seconds[1]
 
 
 def test_a_target_in_seconds_is_kept() -> None:

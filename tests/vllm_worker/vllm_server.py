@@ -102,9 +102,10 @@ def count_bounded_steps() -> list[int]:
 
     def checked(self: BatonConnector, scheduler_output: Any) -> Any:
         counts = scheduler_output.num_scheduled_tokens
-        prompts.update((new.req_id, len(new.prompt_token_ids)) for new in scheduler_output.scheduled_new_reqs)
+        for new in scheduler_output.scheduled_new_reqs:  # with model runner V2 also those that go on
+            prompts.setdefault(new.req_id, len(new.prompt_token_ids))
         for preempted in scheduler_output.preempted_req_ids or ():
-            prompts.pop(preempted, None)  # it computes its output again, too
+            prompts[preempted] = 0  # it computes its output again, too
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}

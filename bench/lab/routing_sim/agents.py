@@ -9,7 +9,7 @@ hash ids of blocks that only one request has.
 
 Both are served by the policy on 1P1D, and by two colocated engines that each session is bound to. All workers
 have as much memory. Some cases of agents have other workers: a GPU half as fast with a model four times as
-large, workers with vLLM (`--engine vllm`), and 64 workers.
+large, workers with vLLM (`--engine vllm`), one of these alone, and 64 workers. There are as many engines.
 """
 
 import statistics
@@ -39,7 +39,7 @@ class Case(NamedTuple):
     routers: int = 1
     machine: Machine = H200_8B
     vllm: bool = False
-    """Whether the workers have vLLM, as colocated engines always have."""
+    """Whether the workers have vLLM, as colocated engines always have. They share steps as Baton's engine."""
     seeds: Sequence[int] = (1, 2, 3)
 
 
@@ -52,6 +52,7 @@ CASES = {
     "agents16.half_32b": Case(16, 8, machine=HALF_32B),
     "agents16.vllm": Case(16, 10, vllm=True),
     "agents48.vllm": Case(48, 8, vllm=True),
+    "agents24.vllm1": Case(24, 8, workers=1, vllm=True),
     "agents1536.w64": Case(1536, 2, workers=64, routers=4, seeds=(1,)),
 }
 KINDS: tuple[Kind, Kind] = ("policy", "colocated")
