@@ -60,16 +60,6 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-@pytest.mark.parametrize(
-    "command", ["serve", "restart", "router", "prefill", "decode", "picker", "chat", "status", "flip"]
-)
-def test_every_command_has_help_and_an_example(command: str) -> None:
-    help_ = run_baton(command, "--help")
-    assert help_.exit_code == 0
-    assert f"baton {command}" in help_.output, "an example"
-    assert f" {command} " in run_baton("--help").output
-
-
 @pytest.mark.all
 @pytest.mark.parametrize("columns", [60, 80])
 def test_help_cuts_no_flag_and_begins_with_examples(columns: int) -> None:

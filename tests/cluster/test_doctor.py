@@ -106,11 +106,6 @@ def worker(role: str, index: int, **changes: Any) -> dict[str, Any]:
     return {"role": role, "index": index, **WORKER, **changes}
 
 
-def test_workers_that_fit() -> None:
-    found = workers([worker("prefill", 0), worker("decode", 0)], complete=True)
-    assert {f.level for f in found} == {"good"}
-
-
 def test_a_cluster_without_prefill_workers() -> None:
     for complete, expected in ((True, "note"), (False, "bad")):
         assert level(workers([worker("decode", 0)], complete=complete), "prefill workers") == expected

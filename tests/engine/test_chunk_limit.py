@@ -65,12 +65,6 @@ def test_nothing_is_known_before_the_first_decode() -> None:
     assert limit.tokens(ONE, LATE, 0.0) == limit.tokens(ONE, [], 0.0) == LEAST
 
 
-def test_the_first_prompt_is_a_small_trial() -> None:
-    limit = learning(None)
-    record(limit, 1, 0, STEP)
-    assert limit.tokens(ONE, LATE, 0.0) == limit.tokens(ONE, [], 0.0) == LEAST
-
-
 def test_a_measured_worker_has_full_chunks_from_the_first_step_on() -> None:
     """Otherwise routers expect small chunks, and may send no prompt from which the worker could learn."""
     found = measured(None, 8192, 3.5).long_step(ONE)
@@ -151,15 +145,6 @@ def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:
         assert limit.tokens(ONE, [(500, due)], 5.0) == limit.tokens(ONE, LATE, 0.0)
 
 
-def test_no_step_is_longer_than_a_long_one_however_late_prompts_are() -> None:
-    for target in (None, 0.030):
-        limit = measured(target)
-        for queue in ([(500, -9.0)] * 50, [(10**6, -9e9)]):
-            assert STEP + limit.tokens(ONE, queue, 5.0) * TOKEN <= limit.gap_target + 1e-9
-            alone = limit.tokens(ONE, queue[:1], 5.0, joins_at=5.0)
-            assert alone == limit.tokens(ONE, [], 0.0)
-
-
 def test_where_gaps_cost_nothing_a_step_ends_the_first_prompt_if_two_would_decode_twice() -> None:
     """A long step has room for 250 tokens, and the time of the decodes for 100 more."""
     limit, only = measured(None), Batch(1, 0, 0, 0.0)
@@ -198,21 +183,6 @@ def test_a_step_ends_a_short_step_after_a_request_joins_at_most() -> None:
         assert limit.tokens(ONE, LATE, 1.0, joins_at=joins_at) == pytest.approx(tokens, abs=1), joins_at
 
 
-def test_many_that_wait_are_not_held_up_by_one_that_joins() -> None:
-    """As after a takeover: streams begin again with some tokens each, while requests join in each step."""
-    limit = measured(0.030)
-    short, long = limit.tokens(ONE, [], 0.0), limit.long_step(ONE).tokens
-    waiting = [(60, 0.0)] * 9
-    assert limit.tokens(ONE, waiting, 1.0, joins_at=1.0) == limit.tokens(ONE, waiting, 1.0) == long > short
-
-
-def test_the_limit_stays_within_the_token_budget() -> None:
-    for limit in (measured(9.0, 300), fed(learning(9.0, 300))):
-        assert limit.tokens(ONE, LATE, 0.0) == 300
-        seconds = limit.long_step(ONE).seconds
-        assert seconds == pytest.approx(STEP + 300 * TOKEN, rel=0.01), "less than the target"
-
-
 def test_the_limit_adapts_to_changed_costs() -> None:
     for limit in (measured(0.030), fed(learning(0.030))):
         assert fed(limit, 99, step=0.014).tokens(ONE, LATE, 0.0) == pytest.approx(160, rel=0.1)
@@ -233,12 +203,6 @@ def test_a_pause_of_the_process_makes_no_longer_steps(limit: ChunkLimit) -> None
     for _ in range(100):
         record(limit, 1, 0, 4 * STEP)
     assert limit.decode_seconds(ONE) == pytest.approx(4 * STEP, rel=0.1), "no pause: decoding costs more now"
-
-
-def test_if_even_the_fastest_step_exceeds_the_target_prefills_get_the_least_chunk() -> None:
-    for limit in (measured(0.009), fed(learning(0.009))):
-        assert limit.long_step(ONE).tokens == 0
-        assert limit.tokens(ONE, LATE, 0.0) == limit.tokens(ONE, [], 0.0) == LEAST
 
 
 def test_steps_are_the_longer_the_more_prompts_wait_and_the_less_gaps_cost() -> None:

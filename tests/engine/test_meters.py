@@ -1,6 +1,5 @@
 """The averages that an engine reports of its steps."""
 
-import math
 from typing import Any, cast
 
 import pytest
@@ -126,16 +125,6 @@ def test_a_worker_that_idles_forgets_what_made_its_steps_slow() -> None:
         assert limit.long_step(batch) == slow, "it only waits for the next step"
     meters.rest(11 * meters.step_seconds)
     assert limit.long_step(batch) == before
-
-
-def test_a_worker_that_measured_nothing_keeps_what_it_learned() -> None:
-    meters = make_meters()
-    for _ in range(60):
-        meters.record(1, 0, 0.05, 0.0, 100.0)
-        meters.record(0, 100, 0.1, 100.0)
-    before = meters.chunk_limit.long_step(Batch(1, 100, 0))
-    meters.rest(math.inf)
-    assert meters.chunk_limit.long_step(Batch(1, 100, 0)) == before
 
 
 def test_an_engine_rests_when_no_step_is_under_way(

@@ -117,20 +117,6 @@ def test_the_first_prompt_of_the_next_step() -> None:
     assert scheduler.next_prompt == 0, "the next step decodes"
 
 
-def test_no_request_overtakes_one_that_waits_for_blocks_for_longer_than_its_own_length() -> None:
-    scheduler = make(num_blocks=12, budget=100)
-    add(scheduler, 1, 16)
-    step(scheduler)
-    add(scheduler, 2, 16)  # does not fit beside the others
-    add(scheduler, 3, 15, handover=True)
-    assert [live.id[0] for live in step(scheduler).chunks] == [1, 3]
-    add(scheduler, 4, 1)  # fits
-    assert [live.id[0] for live in step(scheduler).chunks] == [1]
-    add(scheduler, 5, 1, priority=-1)
-    assert [live.id[0] for live in step(scheduler).chunks] == [1, 5]
-    assert [live.id[0] for live in scheduler.lives.waiting] == [2, 4]
-
-
 def test_without_a_free_slot_no_request_starts() -> None:
     scheduler = make(states=2)
     held, _, third = (add(scheduler, number, 3, handover=number == 0) for number in range(3))
@@ -229,12 +215,6 @@ def test_an_admission_leaves_headroom_if_the_request_will_grow() -> None:
     assert scheduler.lives.can_admit
 
 
-def test_a_reservation_alone_may_take_the_whole_pool() -> None:
-    scheduler = make(num_blocks=4)
-    assert scheduler.lives.reserve(EngineRequest(b"\1", [0] * 15)) is not None
-    assert scheduler.lives.reserve(EngineRequest(b"\2", [0])) is None
-
-
 def test_requests_that_are_not_queued_leave_the_first_of_the_queue_its_seat_and_blocks() -> None:
     scheduler = make(num_blocks=11, seqs=3, budget=100)
     add(scheduler, 1, 6 * BLOCK)
@@ -283,27 +263,6 @@ def test_a_held_request_waits_for_a_seat_and_takes_it_before_the_queue() -> None
     assert tokens(step(scheduler)) == [(9, 3, 4)]
 
 
-def test_reservations_take_seats_in_the_batch_so_that_joining_never_waits() -> None:
-    scheduler = make(seqs=2, budget=100)
-    assert scheduler.lives.reserve(EngineRequest(b"\1", [0])) is not None
-    add(scheduler, 2, 1)
-    add(scheduler, 3, 1)
-    assert [live.id[0] for live in step(scheduler).chunks] == [2]
-    assert scheduler.lives.reserve(EngineRequest(b"\4", [0])) is None
-
-
-def test_a_prefill_for_handover_leaves_headroom_too_since_it_may_go_on_here() -> None:
-    scheduler = make(num_blocks=5, budget=100)
-    add(scheduler, 1, 8, handover=True)
-    step(scheduler)
-    add(scheduler, 2, 8, handover=True)
-    step(scheduler)
-    assert len(scheduler.lives.held) == 2
-    assert scheduler.lives.pool.free == 1
-    add(scheduler, 3, 1, handover=True)
-    assert not scheduler.lives.can_admit
-
-
 def test_prefix_hits_end_before_the_last_position() -> None:
     scheduler = make(budget=100, prefix_cache=True)
     first = add(scheduler, 1, 8)
@@ -331,20 +290,6 @@ def test_kv_is_shared_only_after_it_was_verified() -> None:
     scheduler.lives.drop(first)
     scheduler.schedule()
     assert second.num_cached == 0
-
-
-def test_prompts_of_every_kind_take_small_chunks_beside_decodes() -> None:
-    scheduler = make(num_blocks=40, seqs=5, budget=30)
-    assert scheduler.lives.start(EngineRequest(b"\1", list(range(20)))) is not None
-    assert tokens(step(scheduler, 3)) == [(1, 0, 20)], "no request decodes in this step"
-    assert scheduler.lives.start(EngineRequest(b"\2", list(range(4)))) is not None
-    assert tokens(step(scheduler, 3)) == [(1, 20, 21)], "the first step with decodes only decodes"
-    assert tokens(step(scheduler, 3)) == [(1, 21, 22), (2, 0, 3)]
-    add(scheduler, 3, 4, handover=True)
-    add(scheduler, 4, 4)
-    assert tokens(step(scheduler, 3)) == [(1, 22, 23), (2, 3, 4), (3, 0, 2)]
-    assert tokens(step(scheduler, 3)) == [(1, 23, 24), (2, 4, 5), (3, 2, 4), (4, 0, 1)]
-    assert tokens(step(scheduler, 3)) == [(1, 24, 25), (2, 5, 6), (4, 1, 4)]
 
 
 def test_some_steps_only_decode_so_that_their_cost_is_known() -> None:

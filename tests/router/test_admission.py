@@ -66,23 +66,6 @@ def admitted(
         yield entry.turns(sizes, priority)
 
 
-def test_waiting_tokens_are_bounded_and_given_back():
-    admission = Admission(1000, lambda: PrefillWindow(math.inf))
-    with admitted(admission, no_limit(), [600, 300]) as turns:
-        for turn in turns:
-            turn.wait(Generation(turn, "", []).on_turn)
-        with pytest.raises(Overloaded), admitted(admission, no_limit(), [200]):
-            pass
-        turns[0].generated()
-        turns[0].generated()
-        assert admission.waiting_tokens == 300
-        with admitted(admission, no_limit(), [200]):
-            assert admission.waiting_tokens == 500
-            with pytest.raises(Overloaded), admitted(admission, no_limit(), [800]):
-                pass
-    assert admission.waiting_tokens == 0
-
-
 def test_an_estimate_is_replaced_when_the_tokens_are_known():
     clock = Clock()
     admission = Admission(1000, lambda: PrefillWindow(math.inf), clock=clock)
@@ -157,30 +140,6 @@ class Router:
         """Returns the generations that started since the last call."""
         started, self.started[:] = list(self.started), []
         return started
-
-
-def test_each_key_has_a_window_of_prompt_tokens():
-    """The prompts of one key do not wait for another key that sends more than the workers can compute."""
-    flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
-    with Router() as router:
-        router.window = 250.0
-        flooding = [router.ask(flood, f"f{i}") for i in range(10)]
-        assert router.new() == ["f0", "f1", "f2"], "f2 started below the window, and exceeds it"
-        assert router.admission.held_tokens == 700
-        router.ask(other, "o0")
-        assert router.new() == ["o0"]
-        urgent = router.ask(flood, "urgent", priority=-1)
-        assert router.new() == []
-        flooding[0].turn.generated()
-        assert router.new() == ["urgent"]
-        flooding[1].turn.generated()
-        assert router.new() == ["f3"]
-        flooding[4].turn.end()  # its client left before it started
-        urgent.turn.end()
-        assert router.new() == ["f5"], "the urgent prompt at the workers ended"
-        router.window = math.inf  # as without workers
-        router.admission.dispatch()
-        assert router.new() == ["f6", "f7", "f8", "f9"]
 
 
 def test_keys_take_turns_by_the_tokens_that_are_computed():
@@ -327,15 +286,6 @@ def test_a_prompt_longer_than_a_step_takes_a_step_of_the_window():
         assert router.new() == ["long", "0", "1"]
 
 
-def test_what_is_cached_of_a_prompt_takes_nothing_of_the_window():
-    account = no_limit()
-    with Router() as router:
-        router.window = 100.0
-        for i in range(20):
-            router.ask(account, str(i), tokens=1_000, computed=10)
-        assert len(router.new()) == 10
-
-
 def test_only_what_is_not_cached_waits_for_prefill_workers():
     account = no_limit()
     with Router() as router:
@@ -393,14 +343,6 @@ def test_a_prompt_that_no_worker_had_costs_its_key_nothing():
         router.slots[0] = 1
         router.ask(account, "b").turn.end()
         assert account.tokens_left == 900
-
-
-def test_a_key_may_always_have_one_request():
-    with Router(shared=True) as router:
-        router.room = FreeCapacity(0, 0)
-        router.ask(no_limit(), "a")
-        router.ask(no_limit(), "b")
-        assert router.new() == ["a", "b"]
 
 
 def test_a_generation_without_capacity_lets_the_first_of_another_key_pass():

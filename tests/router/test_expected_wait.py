@@ -76,15 +76,6 @@ def router() -> Iterator[Router]:
     made.admission.assert_whole()
 
 
-def test_agents_that_start_together_are_not_refused(router: Router):
-    """96 sessions of 10,000 tokens are six seconds of work for four GPUs."""
-    for number in range(96):
-        assert router.admission.expected_wait == pytest.approx(number * 10_000 / 160_000, rel=1e-3)
-        router.ask(10_000)
-    router.computes(160_000, 7.0)
-    assert not router.accepted
-
-
 def test_later_turns_of_long_sessions_are_not_refused(router: Router):
     """64 prompts of 200,000 tokens, of which 1,000 are new, are half a second of work."""
     router.ask(200_000).computes(1000)
@@ -112,12 +103,6 @@ def test_a_request_is_refused_when_it_would_wait_longer_than_it_may(router: Rout
     assert router.refused(max_wait=3600.0) == MAX_RETRY_AFTER, "the bound of the router holds"
     router.computes(160_000, 2.0)
     router.ask(1)
-
-
-def test_no_request_is_refused_while_no_worker_has_measured_its_speed(router: Router):
-    router.window = PrefillWindow(math.inf)
-    for _ in range(100):
-        router.ask(10_000_000)
 
 
 def test_what_the_queue_got_counts_more_than_the_speed_of_workers(router: Router):
