@@ -2,12 +2,9 @@
 
 import re
 from pathlib import Path
-from xml.etree import ElementTree
-
-import pytest
 
 from docs.figures import frontier
-from docs.figures.generate import HERE, Dots, figures, ratios, svg
+from docs.figures.generate import HERE, figures, ratios
 
 ROOT = Path(__file__).parents[2]
 LOADS = re.compile(
@@ -51,21 +48,3 @@ def test_the_rows_of_the_readme_have_the_same_ratios() -> None:
         assert measured(*load, "ttft.p50", "ttft.p99", "gap.p99") == [float(p50), float(p99), float(gap)], (
             load
         )
-
-
-def test_dots_stand_at_their_ratios() -> None:
-    """A ratio that is better when higher stands on the other side of 1."""
-    known = {"low": (0.5, 0.5, 0.5), "high": (0.5, 0.4, 0.6), "speed": (0.5, 0.5, 0.5)}
-    names = [("a & b", [(known, "low")]), ("c", [(known, "high")]), ("d", [(known, "speed")])]
-    drawn = ElementTree.fromstring(svg(Dots("title", ["one"], names, inverse=["speed"])))  # noqa: S314 - ours
-    (one,) = drawn.findall(".//{*}path[@class='one']")
-    at = float(one.attrib["d"].split()[0][1:])
-    dots = {
-        dot.findtext("{*}title"): float(dot.attrib["transform"][10:].split()[0])
-        for dot in drawn.findall(".//{*}path")
-        if dot.find("{*}title") is not None
-    }
-    assert list(dots) == ["a & b, one: 0.50", "c, one: 0.50", "d, one: 2.00"]
-    low, high, inverse = dots.values()
-    assert low == high < at < inverse
-    assert at - low == pytest.approx((inverse - at) / 2, abs=0.2)

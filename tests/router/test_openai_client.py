@@ -9,7 +9,7 @@ import pytest
 
 from baton.router.text.tokenizer import ModelTokenizer
 
-from .conftest import TEXT, Cluster, make_cluster
+from .conftest import Cluster, make_cluster
 
 CHAT: list[Any] = [{"role": "user", "content": "Hi"}]
 
@@ -18,20 +18,6 @@ CHAT: list[Any] = [{"role": "user", "content": "Hi"}]
 async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="any", max_retries=0) as made:
         yield made
-
-
-async def test_chat(client: openai.AsyncOpenAI):
-    result = await client.chat.completions.create(
-        model="fake", messages=CHAT, logprobs=True, top_logprobs=2, n=2, seed=3
-    )
-    assert [choice.message.content for choice in result.choices] == [TEXT, TEXT]
-    assert result.choices[0].finish_reason == "stop"
-    assert result.choices[0].logprobs is not None
-    assert result.choices[0].logprobs.content is not None
-    assert len(result.choices[0].logprobs.content[0].top_logprobs) == 2
-    assert result.usage is not None
-    assert result.usage.prompt_tokens_details is not None
-    assert result.usage.prompt_tokens_details.cached_tokens == 3
 
 
 async def test_models_and_errors(client: openai.AsyncOpenAI):

@@ -4,7 +4,6 @@ Schemathesis makes the bodies: first the bounds of each field (its coverage phas
 """
 
 import collections
-import contextlib
 import functools
 import json
 import random
@@ -17,11 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 from jsonschema import Draft202012Validator
 
-from baton.router.api.bodies import ChatBody, CompletionBody, TokenizeBody
 from baton.router.api.openapi import OPERATIONS, description
-from baton.router.api.validation import parse
-from baton.router.errors import ApiError
-from baton.router.preparation.prepare import kind_of
 
 from .conftest import Cluster
 
@@ -32,7 +27,6 @@ BODIES = {
     # They name files, which only tests that make them have, or need the admin key, which this router lacks.
     and not (operation.path == "/v1/batches" or operation.admin)
 }
-GENERATED = {"chat": ChatBody, "completion": CompletionBody}
 NAMED = {"there is no model": "model", "Response with id": "previous_response_id", "within": "timeout"}
 """Errors of values that depend on the router or on time, and the fields with such values."""
 DOCUMENTED = "|".join([
@@ -111,22 +105,6 @@ def drawn(cases: SearchStrategy[Any], count: int) -> list[Any]:
 
     keep()
     return found
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("path", ["/tokenize", "/invocations"])
-def test_most_bodies_of_a_schema_pass_its_validation(path: str):
-    from schemathesis import GenerationMode
-
-    operation = operation_of(path)
-    cases = drawn(operation.as_strategy(generation_mode=GenerationMode.POSITIVE), 40)
-    passed = 0
-    for case in cases:
-        raw = json.dumps(case.body).encode()
-        with contextlib.suppress(ApiError):
-            parse(TokenizeBody if path == "/tokenize" else GENERATED[kind_of(raw)], raw)
-            passed += 1
-    assert passed > 0.6 * len(cases)
 
 
 async def post(cluster: Cluster, path: str, body: Any) -> tuple[int, str]:

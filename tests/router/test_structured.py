@@ -214,13 +214,6 @@ async def test_a_regex_that_takes_long_is_refused():
     await server.close()
 
 
-async def test_an_invalid_grammar_of_a_chat_is_refused(cluster: Cluster):
-    asked = {"messages": CHAT, "structured_outputs": {"regex": "(a"}}
-    status, result = await cluster.post("/v1/chat/completions", **asked)
-    assert (status, result["error"]["param"]) == (400, "structured_outputs.regex")
-    assert not cluster.prefills[0].submitted
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletionChunk
@@ -590,17 +589,3 @@ async def test_the_special_tokens_of_a_format_are_parsed(directory: Path, tmp_pa
             said = [*tokenizer.encode("I look."), 5, *call]
             matcher = LLMatcher(words, LLMatcher.grammar_from_lark(grammar))
             assert (matcher.try_consume_tokens(said) == len(said)) == taken
-
-
-async def test_tool_calls_with_the_official_client(calling: Cluster):
-    async with openai.AsyncOpenAI(base_url=calling.url + "/v1", api_key="any", max_retries=0) as client:
-        result = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS)
-        assert result.choices[0].message.tool_calls
-        [first, _] = result.choices[0].message.tool_calls
-        assert first.type == "function"
-        assert json.loads(first.function.arguments) == json.loads(ARGUMENTS)
-        async with client.chat.completions.stream(model="fake", messages=CHAT, tools=TOOLS) as stream:
-            final = await stream.get_final_completion()
-        assert final.choices[0].message.tool_calls
-        assert [c.function.name for c in final.choices[0].message.tool_calls] == ["get_weather", "now"]
-        assert final.choices[0].finish_reason == "tool_calls"

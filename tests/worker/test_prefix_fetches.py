@@ -166,23 +166,6 @@ def test_nothing_is_fetched_from_itself_or_without_need_or_room(world: World) ->
     assert not world.asked
 
 
-def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_fetches(world: World) -> None:
-    world.prompt_tokens_per_s = 1000.0
-    assert world.start()
-    world.inject(4, seconds=0.3)  # as many tokens take 0.256 s to compute
-    assert not world.start()
-    world.prompt_tokens_per_s = 800.0
-    assert world.start()
-    world.inject(4, seconds=0.01)
-    world.prompt_tokens_per_s = 1000.0
-    assert world.start(), "the bandwidth follows what is measured"
-    world.inject(1, seconds=0.2, waited=0.199)
-    assert world.start(), "which short fetches say little about"
-    world.inject(4, seconds=0.1)
-    assert world.empty
-    assert len(world.added) == 4
-
-
 def test_what_the_last_block_has_already_is_no_gain_of_a_fetch(world: World) -> None:
     """That block is not full, so it is fetched as a whole. Computing goes on in it."""
     world.prompt_tokens_per_s = 1000.0
@@ -190,19 +173,6 @@ def test_what_the_last_block_has_already_is_no_gain_of_a_fetch(world: World) -> 
     world.inject(4, seconds=0.2)  # as many tokens take 0.256 s to compute
     world.computed_from = 2 * CHUNK_TOKENS
     assert not world.start(), "three chunks take 0.192 s"
-    assert world.empty
-
-
-def test_a_short_prefix_is_computed_if_the_first_frame_takes_longer(world: World) -> None:
-    world.prompt_tokens_per_s = 1000.0
-    world.missing |= {b"short": CHUNKS[:1], b"long": CHUNKS}
-    assert world.start()
-    world.inject(4, seconds=0.1, waited=0.08)
-    assert not world.start(b"short"), "it takes 0.085 s to fetch and 0.064 s to compute"
-    assert world.start(b"long"), "0.1 s and 0.256 s"
-    world.inject(4, seconds=0.06, waited=0.02)
-    assert world.start(b"short")
-    world.inject(1, seconds=0.03, waited=0.02)
     assert world.empty
 
 
