@@ -341,7 +341,8 @@ class ChunkIndex:
         It looks at few chunks, since each is somewhere else in memory: of two with equal holders, those
         between are taken to have them, too. Caches evict the end of a prefix first."""
         if chunks is not self._asked or not chunks:
-            known, parts, expecting = list[tuple[int, int, bool]](), self._parts, self._expecting
+            known: list[tuple[int, int, bool]] = []
+            parts, expecting = self._parts, self._expecting
             place, end, number, expected = 0, len(chunks), 0, 0
             if chunks:
                 chunk = chunks[0]

@@ -233,7 +233,8 @@ class DecodeCaches:
         cached = self._index.overlap(request.chunks, request.tokens, self._block_size, among)
         cached_tokens, most = cached.of(chosen), cached.most
         if cached_tokens < most:
-            rows, room = dict[str, int](), request.tokens + 1
+            room = request.tokens + 1
+            rows: dict[str, int] = {}
             for row in cached.holders():
                 if (load := self.loads[row]).room >= room and load.worker not in request.avoid:
                     rows[load.worker] = row

@@ -95,11 +95,6 @@ class Fleet:
     had_decode: bool = False
 
     @property
-    def has_one_worker(self) -> bool:
-        """Whether a single worker gets all new work."""
-        return len(self.prefills) + len(self.decodes) == 1
-
-    @property
     def lost_decode(self) -> bool:
         """The decode pool has lost its last worker. A pool that never had one is only starting."""
         return self.settings.overflow and self.had_decode and not self.decodes

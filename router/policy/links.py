@@ -25,13 +25,17 @@ class Links:
     """By the row of the worker that KV comes to, and the incarnation of the worker that it comes from.
 
     A link that no report has costs nothing: no KV came on it lately, or the worker reads the other's memory.
-    So it is used, and then measured."""
+    So it is used, and then measured.
+
+    Attributes:
+        rows: those with a link.
+    """
 
     def __init__(self) -> None:
-        self._links: dict[int, dict[int, _Link]] = {}
+        self.rows: dict[int, dict[int, _Link]] = {}
 
     def reported(self, row: int, links: Iterable[pb.KvLink], now: float) -> None:
-        before, self._links[row] = self._links.get(row, {}), {}
+        before = self.rows.pop(row, {})
         for link in links:
             rate, old = link.bytes_per_s, before.get(link.incarnation)
             free_at = now + link.bytes_waiting / rate
@@ -39,10 +43,10 @@ class Links:
                 known = _Link(rate, free_at, now)
             else:
                 known = _Link(rate, max(free_at, old.free_at), now if link.bytes_waiting else old.used)
-            self._links[row][link.incarnation] = known
+            self.rows.setdefault(row, {})[link.incarnation] = known
 
     def leave(self, row: int) -> None:
-        self._links.pop(row, None)
+        self.rows.pop(row, None)
 
     def arrival(self, row: int, source: int, size: float, now: float, begins: float = 0.0) -> float:
         """When KV of so many bytes will have come that is computed from `begins` on. 0: not known."""
@@ -51,13 +55,13 @@ class Links:
 
     def rate(self, row: int, source: int, now: float) -> tuple[float, float]:
         """Bytes/s, and when all KV will have come that is under way. Infinite and 0: not known."""
-        link = self._links.get(row, {}).get(source)
+        link = self.rows.get(row, {}).get(source)
         if link is None or now > link.used + TRY_AGAIN:
             return math.inf, 0.0
         return link.bytes_per_s, link.free_at
 
     def planned(self, row: int, source: int, arrival: float, now: float) -> None:
         """The link carries KV until then. `arrival` 0: for a time that is not known."""
-        if (link := self._links.get(row, {}).get(source)) is not None:
+        if (link := self.rows.get(row, {}).get(source)) is not None:
             link.free_at = max(link.free_at, arrival)
             link.used = max(link.free_at, now)

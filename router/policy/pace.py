@@ -124,7 +124,7 @@ class Pace:
             return 0.0
         count = min(alone / now.prompts, answer)
         longer = now.step + (now.long - now.step) * min(1.0, count) - now.base
-        return self.gap_cost * max(1.0, count) * max(0.0, longer)
+        return self.gap_cost * count * max(0.0, longer)
 
     def gap_of(self, steps: Steps, busy: float) -> tuple[float, float]:
         """Mean seconds of a gap with these steps, and how many of them cost: those beyond a short step. With

@@ -185,7 +185,7 @@ class Offer:
     def memory_cost(self, answer: int = 0) -> float:
         """Of what its cache forgets for the prompt, and for so many tokens of the answer."""
         needed = self.request.tokens - self.held_tokens + answer
-        forgotten = needed - self.spare if self.spare > 0 else needed
+        forgotten = needed - self.spare
         if forgotten <= 0:
             return 0.0
         alone = forgotten * self.pace.token
@@ -212,9 +212,9 @@ def gap_cost(fleet: Fleet, gap: float, answer: int) -> float:
     """What a second more in one gap of an answer with so many tokens costs, in seconds of a first token.
     `gap`: the target of a gap. 0: not known, as the result.
 
-    0 for the only worker: it must compute every prompt, and a prompt that takes longer delays all that come
-    after it. So its steps are as long as their bound (`long_seconds`)."""
-    return 0.0 if not gap or fleet.has_one_worker else _target(fleet, gap) / gap / answer
+    0 for the only attached worker: it must compute every prompt, and a prompt that takes longer delays all
+    that come after it. So its steps are as long as their bound (`long_seconds`)."""
+    return 0.0 if not gap or len(fleet.workers) == 1 else _target(fleet, gap) / gap / answer
 
 
 def sent_bytes(sender: pb.WorkerDescription, receiver: pb.WorkerDescription) -> int:
@@ -247,8 +247,8 @@ def offer(
     gap = status.gap_target_seconds or gap
     pace = _pace(fleet, worker, model, gap, request.answer)
     waiting = loads.tokens_waiting(row, fleet.now)
-    spare = status.blocks_spare + min(0, sent.blocks_free - status.blocks_free)  # since the report
-    encoding, embeddings = 0.0, list[tuple[int, float]]()
+    encoding: float = 0.0
+    embeddings: list[tuple[int, float]] = []
     if request.images:
         lacking = [image for image in request.images if image.stop > cached]
         encoding = status.encode_token_seconds * sum(
@@ -258,7 +258,7 @@ def offer(
             encoded_in = zip(request.images, request.encoded_in, strict=False)
             embeddings = [(image.start, late) for image, late in encoded_in if image.stop > cached]
     arrives = 0.0
-    if prefill is not None and prefill.row != row:
+    if prefill is not None and prefill.row != row and row in fleet.links.rows:
         sender = fleet.workers[prefill.row].description
         size = (request.tokens - held_tokens) * sent_bytes(sender, described)
         begins = fleet.now + prefill.first - prefill.within
@@ -273,7 +273,7 @@ def offer(
         waiting,
         loads.mean_prompt,
         held_tokens,
-        spare * sent.block_size if spare > 0 else 0,
+        status.blocks_spare * sent.block_size,
         loads.reuse,
         sent.fits(request.tokens + 1),
         max(waiting, loads.router_tokens(row)) > budget,

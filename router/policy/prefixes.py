@@ -35,6 +35,8 @@ class PrefixSource(NamedTuple):
 
     def arrival(self, fleet: Fleet, asker: Seen) -> float:
         """As `Links.arrival`, of these tokens at the asker."""
+        if asker.row not in fleet.links.rows:
+            return 0.0
         holder = fleet.workers[self.holder].description
         size = self.tokens * holder.kv_token_bytes
         return fleet.links.arrival(asker.row, holder.incarnation, size, fleet.now)

@@ -241,7 +241,7 @@ def test_what_the_cache_forgets_costs_as_a_prompt_if_prompts_are_cached() -> Non
 
 
 def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> None:
-    """What this router sent since counts, too."""
+    """Decodes that this router sent since count, too."""
     loads = PrefillLoads()
     row, load = loads.join("a", block_size=16, now=0.0), DecodeLoad("a", 16, 100, max_running=8)
     seen = seen_worker(row, load)
@@ -256,7 +256,7 @@ def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> No
     assert (before.pace.gap_cost, before.spare, before.held_tokens) == (0.4, 40 * 16, 64)
     seen.load.sent(160)
     after = placed(fleet, request, row, 64)
-    assert (after.pace.gap_cost, after.spare) == (pytest.approx(0.6), 30 * 16)
+    assert (after.pace.gap_cost, after.spare) == (pytest.approx(0.6), 40 * 16), "spare as reported"
     seen.step_model, costs = H200, list[float]()
     for cost in (0.4, 0.4, 0.8):
         seen.status = pb.WorkerStatus.FromString(seen.status.SerializeToString())
