@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 _MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 """Keywords whose members are schemas under any name."""
@@ -24,6 +25,19 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
                 parts += value.values()
             elif name not in _VALUES:
                 parts.append(value)
+
+
+def target(root: Any, reference: str) -> Any:
+    """Returns the place of a schema that a reference names (RFC 6901, as a fragment of a URI). None: there is
+    none."""
+    place = root
+    for name in unquote(reference.removeprefix("#")).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list):
+            place = place[int(name)] if name.isdecimal() and int(name) < len(place) else None
+        else:
+            place = place.get(name) if isinstance(place, dict) else None
+    return place
 
 
 def in_usual_form(schema: Any) -> Any:

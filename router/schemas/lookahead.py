@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from baton.router.tools.regex import alternatives, pieces
+
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[=!]|\(|\)|[^\\]", re.DOTALL)
 """An escape, a class of characters, the beginning of a group, or a character."""
 _CLASS = r"(\\[dwsDWS]|\[(?!\^?\])(?:\\.|[^\]\\\[&~-]|-)+\])"
@@ -58,12 +60,7 @@ def _end(tokens: list[str], begin: int) -> int | None:
 
 
 def _has_alternatives(tokens: list[str]) -> bool:
-    depth = 0
-    for each in tokens:
-        depth += each.startswith("(") - (each == ")")
-        if each == "|" and not depth:
-            return True
-    return False
+    return len([*alternatives(pieces("".join(tokens)))]) > 1
 
 
 def _unlike(body: str) -> dict[str, Any] | None:

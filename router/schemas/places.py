@@ -1,9 +1,8 @@
 """The places of a schema, and references to them."""
 
 from typing import Any
-from urllib.parse import unquote
 
-from baton.router.api.schemas import subschemas
+from baton.router.api.schemas import subschemas, target
 
 _HOPS = 16
 """References that are followed one after another."""
@@ -25,16 +24,7 @@ class Places:
 
     def target(self, reference: Any) -> Any:
         """Returns the place that a reference names. None: it is unknown."""
-        if not self.plain or not isinstance(reference, str):
-            return None
-        place = self._root
-        for name in unquote(reference.removeprefix("#")).split("/")[1:]:
-            name = name.replace("~1", "/").replace("~0", "~")
-            if isinstance(place, list):
-                place = place[int(name)] if name.isdecimal() and int(name) < len(place) else None
-            else:
-                place = place.get(name) if isinstance(place, dict) else None
-        return place
+        return target(self._root, reference) if self.plain and isinstance(reference, str) else None
 
     def resolved(self, schema: Any) -> Any:
         """Follows references that stand alone. None: the place is unknown."""

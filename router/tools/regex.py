@@ -37,7 +37,7 @@ def anywhere(pattern: str) -> str:
     Raises ValueError if that cannot be said: what an anchor inside of it means, llguidance refuses."""
     branches = [
         (branch[:1] == ["^"], branch[-1:] == ["$"], "".join(branch).removeprefix("^"))
-        for branch in _branches(pieces(pattern))
+        for branch in alternatives(pieces(pattern))
     ]
     if len(branches) > 1 and re.search(r"\(\?[A-Za-z-]+\)", pattern):
         raise ValueError("a pattern with flags has alternatives")
@@ -47,7 +47,7 @@ def anywhere(pattern: str) -> str:
     )
 
 
-def _branches(escapes: list[str]) -> Iterator[list[str]]:
+def alternatives(escapes: list[str]) -> Iterator[list[str]]:
     """Yields the alternatives of a whole regular expression, as Rust's syntax divides it."""
     branch: list[str] = []
     groups = classes = 0

@@ -5,9 +5,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
-from urllib.parse import unquote
 
-from baton.router.api.schemas import subschemas
+from baton.router.api.schemas import subschemas, target
 
 Schema = Mapping[str, Any] | bool | None
 Types = frozenset[str]
@@ -21,21 +20,12 @@ _PLAIN = re.compile(r"#/(\$defs|definitions)/[^/~%]+")
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
-    """Follows the references of a schema to other places of `root`, as `_target`."""
+    """Follows the references of a schema to other places of `root`."""
     for _ in range(_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema
-        schema = _target(schema["$ref"], root)
+        schema = target(root, schema["$ref"])
     return None
-
-
-def _target(reference: str, root: Schema) -> Any:
-    """Returns the place of `root` that a reference names (RFC 6901, as a fragment of a URI); None if there is
-    none."""
-    place: Any = root
-    for name in unquote(reference.removeprefix("#")).split("/")[1:]:
-        place = place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
-    return place
 
 
 def unknown_reference(root: Any) -> str | None:
@@ -55,7 +45,7 @@ def conjuncts(schema: Schema, root: Schema, depth: int = _DEPTH) -> Iterator[Map
         return
     yield schema
     schemas = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
-    schemas = [*schemas, _target(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else schemas
+    schemas = [*schemas, target(root, schema["$ref"])] if isinstance(schema.get("$ref"), str) else schemas
     for other in schemas:
         yield from conjuncts(other, root, depth - 1)
 
@@ -70,7 +60,7 @@ def types_of(schema: Schema, root: Schema, memo: dict[int, Types], depth: int = 
         return memo[id(schema)]
     types = memo[id(schema)] = JSON_TYPES
     if isinstance(schema.get("$ref"), str):
-        types &= types_of(_target(schema["$ref"], root), root, memo, depth - 1)
+        types &= types_of(target(root, schema["$ref"]), root, memo, depth - 1)
     named = schema.get("type")
     if isinstance(named, str | list):
         types &= frozenset([named] if isinstance(named, str) else filter(None, map(str, named)))
