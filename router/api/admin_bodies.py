@@ -1,9 +1,12 @@
-"""The bodies of calls with the admin key."""
+"""The bodies and queries of calls with the admin key."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from baton.rpc.pause import Mode
+
+LONGEST_PAUSE = 7 * 24 * 3600.0  # seconds
 WeightLabel = Annotated[str, Field(pattern=r"^[!-:<-~]{1,64}$")]
 
 
@@ -26,6 +29,16 @@ class UpdateWeightsBody(BaseModel):
 MemoryTag = Literal["kv_cache", "weights"]
 
 
+class PauseQuery(BaseModel):
+    """POST /pause."""
+
+    mode: Mode = "abort"
+    seconds: Annotated[float, Field(gt=0, le=LONGEST_PAUSE)] | None = None
+    """None: `--request-timeout`. After it the requests that run now have ended: a pause serves none."""
+    clear_cache: bool = True
+    """Requests drop their KV if weights change in the pause."""
+
+
 class MemoryBody(BaseModel):
     """POST /release_memory_occupation and /resume_memory_occupation, as in SGLang."""
 
@@ -35,13 +48,29 @@ class MemoryBody(BaseModel):
     """What to release, or to take again. Without: all."""
 
 
+class TransferBackend(BaseModel):
+    """How weights come to the workers."""
+
+    model_config = ConfigDict(strict=True)
+
+    backend: Literal["disk"] = "disk"
+
+
 class InitTransferBody(BaseModel):
     """POST /init_weight_transfer_engine, as in vLLM."""
 
     model_config = ConfigDict(strict=True)
 
-    init_info: dict[str, Any]
-    """`backend`: how weights come to the workers. The only one is "disk", which needs no more."""
+    init_info: TransferBackend
+
+
+class DiskUpdate(BaseModel):
+    """What a worker reads with the backend "disk"."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    path: Annotated[str, Field(pattern="^/", max_length=4096)]
+    """Of a checkpoint on the hosts of all workers: on a disk, a shared file system, or in /dev/shm."""
 
 
 class UpdateInfoBody(BaseModel):
@@ -49,16 +78,7 @@ class UpdateInfoBody(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    update_info: dict[str, Any]
-    """With the backend "disk": `path`, of a checkpoint at the same place on the hosts of all workers."""
-
-
-class DiskUpdate(BaseModel):
-    """`update_info` of the backend "disk"."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    path: Annotated[str, Field(pattern="^/", max_length=4096)]
+    update_info: DiskUpdate
 
 
 class FinishWeightsBody(BaseModel):

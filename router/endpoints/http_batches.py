@@ -12,6 +12,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.router import errors
 from baton.router.api.bodies import BatchBody, FileForm
+from baton.router.api.queries import BatchesQuery, FilesQuery, PageQuery
 from baton.router.api.validation import parse, validate
 from baton.router.batches.objects import (
     MAX_SECONDS,
@@ -35,8 +36,6 @@ ENDPOINTS: dict[str, Generated] = {"/v1/chat/completions": "chat", "/v1/completi
 WINDOW_SECONDS = 24 * 3600
 PAGE = 100
 """Objects of one answer with a list, at most. A client that asks for more gets the rest as further pages."""
-MAX_LIMIT = 10_000
-"""That a client may ask for: OpenAI's bound for files."""
 PIECE_BYTES = 1 << 20
 """Of an upload, that are written at once."""
 MAX_NAME = 256
@@ -162,9 +161,9 @@ class HttpBatches:
 
     async def _files(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
+        query = validate(FilesQuery, dict(request.query))
         files = await storage.call(owner, storage.all_of, owner, FileObject)
-        purpose = request.query.get("purpose")
-        return _page(request, [each for each in files if purpose in (None, each.purpose)], PAGE)
+        return _page(query, [each for each in files if query.purpose in (None, each.purpose)])
 
     async def _file(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
@@ -208,7 +207,8 @@ class HttpBatches:
 
     async def _list(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
-        return _page(request, await storage.call(owner, storage.all_of, owner, BatchObject), 20)
+        query = validate(BatchesQuery, dict(request.query))
+        return _page(query, await storage.call(owner, storage.all_of, owner, BatchObject))
 
     async def _batch(self, request: web.Request) -> web.Response:
         storage, owner = self._kept
@@ -248,18 +248,15 @@ def _json(answer: Any) -> web.Response:
     return http.json_response(msgspec.json.encode(answer))
 
 
-def _page(request: web.Request, objects: list[Any], most: int) -> web.Response:
-    """A part of a list, the newest first unless `order` is asc."""
-    if (order := request.query.get("order", "desc")) not in ("asc", "desc"):
-        raise errors.InvalidRequest.at("order", f"must be asc or desc, not {order[:20]!r}")
-    if order == "desc":
+def _page(query: PageQuery, objects: list[Any]) -> web.Response:
+    if query.order == "desc":
         objects = objects[::-1]
-    if (after := request.query.get("after")) is not None:
+    if (after := query.after) is not None:
         ids = [each.id for each in objects]
         if after not in ids:
             raise errors.NotFound.at("after", f"there is no {after[:80]!r}")
         objects = objects[ids.index(after) + 1 :]
-    limit = min(PAGE, http.number(request, "limit", most, 1, MAX_LIMIT))
+    limit = min(PAGE, query.limit)
     page = objects[:limit]
     ends = {"first_id": page[0].id, "last_id": page[-1].id} if page else {"first_id": None, "last_id": None}
     return _json({"object": "list", "data": page, **ends, "has_more": len(objects) > limit})

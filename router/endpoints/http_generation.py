@@ -3,13 +3,12 @@
 A response is whole, or a stream of server-sent events.
 """
 
-import re
 from collections.abc import Mapping
 from contextvars import ContextVar
 
 from aiohttp import web
 
-from baton.router import access_log, errors
+from baton.router import access_log
 from baton.router.active_request import ActiveRequest
 from baton.router.admission.keys import Account
 from baton.router.api.bodies import ChatOptions
@@ -39,15 +38,6 @@ def authorization(request: web.Request) -> str:
     if (key := request.headers.get("x-api-key")) is not None and "authorization" not in request.headers:
         return f"Bearer {key}"
     return request.headers.get("authorization", "")
-
-
-def number(request: web.Request, name: str, default: int, least: int, most: int) -> int:
-    """Returns a number of the query. Raises InvalidRequest."""
-    text = request.query.get(name, str(default))
-    number = int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) else None
-    if number is None or not least <= number <= most:
-        raise errors.InvalidRequest.at(name, f"must be a number from {least} to {most}, not {text[:20]!r}")
-    return number
 
 
 def json_response(body: bytes) -> web.Response:

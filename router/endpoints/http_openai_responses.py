@@ -20,6 +20,8 @@ from aiohttp import web
 from baton.router import access_log
 from baton.router.active_request import ActiveRequest
 from baton.router.admission.entry import Entry
+from baton.router.api.queries import PageQuery, RetrieveQuery
+from baton.router.api.validation import validate
 from baton.router.config import RouterConfig
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints import http_writer
@@ -101,11 +103,11 @@ class OpenAIResponses:
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
         stored = self._running.get((key, id)) or self._stored.get(key, id)
-        if request.query.get("stream", "false").lower() not in ("false", "0"):
+        query = validate(RetrieveQuery, dict(request.query))
+        if query.stream:
             if stored.events is None:
                 raise InvalidRequest.at("stream", f"{id} was not made with both background and stream")
-            after = http.number(request, "starting_after", -1, -1, 2**31)
-            return await self._follow(request, stored.events, after + 1)
+            return await self._follow(request, stored.events, query.starting_after + 1)
         if isinstance(stored, _Running):
             status = "in_progress" if stored.builder.begun else "queued"
             return http.json_response(encode(stored.builder.response(status)))
@@ -115,13 +117,11 @@ class OpenAIResponses:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
         if (key, id) in self._running:
             raise InvalidRequest(f"response {id} is not complete yet")
-        order, limit = request.query.get("order", "desc"), http.number(request, "limit", 20, 1, 100)
-        if order not in ("asc", "desc"):
-            raise InvalidRequest.at("order", f"must be asc or desc, not {order[:20]!r}")
+        query = validate(PageQuery, dict(request.query))
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
             turns = b"[" + b",".join(self._stored.get(key, id).conversation[:-1]) + b"]"
-            query = msgspec.json.encode([request.query.get("after"), limit, order])
-            page = await self._frontend.convert("input_items", query, entry, turns)
+            asked = query.model_dump_json().encode()
+            page = await self._frontend.convert("input_items", asked, entry, turns)
             return http.json_response(page)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:

@@ -2,23 +2,20 @@
 workers give memory back. They need the admin key."""
 
 import contextlib
-import math
 from collections.abc import AsyncIterator
-from typing import Any, get_args
+from typing import get_args
 
 from aiohttp import web
 
 from baton.router import errors
-from baton.router.api.admin_bodies import MemoryBody, MemoryTag
-from baton.router.api.validation import parse
+from baton.router.api.admin_bodies import LONGEST_PAUSE, MemoryBody, MemoryTag, PauseQuery
+from baton.router.api.validation import parse, validate
 from baton.router.endpoints.http_admin import AdminCalls, name_of
 from baton.rpc.all_workers import NotDone
-from baton.rpc.pause import Mode, Workers, workers_at
+from baton.rpc.pause import Workers, workers_at
 from baton.system.words import counted
 
 PATHS = "/pause", "/resume", "/is_paused", "/release_memory_occupation", "/resume_memory_occupation"
-LONGEST = 7 * 24 * 3600.0
-"""Seconds of a pause."""
 
 
 class HttpPause(AdminCalls):
@@ -33,11 +30,11 @@ class HttpPause(AdminCalls):
         ]
 
     async def _pause(self, request: web.Request) -> web.Response:
-        mode, seconds = _mode(request.query.get("mode", "abort")), self._seconds(request.query.get("seconds"))
-        keep_kv = not _clears(request.query.get("clear_cache", "true"))
+        query = validate(PauseQuery, dict(request.query))
+        seconds = query.seconds or min(self.config.request_timeout, LONGEST_PAUSE)
         async with self._workers("The cluster goes on.") as workers:
             try:
-                await workers.pause(mode, seconds, keep_kv=keep_kv)
+                await workers.pause(query.mode, seconds, keep_kv=not query.clear_cache)
             except TimeoutError:
                 text = f"requests still ran after {seconds:g} s, so the cluster goes on; pause with mode=keep"
                 raise errors.TimedOut(text) from None
@@ -77,19 +74,6 @@ class HttpPause(AdminCalls):
         tags = parse(MemoryBody, raw).tags if raw.strip() else None
         return list(dict.fromkeys(tags or get_args(MemoryTag)))
 
-    def _seconds(self, value: str | None) -> float:
-        """Requests that run now have ended by then: after `request_timeout` a pause serves none of them."""
-        if value is None:
-            return min(self.config.request_timeout, LONGEST)
-        try:
-            seconds = float(value)
-        except ValueError:
-            seconds = math.nan
-        if not 0 < seconds <= LONGEST:
-            text = f"must be a number above 0, at most {LONGEST:g}, not {value[:20]!r}"
-            raise errors.InvalidRequest.at("seconds", text)
-        return seconds
-
     @contextlib.asynccontextmanager
     async def _workers(self, outcome: str) -> AsyncIterator[Workers]:
         """All workers. `outcome`: what a user reads behind the faults of those that did not do it.
@@ -108,18 +92,3 @@ class HttpPause(AdminCalls):
                 yield workers
         except NotDone as error:
             raise self.failed(error, names, outcome) from error
-
-
-def _mode(value: str) -> Mode:
-    modes: tuple[Any, ...] = get_args(Mode)
-    for mode in modes:
-        if value == mode:
-            return mode
-    raise errors.InvalidRequest.at("mode", f"must be {', '.join(modes)}, not {value[:20]!r}")
-
-
-def _clears(value: str) -> bool:
-    """Whether requests drop their KV if weights change in the pause."""
-    if value.lower() not in ("true", "false", "1", "0"):
-        raise errors.InvalidRequest.at("clear_cache", f"must be true or false, not {value[:20]!r}")
-    return value.lower() in ("true", "1")

@@ -9,15 +9,12 @@ Nothing changes before the last call. An update whose trainer has died ends afte
 
 import asyncio
 import contextlib
-import json
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from aiohttp import web
 
 from baton.router import errors
-from baton.router.api.admin_bodies import DiskUpdate, FinishWeightsBody, InitTransferBody, UpdateInfoBody
+from baton.router.api.admin_bodies import FinishWeightsBody, InitTransferBody, UpdateInfoBody
 from baton.router.api.validation import parse
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_admin import AdminCalls, Status
@@ -28,15 +25,6 @@ from baton.rpc.weights import Replacement, named, outcome_of, replacement_at
 log = logging.getLogger(__name__)
 
 PATHS = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"
-
-
-def _of_directory(info: dict[str, Any]) -> str:
-    """A checkpoint on the hosts of all workers: on a disk, a shared file system, or in memory (/dev/shm)."""
-    return parse(DiskUpdate, json.dumps(info).encode()).path
-
-
-BACKENDS: Mapping[str, Callable[[dict[str, Any]], str]] = {"disk": _of_directory}
-"""By the name that `init_info` gives: how a worker finds the weights that `update_info` tells, as a path."""
 
 
 class _Update:
@@ -53,7 +41,6 @@ class _Update:
 class HttpWeightTransfer(AdminCalls):
     def __init__(self, config: RouterConfig, status: Status) -> None:
         super().__init__(config, status)
-        self._backend = BACKENDS["disk"]
         self._update: _Update | None = None
         self._one_at_a_time = asyncio.Lock()
         self._expiring: asyncio.Task[None] | None = None
@@ -68,12 +55,7 @@ class HttpWeightTransfer(AdminCalls):
             await self._end()
 
     async def _init(self, request: web.Request) -> web.Response:
-        info = parse(InitTransferBody, await self.body(request)).init_info
-        name = info.get("backend", "disk")
-        if name not in BACKENDS:
-            text = f"init_info.backend: must be {' or '.join(BACKENDS)}, not {str(name)[:40]!r}"
-            raise errors.Unsupported(text, param="init_info")
-        self._backend = BACKENDS[name]
+        parse(InitTransferBody, await self.body(request))  # there is one backend
         return web.json_response({"message": "Weight transfer initialized"})
 
     async def _start(self, request: web.Request) -> web.Response:
@@ -84,7 +66,7 @@ class HttpWeightTransfer(AdminCalls):
         return web.json_response({"message": "Weight update started"})
 
     async def _stage(self, request: web.Request) -> web.Response:
-        path = self._backend(parse(UpdateInfoBody, await self.body(request)).update_info)
+        path = parse(UpdateInfoBody, await self.body(request)).update_info.path
         async with self._one_at_a_time:
             update = self._started()
             if update.replacement is not None:

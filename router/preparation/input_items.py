@@ -5,23 +5,14 @@ are shown, and a child process reads them.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from baton.router.api.queries import PageQuery
 from baton.router.errors import InvalidRequest
 
 Raw = bytes | bytearray
-
-
-class Query(msgspec.Struct, array_like=True):
-    """What a client asked for."""
-
-    after: str | None
-    """The id of the item before the page. None: the page is the first."""
-    limit: int
-    order: Literal["asc", "desc"]
-    """desc: the newest first."""
 
 
 class _Named(msgspec.Struct):
@@ -101,7 +92,7 @@ def resolved(input: bytes, items: Mapping[str, bytes]) -> bytes:
     return b"[" + b",".join(parts) + b"]"
 
 
-def input_items(history: Raw, query: Query) -> bytes:
+def input_items(history: Raw, query: PageQuery) -> bytes:
     """Returns the page as JSON. `history`: a JSON array of what was sent and answered in each turn: arrays of
     items, and texts of a user."""
     items: list[msgspec.Raw] = []

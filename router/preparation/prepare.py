@@ -26,12 +26,13 @@ from baton.router.api.jobs import output_room
 from baton.router.api.messages import Message
 from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.openai_responses.tools import Called
+from baton.router.api.queries import PageQuery
 from baton.router.api.sampling import Body
 from baton.router.api.validation import parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported, about
 from baton.router.preparation.demand import NO_PLACES, Question, question_of
 from baton.router.preparation.images import decode_images, is_remote, place
-from baton.router.preparation.input_items import Query, input_items, peek
+from baton.router.preparation.input_items import input_items, peek
 from baton.router.text.sealed import unsealed
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.reasoning import Beginning
@@ -48,7 +49,7 @@ Kind = Generated | Converted
 """What the bytes are: the JSON body of an HTTP endpoint, or the message of a gRPC call.
 
 An invocation is a chat or a completion. A peek is the first look at a body of /v1/responses. `input_items`
-has the JSON of a `Query` in place of a body.
+has the JSON of a `PageQuery` in place of a body.
 """
 
 BODIES: dict[Kind, type[Body]] = {
@@ -173,7 +174,7 @@ class Preparation:
         if kind == "peek":
             return msgspec.msgpack.encode(peek(raw))
         if kind == "input_items":
-            return input_items(self.history, msgspec.json.decode(raw, type=Query))
+            return input_items(self.history, PageQuery.model_validate_json(raw))
         if kind == "invocation":
             kind = kind_of(raw)
         body = parse_message(bytes(raw)) if kind == "grpc" else parse(BODIES[kind], raw)

@@ -374,7 +374,7 @@ async def test_a_trainer_moves_weights_by_the_calls_of_vllm(
                 return response.status, await response.json()
 
         info = {"path": "/dev/shm/step-200"}
-        assert (await call(init, init_info={"backend": "nccl"}))[1]["error"]["param"] == "init_info"
+        assert (await call(init, init_info={"backend": "nccl"}))[1]["error"]["param"] == "init_info.backend"
         assert (await call(init, init_info={})) == (200, {"message": "Weight transfer initialized"})
         for early in (finish, update):
             status, answer = await call(early, update_info=info)
