@@ -351,6 +351,17 @@ class ModuleAttention:
     softcap: float | None
     """The bound of the products of queries and keys. None: there is none."""
     sinks: bool
+    chosen: bool = False
+    """Whether a query sees only the positions that an index chose for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleIndex:
+    """One of transformers' modules that chooses positions by keys of its own, one for each token."""
+
+    module: str
+    """The name of the module."""
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,8 +396,9 @@ class ModulesConfig:
 
     settings: str
     """JSON of `config.json`, with the defaults of transformers."""
-    layers: tuple[ModuleAttention | ModuleStates, ...]
-    """Of each call of attention in a pass, and of each module with states, which has a layer of the cache."""
+    layers: tuple[ModuleAttention | ModuleStates | ModuleIndex, ...]
+    """Of each call of attention in a pass, and of each module with states or an index, which has a layer of
+    the cache."""
     parameters: int
     linear_parameters: int
     """Those of linear modules but the output projection. Only these have the format of the weights: all
@@ -403,6 +415,11 @@ class ModulesConfig:
     def states(self) -> dict[int, ModuleStates]:
         """Of the layers with states, by their number."""
         return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, ModuleStates)}
+
+    @property
+    def indexes(self) -> dict[int, ModuleIndex]:
+        """Of the layers with an index, by their number."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, ModuleIndex)}
 
 
 @dataclass(frozen=True, slots=True)

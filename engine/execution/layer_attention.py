@@ -27,9 +27,10 @@ from baton.engine.kernels import (
     Rates,
     StateLayer,
 )
+from baton.engine.kernels.attention.chosen import attend_chosen, keep_keys, requests_of
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import NO_IMAGES, SHORT
-from baton.engine.kernels.state.by_request import Advance, advance_states, tile_requests
+from baton.engine.kernels.state.by_request import advance_states, tile_requests
 from baton.engine.model_config import ModelConfig, Span
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, SharedCache
 from baton.kv_names.cache_kinds import ATTENTION
@@ -117,6 +118,7 @@ class LayerAttention:
             sinks: Tensor | None,
             scale: float,
             softcap: float | None = None,
+            chosen: Tensor | None = None,
         ) -> Tensor:
             source, shape = sources[layer], self.shapes[layer]
             kv = caches[source]
@@ -126,6 +128,9 @@ class LayerAttention:
             else:
                 q = kernels.rotate(qkv, rotary, norm)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
+            if chosen is not None:
+                requests = requests_of(of_layers[shape.span is not None])
+                return attend_chosen(q, kv, requests, chosen, sinks, scale, softcap)
             return kernels.attention(q, kv, tilings[shape], sinks, scale, softcap)
 
         def attend_latent(
@@ -171,10 +176,19 @@ class LayerAttention:
         """What the layers call to take their states past the tokens of a step, as `Mix` or `MixModules`."""
         kernels, caches = self._kernels, self._cache.of_layers
         if self._config.modules is not None:
-            of_requests = tile_requests(attention)
+            of_requests = tile_requests(attention) if self._cache.has_states else None
 
-            def mix_module(layer: int, advance: Advance) -> None:
-                advance_states(advance, caches[layer], of_requests)
+            def mix_module(layer: int, advance: Any) -> None:
+                """`advance`: as `MixModules` or `MixIndex` take it."""
+                if isinstance(keys := caches[layer], Tensor):
+                    of_tokens = attention.of_layers(windowed=False)
+                    for request in requests_of(of_tokens):
+                        advance(
+                            request.rows, request.start, partial(keep_keys, keys, of_tokens.slots, request)
+                        )
+                else:
+                    assert of_requests is not None, "the layer has states"
+                    advance_states(advance, keys, of_requests)
                 layer_done(layer)
 
             return mix_module

@@ -21,7 +21,7 @@ from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks, Shard
 from baton.engine.layers.weights import Checkpoint, PlainFormat, Weights
 from baton.engine.loader.modules import modules_config
-from baton.engine.model_config import ModelConfig, ModuleAttention, ModuleStates
+from baton.engine.model_config import ModelConfig, ModuleAttention, ModuleIndex, ModuleStates
 from baton.engine.models.transformers.interface import ERRORS, words_of
 from baton.engine.models.transformers.model import ModulesModel, modules_of
 from baton.engine.models.transformers.modules import on_meta, text_of, with_values
@@ -32,7 +32,8 @@ CLOSE = 1e-3
 """Largest difference of logits, by the largest logit. Rounding makes some 1e-5."""
 MOST_PARAMETERS = 200_000_000
 LENGTHS = {
-    "attention_chunk_size": 8, "floor_scale": 4, "original_max_position_embeddings": 8, "sliding_window": 8,
+    "attention_chunk_size": 8, "floor_scale": 4, "index_topk": 8, "original_max_position_embeddings": 8,
+    "sliding_window": 8,
 }  # fmt: skip
 """Settings after whose number of tokens something changes."""
 WIDTHS = {
@@ -98,11 +99,13 @@ def kinds_of(config: ModelConfig) -> set[Any]:
     return {_kind(layer)[:-1] for layer in modules_of(config).layers}
 
 
-def _kind(layer: ModuleAttention | ModuleStates) -> tuple[Any, ...]:
+def _kind(layer: ModuleAttention | ModuleStates | ModuleIndex) -> tuple[Any, ...]:
     """What the layer does, and its sizes."""
+    if isinstance(layer, ModuleIndex):
+        return "index", layer.head_dim
     if isinstance(layer, ModuleStates):
         return tuple((x.name, x.index, x.float32) for x in layer.states), tuple(x.shape for x in layer.states)
-    return layer.span and layer.span.chunked, layer.softcap is None, layer.sinks, layer
+    return layer.span and layer.span.chunked, layer.softcap is None, layer.sinks, layer.chosen, layer
 
 
 def reduced_settings(config: ModelConfig) -> Sequence[Mapping[str, Any]]:
@@ -126,6 +129,11 @@ def reduced_settings(config: ModelConfig) -> Sequence[Mapping[str, Any]]:
         narrow["num_attention_heads"] = 4
         if kv_heads is not None:
             narrow["num_key_value_heads"] = 4 if alike else 1 if kv_heads == 1 else 2
+    if isinstance(of_layers := fewer.get("per_layer_config"), Mapping):
+        narrow["per_layer_config"] = {
+            layer: {name: narrow.get(name, value) for name, value in own.items()}
+            for layer, own in of_layers.items()
+        }
     of_keys, of_values = (settings.get(f"linear_num_{of}_heads") for of in ("key", "value"))
     if of_keys is not None and of_values is not None:
         narrow |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 if of_keys == of_values else 4}

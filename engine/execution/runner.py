@@ -360,7 +360,7 @@ class ModelRunner:
             rotary_shift=shift if len(shift) else None,
         )
         callers = [attend]
-        if self.cache.has_states:
+        if self.cache.has_states or self._config.modules is not None:
             callers.append(self.attention.mix_of_step(attention, layer_done))
         with computing(step):
             hidden = self.model(token_ids, positions, *callers)

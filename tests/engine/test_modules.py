@@ -50,6 +50,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     },
+    # With an index in each layer, or in some for the layers behind them, too.
+    "DeepseekV32": {},
+    "GlmMoeDsa": {},
     # With states, of linear attention or convolutions.
     "Qwen3Next": {},
     "Lfm3": {},
@@ -223,7 +226,7 @@ def test_own_classes_come_first(tmp_path: Path, caplog: pytest.LogCaptureFixture
     ("kind", "changes", "message"),
     [
         ("Mamba", {}, "never calls transformers' attention interface"),
-        ("AXK2", {}, "it has layers of type indexed_attention"),
+        ("DeepseekV4", {}, "it has layers of type heavily_compressed_attention"),
     ],
 )
 def test_what_modules_cannot_do_is_refused_by_name(

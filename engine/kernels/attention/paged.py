@@ -369,7 +369,7 @@ def attend(
 ) -> Tensor:
     """q [batch, heads, queries, head_dim]; sinks like [heads, queries]. Without a mask, it is causal."""
     if softcap is not None:
-        return _capped(q, k, v, mask, sinks, scale, softcap)
+        return by_scores(q, k, v, mask, sinks, scale, softcap)
     # What `scaled_dot_product_attention` calls on a CPU, and the logarithm of the softmax's sum as well.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, logsumexp = flash(q, k, v, is_causal=mask is None, attn_mask=mask, scale=scale)
@@ -378,13 +378,21 @@ def attend(
     return out
 
 
-def _capped(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float, softcap: float
+def by_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
-    """As `attend`, with bounded products, for which torch has no kernel."""
+    """As `attend`, on any device, also with bounded products, for which torch has no kernel."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = (q @ k.mT).float().mul_(scale / softcap).tanh_().mul_(softcap)
+    scores = (q @ k.mT).float().mul_(scale)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     if mask is None:
         scores += torch.full(scores.shape[-2:], float("-inf")).triu_(1)
     else:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from baton.engine.model_config import ModuleAttention, ModuleStates, Span
+from baton.engine.model_config import ModuleAttention, ModuleIndex, ModuleStates, Span
 
 SERVING, RECORDING = "baton", "baton_recording"
 """Names of attention, as transformers' `attn_implementation`."""
@@ -46,7 +46,7 @@ IGNORED = {
 class Calls:
     """What a pass of modules on the device "meta" calls attention with."""
 
-    layers: list[ModuleAttention | ModuleStates] = field(default_factory=list)
+    layers: list[ModuleAttention | ModuleStates | ModuleIndex] = field(default_factory=list)
     spans: list[tuple[Tensor, Span | None]] = field(default_factory=list)
     """Each mark that took the place of a mask, and what queries see with it."""
     called: set[str] = field(default_factory=set)
@@ -64,7 +64,8 @@ class Pass:
     attend: Callable[..., Tensor]
     """As `engine.models.llama.Attend`."""
     mix: Callable[..., None]
-    """As `engine.models.transformers.states.MixModules`."""
+    """As `engine.models.transformers.states.MixModules`, or as `engine.models.transformers.indexed.MixIndex`
+    for a layer with an index."""
     attention: Iterator[tuple[int, ModuleAttention]]
     """The layers that attend and their numbers, from the next one on."""
     rotaries: dict[int, Tensor]
@@ -98,17 +99,20 @@ def attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, tokens, size], key and value [1, KV heads, tokens, size]; values may have another
-    size. s_aux [heads]: sinks. Returns [1, tokens, heads, size of values]."""
+    size. s_aux [heads]: sinks. indices [1, tokens, positions]: as `indexed.Indexed` returns them. Returns
+    [1, tokens, heads, size of values]."""
     current = current_pass()
     layer, shape = next(current.attention)
     size, value_size = shape.head_dim, value.shape[3]
     heads = [x if x.shape[3] == size else F.pad(x, (0, size - x.shape[3])) for x in (query, key, value)]
     qkv = torch.cat([x.transpose(1, 2) for x in heads], dim=2)[0]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    out = current.attend(layer, qkv, current.rotaries[size], None, s_aux, scale, softcap)
+    chosen = None if indices is None else indices[0]
+    out = current.attend(layer, qkv, current.rotaries[size], None, s_aux, scale, softcap, chosen)
     return out[None, ..., :value_size], None
 
 
@@ -121,6 +125,7 @@ def record(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As `attention`, on the device "meta". Raises `ValueError` naming what Baton's attention cannot do."""
@@ -144,6 +149,7 @@ def record(
             span=marked[0] if marked else None,
             softcap=softcap,
             sinks=s_aux is not None,
+            chosen=indices is not None,
         )
     )
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
@@ -157,7 +163,8 @@ def mark(*, config: Any, local_size: int | None = None, use_vmap: bool = False, 
     if use_vmap:
         raise ValueError("its masks are neither causal nor windows nor chunks")
     chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
-    stands, span = torch.empty(1, 1, 1, 1), None if local_size is None else Span(local_size, chunked=chunked)
+    span = None if local_size is None else Span(local_size, chunked=chunked)
+    stands = torch.empty(1, 1, 1, 1, device="meta")
     current.spans.append((stands, span))
     return stands
 

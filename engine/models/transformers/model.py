@@ -11,12 +11,13 @@ from baton.engine.kernels import Kernels
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.ranks import unsharded
 from baton.engine.layers.weights import DTYPES, Weights
-from baton.engine.model_config import ModelConfig, ModulesConfig, ModuleStates
+from baton.engine.model_config import ModelConfig, ModuleAttention, ModulesConfig, ModuleStates
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, ModuleStateCache
 from baton.engine.models.transformers import replaced
 from baton.engine.models.transformers.interface import Pass, calling
 from baton.engine.models.transformers.modules import build
 from baton.engine.models.vision import TOWER
+from baton.kv_names.cache_kinds import INDEX
 
 INTEGERS = (torch.int64, torch.int32, torch.bool)
 
@@ -54,6 +55,8 @@ class ModulesModel:
             )
             if isinstance(layer, ModuleStates)
             else AttentionCache(layer.num_kv_heads, layer.head_dim, kv_dtype, layer.span)
+            if isinstance(layer, ModuleAttention)
+            else AttentionCache(1, layer.head_dim, dtype, kind=INDEX)
             for layer in modules_of(config).layers
         )
 
@@ -82,6 +85,10 @@ class ModulesModel:
             _take_images(whole, config.vision.deepstack, weights.kernels)
         if modules.states:
             self.cache = _keep_states(whole, self.body, modules.states)
+        if modules.indexes:
+            from baton.engine.models.transformers.indexed import keep_indexes
+
+            self.cache |= keep_indexes(whole, modules.indexes)
         self.computed = Computed(self.body)
         whole.set_submodule(name, self.computed)
         # It rotates nothing: modules have rotated queries and keys already.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.engine.model_config import ModuleAttention, ModuleStates
+from baton.engine.model_config import ModuleAttention, ModuleIndex, ModuleStates
 from baton.engine.models.transformers.interface import RECORDING, SERVING, Calls, calling, register
 from baton.engine.models.transformers.replaced import compute_experts
 
@@ -24,8 +24,8 @@ class LeftOut(nn.Module):
 
 
 LAYER_TYPES = (
-    "chunked_attention", "conv", "full_attention", "hybrid", "hybrid_sliding", "linear_attention",
-    "sliding_attention",
+    "chunked_attention", "conv", "full_attention", "hybrid", "hybrid_sliding", "indexed_attention",
+    "linear_attention", "sliding_attention",
 )  # fmt: skip
 
 
@@ -130,9 +130,12 @@ def with_values(settings: str) -> Any:
     return model
 
 
-def record_calls(settings: str) -> tuple[tuple[ModuleAttention | ModuleStates, ...], tuple[str, ...]]:
-    """How a pass calls attention and keeps states, in order, and the linear modules and norms whose weights
-    it reads without calling them. Raises any of `ERRORS`; `ValueError` names what is missing."""
+def record_calls(
+    settings: str,
+) -> tuple[tuple[ModuleAttention | ModuleStates | ModuleIndex, ...], tuple[str, ...]]:
+    """How a pass calls attention, keeps states and chooses positions, in order, and the linear modules and
+    norms whose weights it reads without calling them. Raises any of `ERRORS`; `ValueError` names what is
+    missing."""
     calls, plain = _recorded(settings, torch.float32)
     if any(isinstance(layer, ModuleStates) for layer in calls.layers):
         calls, _ = _recorded(settings, torch.bfloat16)  # which states are in float32 in a smaller type, too

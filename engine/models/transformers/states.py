@@ -13,7 +13,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from baton.engine.kernels.state.by_request import Advance
-from baton.engine.model_config import ModuleState, ModuleStates
+from baton.engine.model_config import ModuleIndex, ModuleState, ModuleStates
 from baton.engine.models.transformers.interface import Calls, current_pass
 
 MixModules = Callable[[int, Advance], None]
@@ -115,6 +115,11 @@ def record_modules(whole: nn.Module, calls: Calls) -> None:
             first = attended[name].pop()
             for cache in (x for x in (*args, *named.values()) if isinstance(x, Cache)):
                 for number, layer in enumerate(cache.layers):
+                    if (keys := getattr(layer, "indexer_keys", None)) is not None:
+                        index = number, "indexer_keys", 0
+                        if index not in seen:
+                            seen.add(index)
+                            calls.layers.append(ModuleIndex(name, keys.shape[-1]))
                     if not (states := _new_states(layer, number, seen)):
                         continue
                     if len(calls.attention) > first:
