@@ -28,7 +28,7 @@ SMALL_AGENTS = (
 )  # fmt: skip
 TRACE_SPEED = 0.5
 TRACE_S = {"cuda": 150.0, "cpu": 12.0}
-MOST_TURNS, FEWER_TURNS, FEW_AGENTS = 10, 8, 16
+MOST_TURNS, FEWER_TURNS, FEW_AGENTS = 10, 8, 24
 """Of an agent, beside few agents and beside more."""
 
 
@@ -127,8 +127,7 @@ def command(load: Load, level: float, requests: int, seed: int, directory: Path)
     if load.kind == "trace":
         return ["replay", str(load.trace), "--speed", f"{level:g}", *load.flags, *common]
     if load.kind == "agents":
-        turns = MOST_TURNS if level <= FEW_AGENTS else FEWER_TURNS
-        flags = load.flags or ("--turns", str(turns))
+        flags = load.flags or ("--turns", str(turns_beside(level)))
         return ["agents", "--concurrency", f"{level:g}", "--sessions", f"{2 * level:g}", *flags, *common]
     if load.kind == "closed":
         users = int(level)
@@ -138,6 +137,11 @@ def command(load: Load, level: float, requests: int, seed: int, directory: Path)
     else:
         flags = ["--rate", f"{level:g}", "--requests", str(requests)]
     return ["run", *_lengths(*load.lengths[0]), *flags, *common]
+
+
+def turns_beside(agents: float) -> int:
+    """Of each session, with so many agents at a time."""
+    return MOST_TURNS if agents <= FEW_AGENTS else FEWER_TURNS
 
 
 def warm_up(load: Load, seed: int) -> Iterator[list[str]]:

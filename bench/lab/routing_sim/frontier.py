@@ -1,4 +1,4 @@
-"""The frontier of first tokens and gaps: what later turns of agents wait, and the longest gaps.
+"""The frontier of first tokens and gaps: what first and later turns of agents wait, and the longest gaps.
 
 Baton with gap targets of two to seven fastest steps, and as many engines with the rules of vLLM (chunks of
 512) and of SGLang (prompts at once, decodes wait) on the same machines. One worker computes every prompt
@@ -8,6 +8,7 @@ beside its decodes. Of two, one may compute prompts while the other decodes.
 from collections import Counter
 from collections.abc import Sequence
 
+from baton.bench.lab.disagg.loads import turns_beside
 from baton.bench.lab.driver import Run
 from baton.bench.report import Row
 from baton.engine.core.meters import LONG
@@ -23,7 +24,6 @@ TARGETS = (2.0, 2.5, LONG, 5.0, 7.0)
 OTHERS: dict[str, Kind] = {"vllm": "colocated", "sglang": "sglang"}
 SEEDS = (4, 5, 6)
 """None of them has chosen a rule."""
-TURNS = 8
 
 
 def add_frontier(run: Run) -> None:
@@ -39,7 +39,7 @@ def add_frontier(run: Run) -> None:
 
 def _served(sessions: int, workers: int, kind: Kind, steps: float, seed: int) -> PlacementOutcome:
     return simulate(
-        agents(sessions, TURNS, seed),
+        agents(sessions, turns_beside(sessions), seed),
         kind,
         at_a_time=sessions,
         warm_up=0,
@@ -52,12 +52,14 @@ def _served(sessions: int, workers: int, kind: Kind, steps: float, seed: int) ->
 def figures(outcomes: Sequence[PlacementOutcome]) -> dict[str, float]:
     """In ms. The answers of all outcomes count as those of one."""
     answers = [answer for outcome in outcomes for answer in outcome.answers]
-    later = [answer.ttft for answer in answers if not answer.first]
+    first, later = ([a.ttft for a in answers if a.first is turn] for turn in (True, False))
     gaps = Counter[float]()
     for outcome in outcomes:
         gaps.update(outcome.gaps)
     values, counts = [*gaps], [*gaps.values()]
     return {
+        "first_p50": 1e3 * percentile(first, 0.5),
+        "first_p90": 1e3 * percentile(first, 0.9),
         "later_p50": 1e3 * percentile(later, 0.5),
         "later_p90": 1e3 * percentile(later, 0.9),
         "gap_p99": 1e3 * percentile(values, 0.99, counts),
