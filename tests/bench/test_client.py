@@ -20,7 +20,7 @@ from baton.bench.load.target.answer import Answer, Record
 from baton.bench.load.target.request import Api, Dialect, SessionAs, Target, exchange
 from baton.bench.load.target.tokenization import Composer
 from baton.bench.load.traffic.client import Client
-from baton.bench.load.traffic.workload import Distribution, Listed, Session, Synthetic, Workload
+from baton.bench.load.traffic.workload import Listed, Session, Workload
 from tests.bench.mock_server import ANSWERED, Behavior, Fault, MockServer
 from tests.bench.support import EXACT, client_config, open_loop, run_client, short_prompts
 
@@ -55,14 +55,6 @@ async def test_records_match_what_the_server_sent(monkeypatch: pytest.MonkeyPatc
     assert moments == sorted(moments)
 
 
-async def test_prompts_have_the_lengths_that_the_options_ask_for() -> None:
-    workload = Synthetic(1, Distribution("uniform", (20, 400)), Distribution("uniform", (1, 6)))
-    records = await _answered(Behavior(ttft=0), workload, sessions=30, concurrency=8)
-    assert len(records) == 30
-    assert all(r.prompt_tokens == r.asked_input and r.generated == r.asked_output for r in records)
-    assert len({r.asked_input for r in records}) > 15
-
-
 async def test_a_closed_loop_keeps_its_users_busy() -> None:
     """The first answers come when all users have asked."""
 
@@ -85,14 +77,6 @@ async def test_clients_share_the_sessions_and_the_users() -> None:
         found = await asyncio.gather(*map(run_client, configs))
     assert [c.users for c in configs] == [2, 2, 1]
     assert sorted(r.index for records in found for r in records) == list(range(11))
-
-
-async def test_several_servers_take_sessions_in_turn() -> None:
-    async with MockServer(Behavior(ttft=0)) as one, MockServer(Behavior(ttft=0)) as other:
-        target = Target((one.url, other.url), "completions", "mock", Dialect())
-        config = client_config("", SHORT, sessions=5, concurrency=1)
-        await run_client(msgspec.structs.replace(config, target=target))
-        assert [len(server.served) for server in (one, other)] == [3, 2]
 
 
 async def test_an_open_loop_keeps_its_times_beside_a_slow_server() -> None:
@@ -134,33 +118,6 @@ async def test_waiting_for_a_free_place_counts_as_latency(monkeypatch: pytest.Mo
     assert held.ttft > before.ended - held.intended
 
 
-async def test_an_open_loop_shows_a_stall_that_a_closed_loop_hides() -> None:
-    """Coordinated omission: while the server stalls, a closed loop sends nothing that could be late."""
-    over, start = asyncio.Event(), time.monotonic()
-
-    async def stall(number: int, _: int) -> None:
-        if number >= 10:
-            await over.wait()
-
-    behavior = Behavior(ttft=0, gaps=(0,), gate=stall)
-    async with MockServer(behavior) as one, MockServer(behavior) as other:
-        opened = asyncio.create_task(
-            run_client(client_config(one.url, SHORT, sessions=40, **open_loop(200.0)), start=start)
-        )
-        closed = asyncio.create_task(run_client(client_config(other.url, SHORT, sessions=40), start=start))
-        await asyncio.gather(one.requests(30), other.requests(11))
-        stalled_until = time.monotonic() - start
-        over.set()
-        await asyncio.gather(opened, closed)
-    assert all(r.ok for r in opened.result() + closed.result())
-    waited = {
-        name: sum(r.intended < stalled_until < r.arrivals[0] for r in run.result())
-        for name, run in (("open", opened), ("closed", closed))
-    }
-    assert waited["open"] >= 20
-    assert waited["closed"] == 1
-
-
 async def test_sessions_keep_their_id_history_and_think_time() -> None:
     workload = short_prompts(2, turns=3, think_seconds=0.1)
     async with MockServer(Behavior(ttft=0.01)) as server:
@@ -179,14 +136,6 @@ async def test_sessions_keep_their_id_history_and_think_time() -> None:
     assert mine[2].prompt[4]["content"] == Composer(EXACT).compose(asked, first=False)
     first, second, _ = [r for r in records if r.index == 0]
     assert second.sent >= second.intended >= first.ended + 0.1
-
-
-async def test_the_history_of_completions_is_one_text() -> None:
-    workload, composer = short_prompts(2, turns=2), Composer(EXACT)
-    one, two = (composer.compose(t.segments, first=not i) for i, t in enumerate(workload.session(0).turns))
-    async with MockServer(Behavior(ttft=0)) as server:
-        await run_client(client_config(server.url, workload, sessions=1))
-        assert [s.prompt for s in server.served] == [one, f"{one} t0 t1\n{two}"]
 
 
 async def test_the_history_of_token_ids_has_those_of_the_answers() -> None:

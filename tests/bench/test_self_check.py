@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.bench.load.measurement.self_check import Steadiness, check, detect, fixed_warm_up
+from baton.bench.load.measurement.self_check import Steadiness, check, detect
 from baton.bench.load.traffic.client_process import ClientUsage
 
 IDLE = ClientUsage(elapsed=10.0, cpu=1.0, waited=0.1, stalls=[0.0005] * 1000)
@@ -82,9 +82,3 @@ def test_what_is_no_warm_up_is_not_cut(values: np.ndarray, steady: bool | None, 
     assert said in found.statement
     if steady is not False:
         assert found.begin == 0.0
-
-
-def test_a_given_warm_up_is_excluded() -> None:
-    times = [i * 0.1 for i in range(400)]
-    found = fixed_warm_up(5.0, times, _noise(400).tolist())
-    assert (found.begin, found.steady) == (5.0, True)

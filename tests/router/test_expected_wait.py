@@ -121,19 +121,6 @@ def test_what_the_queue_got_counts_more_than_the_speed_of_workers(router: Router
         assert router.admission.expected_wait == pytest.approx(2e6 / speed / 160_000, rel=0.1)
 
 
-def test_a_queue_that_is_gone_is_forgotten(router: Router):
-    """Decode workers were full for minutes. Later the same burst is accepted as ever."""
-    for _ in range(100):
-        router.ask(10_000)
-    for _ in range(60):
-        router.computes(500.0, 10.0)
-    assert router.admission.expected_wait > 5 * MAX_WAIT
-    router.computes(1e9, 1.0)
-    router.now += 120
-    for _ in range(96):
-        router.ask(10_000)
-
-
 def test_prompts_of_other_routers_are_ahead(router: Router):
     router.window = replace(FOUR_GPUS, others=160_000)
     assert router.admission.expected_wait == 1

@@ -202,30 +202,11 @@ def test_a_long_prefix_is_fetched_though_short_ones_are_computed(world: World) -
     assert world.empty
 
 
-def test_a_worker_that_does_not_answer_is_left_alone_for_a_while(world: World) -> None:
-    world.prompt_tokens_per_s = 256.0
-    world.start()
-    world.now = 3.0
-    world.fetches.expire()
-    assert not world.start(b"next")
-    assert world.start(b"other", OTHER)
-    world.inject(4, 0.1)
-    world.now = 3.0 + prefix_fetches.PAUSE
-    assert world.start(b"next"), "the time said nothing about its speed"
-
-
 @pytest.mark.parametrize(("reason", "again"), [("gone", True), ("busy", True), ("integrity", False)])
 def test_a_worker_is_asked_again_after_a_stale_hint(world: World, reason: str, again: bool) -> None:
     world.start()
     world.end(FetchFailed(world.asked[0], reason))
     assert world.start() is again
-
-
-def test_of_the_last_two_fetches_of_a_size_the_faster_one_counts() -> None:
-    link = Link()
-    for seconds, pays in ((10.0, False), (1.0, True), (10.0, True), (10.0, False), (1.0, True)):
-        link.measured(64, 0.0, seconds, now=0.0)
-        assert link.pays(64, 2.0, now=0.0) is pays
 
 
 def test_a_slow_fetch_is_not_the_last_one(world: World) -> None:
