@@ -1,9 +1,6 @@
 """The names of KV: their values never change, and they stand for all that KV depends on."""
 
-import struct
-
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +9,6 @@ from baton.kv_names import (
     ImageSpan,
     content_root,
     extend_names,
-    hint,
     names_of_prefixes,
     prompt_hints,
     salted,
@@ -61,15 +57,6 @@ def test_equal_names_mean_equal_prefixes(left, right):
         assert (x == y) == (left[: i * CHUNK_TOKENS] == right[: i * CHUNK_TOKENS])
 
 
-@given(tokens, tokens)
-def test_a_longer_sequence_keeps_the_names_of_its_prefix(left, right):
-    known = names(left)
-    grown = list(known)
-    extend_names(grown, left + right, len(left) + len(right), ROOT)
-    assert grown == names(left + right)
-    assert grown[: len(known)] == known
-
-
 @given(tokens, st.integers(0, 4 * CHUNK_TOKENS))
 def test_the_name_of_a_prefix_is_that_of_its_last_chunk_or_of_no_chunk(token_ids, length):
     length = min(length, len(token_ids))
@@ -100,36 +87,6 @@ def test_names_differ_with_model_format_and_dtype(other):
 def test_tenants_share_no_name():
     roots = [salted(ROOT, salt) for salt in (b"", b"a", b"b")]
     assert len({name for root in roots for name in names(range(128), root)}) == 6
-
-
-def test_a_prompt_made_for_xxh3_collides_there_and_not_here():
-    """Routers once named chunks by xxh3-64, where collisions can be written down.
-
-    For 256 bytes it adds up, in each of eight lanes, products of the halves of 64-bit words, each half xored
-    with a known secret. A half that equals the secret makes its product 0, whatever the other half is. So
-    the other halves of two words of one lane may change, if their sum stays.
-    """
-    seed = xxhash.xxh3_64_intdigest(b"")
-    secret = [_default_secret(word) + (seed if word % 2 == 0 else -seed) for word in range(8)]
-    zeroed = [word & 0xFFFFFFFF for word in secret[:2]]  # what lane 0 uses in stripes 0 and 1
-    first, second = ([7] * CHUNK_TOKENS for _ in range(2))
-    for chunk, shift in ((first, 0), (second, 1000)):
-        chunk[0], chunk[1] = zeroed[0], 5000 + shift
-        chunk[16], chunk[17] = zeroed[1], 5000 - shift
-    assert first != second
-    old = [xxhash.xxh3_64_intdigest(struct.pack("<64I", *chunk), seed=seed) for chunk in (first, second)]
-    assert old[0] == old[1]
-    new = [names(chunk, salted(ROOT, b""))[0] for chunk in (first, second)]
-    assert hint(new[0]) != hint(new[1])
-
-
-def _default_secret(word: int) -> int:
-    """64 bits of xxh3's default secret, which its specification lists."""
-    secret = bytes.fromhex(
-        "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
-        "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
-    )
-    return struct.unpack_from("<Q", secret, word * 8)[0]
 
 
 def test_images_name_the_chunks_that_they_reach_into():
