@@ -77,6 +77,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     movers: int = msgspec.field(default_factory=_movers)  # 0: the transfer process does it
     encrypt: bool = False  # lanes; each peer must do the same
     exports: bool = False  # memory of the engine to peers on this host, and it reads theirs
+    sums: bool = False  # the engine computes and verifies sums of slices, if the peer's does: it is on GPUs
     reader: str = ""  # of `memory_reader.READERS`: reads memory of peers where a test read succeeds. "": none
     reader_device: str | None = None  # with slots of its own for it: "cuda:0" or "cpu"; None: the arenas
     exported_slot_bytes: int = EXPORTED_SLOT_BYTES  # the least size of these on a GPU

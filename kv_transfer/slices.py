@@ -2,7 +2,7 @@
 
     pump       made when a layer is ready and a peer fetches it. It lies in the KV pool (`table`)
     gather     it lies in a slot: of the arena, or of memory that peers read (`memory`)
-    transfer   the bytes of that slot go by a lane, or the peer reads them
+    transfer   the bytes of that slot go by a lane, or the peer reads them; with them goes `sum`
     peer       it lies in a slot of the peer's arena, or still in that memory, with a slot set aside for it
     scatter    it lies in the blocks (`table`), and its slots are free
 
@@ -33,6 +33,7 @@ class Slice(msgspec.Struct, array_like=True):
     slot: int = 0  # of the arena; at a sender with `memory`, of that memory, over all ranks
     memory: int = ARENA
     there: int = 0  # at a receiver, with `memory`: the slot in it
-    sum: int = 0  # with `memory`: its generation there, or its checksum if slots have no marks
+    sum: int = 0  # its checksum; with `memory`, if slots there have marks: its generation
+    verified: bool = True  # False: the engine copies it first, and then compares `sum` with what it copied
     dtype: str | None = None  # in the slot; None: that of the pool. `gather` and `scatter` convert
     table: Any = None  # where the blocks of its request are, for copies from and to the pool

@@ -51,6 +51,11 @@ class PagedKV:
     """Tokens of a block, of each array of the layout. Empty: `block_size`."""
 
     @property
+    def sums(self) -> bool:
+        """As in `TransferConfig`: a kernel that copies slices on a GPU also sums them."""
+        return self.device.startswith("cuda")
+
+    @property
     def heads(self) -> Sequence[Range]:
         """The heads of this rank, of each array of the layout."""
         return [array.heads_of(self.rank, self.ranks) for array in self.layout.arrays]

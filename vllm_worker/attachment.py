@@ -63,6 +63,7 @@ class Attach(Local):
     layout: kv.KVLayout  # of all ranks
     pool: Pool
     model_fingerprint: str
+    sums: bool = False  # as in `TransferConfig`
 
 
 class Close(Local):

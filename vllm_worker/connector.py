@@ -337,7 +337,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 name = f"vllm {str(self._transfer.kv_role).removeprefix('kv_')} {os.getpid()}"
                 self._process = TransferProcess(kv, settings, name, model, secret(settings.host))
             path = get_tp_group().broadcast_object(self._process and self._process.path)
-        link = WorkerLink.open(path, Attach(kv.rank, kv.layout, pool_of(self._groups, num_blocks), model))
+        pool = pool_of(self._groups, num_blocks)
+        link = WorkerLink.open(path, Attach(kv.rank, kv.layout, pool, model, kv.sums))
         arenas = link.arenas
         if kv.rank:
             [rank0] = arenas.ranks()

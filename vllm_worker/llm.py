@@ -227,7 +227,7 @@ class VLLM:
             adapters=adapters,
         )
         images = None if self._images is None else self._images.settings
-        return EngineReady(described, attach.layout, images)
+        return EngineReady(described, attach.layout, images, sums=attach.sums)
 
     async def generate(
         self, request: engine.EngineRequest, fields: dict[str, Any], priority: int

@@ -65,7 +65,7 @@ class TransferProcess:
             name=name, title="baton vllm", incarnation=incarnation, model_fingerprint=model,
             layout=kv.layout, num_slots=settings.slots, slot_bytes=settings.slot_bytes,
             hosts=(settings.host,), port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt,
-            exports=True,
+            exports=True, sums=kv.sums,
         )  # fmt: skip
         sending, receiving = ends.transfer
         self.process: subprocess.Popen[bytes] = spawn_transfer(

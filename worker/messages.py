@@ -176,6 +176,7 @@ class EngineReady(_Message):
     layout: KVLayout
     images: ImageSettings | None = None  # None: the model takes none
     image_layout: KVLayout | None = None  # of embeddings from encoders. None: it fetches none
+    sums: bool = False  # as in `TransferConfig`
 
 
 class ToRouter(_Message):

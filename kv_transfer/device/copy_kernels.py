@@ -13,7 +13,7 @@ layer's pool, of the request's block table and of the dense memory. All is moved
 dtype: read once, written once, and no value is ever looked at. In torch: `index_select`, `index_copy_`.
 
 The checksum of a slice is the sum of its 32-bit words, each mixed with its place in the slice. For one place
-the mix is a bijection, so one wrong word is always found. The kernel that moves a slice can sum it, too.
+the mix is a bijection, so one wrong word is always found. The kernel that moves a slice sums it, too.
 """
 
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class Pages:
         return cls(rows, block_size * pieces, pieces, words, row, block, position // pieces, head)
 
     def line(
-        self, pool: int, blocks: int, dense: int, part: Window, checksum: int = 0, first_word: int = 0
+        self, pool: int, blocks: int, dense: int, part: Window, checksum: int, first_word: int = 0
     ) -> list[int]:
         """A line of the table, for the part of a slice that a rank holds.
 
@@ -99,11 +99,9 @@ class Pages:
         ]  # fmt: skip
 
 
-def launch(
-    table: Tensor, pages: Pages, most: tuple[int, int], *, into_pool: bool, sums: bool = False
-) -> None:
-    """Move every line of `table` [lines, FIELDS] int64, on the device. `most`: positions and heads of any
-    line. Scatter: no position may be named twice in a batch. `sums`: add up the checksums."""
+def launch(table: Tensor, pages: Pages, most: tuple[int, int], *, into_pool: bool) -> None:
+    """Move every line of `table` [lines, FIELDS] int64, on the device, and add up its checksum. `most`:
+    positions and heads of any line. Scatter: no position may be named twice in a batch."""
     most_positions, most_heads = most
     columns = _power_of_2(most_heads * pages.words)
     per_program = max(1, WORDS // columns)
@@ -113,7 +111,7 @@ def launch(
     # In the order of the kernel's parameters: a compiled kernel takes them as they stand.
     fixed = (
         pages.row, pages.rows, FIELDS, pages.block_size, pages.block, pages.position, pages.head, pages.words,
-        per_program, columns, into_pool, sums,
+        per_program, columns, into_pool,
     )  # fmt: skip
     compiled = _compiled.get((table.device, fixed))
     if compiled is not None:
@@ -225,7 +223,6 @@ def _copy(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTO_POOL: tl.constexpr,
-    SUMS: tl.constexpr,
 ):
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         half = (item // tiles % HALVES).to(tl.int64)
@@ -258,9 +255,8 @@ def _copy(
         else:
             words = tl.load(paged, mask=inside, other=0)
             tl.store(dense + place, words, mask=inside)
-        if SUMS:
-            checksum = tl.load(entry + 8).to(tl.pointer_type(tl.int64))
-            tl.atomic_add(checksum, _mixed(words, tl.load(entry + 9) + place, inside))
+        checksum = tl.load(entry + 8).to(tl.pointer_type(tl.int64))
+        tl.atomic_add(checksum, _mixed(words, tl.load(entry + 9) + place, inside))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """KV between the engine's paged pool and slots, on a GPU. Imported where there is one: it needs Triton."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -9,9 +9,9 @@ import torch
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import ExportedMemory, PeerDeviceMemory, Slots
-from baton.kv_transfer.device.pool import Event, Outcome, Remainder
+from baton.kv_transfer.device.pool import Event, Outcome, Remainder, Sums
 from baton.kv_transfer.device.slice_kernels import RequestTable, SliceKernels
-from baton.kv_transfer.device.tables import Tables, pin, unpin
+from baton.kv_transfer.device.tables import Table, Tables, pin, unpin
 from baton.kv_transfer.layout import Dtypes
 from baton.kv_transfer.peer_memory import PeerMemories, Unreachable
 from baton.kv_transfer.protocol.messages import Export
@@ -61,8 +61,7 @@ class CudaPool:
     the next step to launch.
     """
 
-    def __init__(self, kv: PagedKV, arena: Arena, *, exported: bool) -> None:
-        """`exported` as in `open_pool`."""
+    def __init__(self, kv: PagedKV, arena: Arena) -> None:
         self._device = torch.device(kv.device)
         self._kv = kv
         self._layout = kv.layout
@@ -83,9 +82,7 @@ class CudaPool:
         # What torch has pinned once it gives out again at once; pinning more would wait for the device.
         _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
         with torch.cuda.stream(self._stream):
-            self._kernels = SliceKernels(
-                kv, self._tables, self.table([0] * kv.num_tables, 1), exported=exported
-            )
+            self._kernels = SliceKernels(kv, self._tables, self.table([0] * kv.num_tables, 1))
             self._record()
 
     def enter_thread(self) -> None:
@@ -117,19 +114,27 @@ class CudaPool:
     def passed(self, event: Event) -> bool:
         return event.query()
 
-    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> Event:
+    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> tuple[Event, Sums]:
+        sums: Callable[[], Mapping[int, int]] = dict
         with torch.cuda.stream(self._stream):
             for event in {id(event): event for event in after if event is not None}.values():
                 self._stream.wait_event(event)
             if exported := [item for item in batch if item.memory]:
                 self._gather_exported(exported)
-            if batch := [item for item in batch if not item.memory]:
-                batch, offsets, copies = self._stage(batch, self._in_arena, self._slot_bytes)
+            if in_arena := [item for item in batch if not item.memory]:
+                in_arena, offsets, copies = self._stage(in_arena, self._in_arena, self._slot_bytes)
                 dense = self._dense(copies)
-                self._kernels.move(_at(batch, dense, offsets), into_pool=False)
+                table, _ = self._kernels.move_and_sum(_at(in_arena, dense, offsets), into_pool=False)
                 for slot, at, size in copies:
                     copy(slot, dense.data_ptr() + at, size, self._stream.cuda_stream)
-            return self._record()
+                sums = self._fetched(table, in_arena)
+            event = self._record()
+
+        def outcome() -> list[int]:
+            found = sums()
+            return [0 if x.memory else found[x.slot] for x in batch]
+
+        return event, outcome
 
     def _gather_exported(self, batch: Sequence[Slice]) -> None:
         assert self._exported is not None
@@ -144,17 +149,45 @@ class CudaPool:
         self._tables.write([word for item in batch for word in (item.sum, 0)], runs)
         items = [(item, self._exported.slot(item.slot)) for item in batch]
         sums = [self._exported.mark(item.slot) + 8 for item in batch]
-        self._kernels.move(items, into_pool=False, sums=sums)
+        self._kernels.move(items, sums, into_pool=False)
 
-    def scatter(self, batch: Sequence[Slice]) -> tuple[Event, Event]:
+    def scatter(
+        self, batch: Sequence[Slice], memory: PeerMemories[PeerDeviceMemory] | None = None
+    ) -> tuple[Event, Outcome]:
+        if memory is not None:
+            return self._pull(memory, batch)
         with torch.cuda.stream(self._stream):
-            batch, offsets, copies = self._stage(batch, self._in_arena, self._slot_bytes)
+            placed, offsets, copies = self._stage(batch, self._in_arena, self._slot_bytes)
             dense = self._dense(copies)
             for slot, at, size in copies:
                 copy(dense.data_ptr() + at, slot, size, self._stream.cuda_stream)
-            copied = _event(self._stream)
-            self._kernels.move(_at(batch, dense, offsets), into_pool=True)
-            return copied, self._record()
+            table, _ = self._kernels.move_and_sum(_at(placed, dense, offsets), into_pool=True)
+            sums = self._fetched(table, placed)
+            event = self._record()
+
+        def outcome() -> list[Remainder]:
+            found = sums()
+            return [0 if x.verified else self._remainder(x, x.sum, found[x.slot]) for x in batch]
+
+        return event, outcome
+
+    def _fetched(self, table: Table, batch: Sequence[Slice]) -> Callable[[], Mapping[int, int]]:
+        """Fetches the checksums from the beginning of the table. What it returns says them by slot. Call it
+        once, when an event behind this has passed."""
+        table.fetch(len(batch), self._stream)
+
+        def words() -> Mapping[int, int]:
+            sums = table.words[: len(batch)].tolist()
+            self._tables.give(table)
+            return {x.slot: checksum % (1 << 64) for x, checksum in zip(batch, sums, strict=True)}
+
+        return words
+
+    def _remainder(self, item: Slice, checksum: int, found: int) -> int:
+        """`found`: the sum of the words that this rank has read."""
+        if not (self._kernels.window(item.piece).is_first or self._kernels.is_converted(item)):
+            checksum = 0  # another rank has it
+        return (checksum - found) % (1 << 64)
 
     def export(self) -> Export:
         try:
@@ -210,7 +243,7 @@ class CudaPool:
     def opened(self, memory: object) -> bool:
         return True
 
-    def pull(self, memory: PeerMemories[PeerDeviceMemory], batch: Sequence[Slice]) -> tuple[Event, Outcome]:
+    def _pull(self, memory: PeerMemories[PeerDeviceMemory], batch: Sequence[Slice]) -> tuple[Event, Outcome]:
         """The kernel that scatters the slices reads this rank's heads in the memory of the peer, and sums
         them. The marks are copied after that, on a stream of their own, so the next kernel does not wait.
 
@@ -231,22 +264,12 @@ class CudaPool:
             landing, items = self._land(batch, address_of, memory.slot_bytes)
             batch = [item for item, _ in items]
         each = sources[0].marks_bytes // 8
-        # A checksum for each slice, the lines of the kernels, then the marks.
-        marks_at = len(batch) * (1 + self._kernels.fields)
-        count = marks_at + len(sources) * each
-        table = self._tables.take(count)
-        table_address = table.on_device.data_ptr()
-        table.words[: len(batch)] = 0
-        sum_at = [table_address + 8 * i for i in range(len(batch))]
         with torch.cuda.stream(self._stream):
-            if landing is None:
-                self._kernels.copy(items, into_pool=True, sums=sum_at, behind_sums=table)
-            else:
-                table.send(len(batch), self._stream)
-                self._kernels.move(items, into_pool=True, sums=sum_at)
+            table, marks_at = self._kernels.move_and_sum(items, into_pool=True, more=len(sources) * each)
             self._marks.wait_event(_event(self._stream))
+        count = marks_at + len(sources) * each
         for i, source in enumerate(sources):
-            marks = table_address + 8 * (marks_at + i * each)
+            marks = table.on_device.data_ptr() + 8 * (marks_at + i * each)
             copy(marks, source.marks, source.marks_bytes, self._marks.cuda_stream)
         table.fetch(count, self._marks)
         event = _event(self._marks)
@@ -264,10 +287,8 @@ class CudaPool:
                 source, number = places[item.there]
                 mark = first[source.address] + 2 * number
                 generation, checksum = words[mark : mark + 2]
-                if not (self._kernels.window(item.piece).is_first or self._kernels.is_converted(item)):
-                    checksum = 0  # another rank has it
                 right = generation == item.sum
-                remainders.append((checksum - sums[item.there]) % (1 << 64) if right else None)
+                remainders.append(self._remainder(item, checksum, sums[item.there]) if right else None)
             return remainders
 
         return event, outcome

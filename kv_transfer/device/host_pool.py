@@ -22,6 +22,7 @@ from baton.kv_transfer.device.pool import (
     Outcome,
     Pool,
     Remainder,
+    Sums,
     Window,
     arrays_sent,
     planes,
@@ -46,14 +47,13 @@ def prepare(arena: Arena, device: str) -> None:
         pin_arena(arena)
 
 
-def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
-    """Opens the KV cache of an engine for one direction, on the device where it is. `exported`: `export`, or
-    `open` and `pull`, will be called."""
+def open_pool(kv: PagedKV, arena: Arena) -> Pool:
+    """Opens the KV cache of an engine for one direction, on the device where it is."""
     match torch.device(kv.device).type:
         case "cuda":
             from baton.kv_transfer.device.cuda_pool import CudaPool
 
-            return CudaPool(kv, arena, exported=exported)
+            return CudaPool(kv, arena)
         case "meta":
             return NoPool()
         case _:
@@ -94,7 +94,7 @@ class HostPool:
     def passed(self, event: Event) -> bool:
         return True
 
-    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> Event:
+    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> tuple[Event, Sums]:
         for item in batch:
             if self._exported:  # a late reader sees that it was late, also if these bytes go over TCP
                 mark(self._arena, item.slot, item.sum, 0)
@@ -102,11 +102,17 @@ class HostPool:
             if item.memory:
                 filled = self._arena.slot(item.slot)[: self._slice_bytes(item)]
                 mark(self._arena, item.slot, item.sum, xxhash.xxh3_64_intdigest(filled))
+        return None, lambda: [0] * len(batch)
 
-    def scatter(self, batch: Sequence[Slice]) -> tuple[Event, Event]:
+    def scatter(
+        self, batch: Sequence[Slice], memory: PeerMemories[PeerArena] | None = None
+    ) -> tuple[Event, Outcome]:
+        if memory is not None:
+            return self._pull(memory, batch)
+        assert all(item.verified for item in batch), "sums of lanes are those of GPUs"
         for item in batch:
             self._scatter(item, self._arena.slot(item.slot))
-        return None, None
+        return None, lambda: [0] * len(batch)
 
     def export(self) -> Export:
         self._exported = True
@@ -121,7 +127,7 @@ class HostPool:
     def opened(self, memory: Any) -> bool:
         return True
 
-    def pull(self, memory: PeerMemories[PeerArena], batch: Sequence[Slice]) -> tuple[Event, Outcome]:
+    def _pull(self, memory: PeerMemories[PeerArena], batch: Sequence[Slice]) -> tuple[Event, Outcome]:
         remainders: list[Remainder] = []
         for item, (arena, number) in [(item, memory.place(item.there)) for item in batch]:
             slot = arena.slot(number)[: self._slice_bytes(item)]
@@ -222,8 +228,8 @@ class NoPool(HostPool):
     ) -> tuple[Sequence[int], int]:
         return block_ids, state_slot
 
-    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> Event:
-        return None
+    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> tuple[Event, Sums]:
+        return None, lambda: [0] * len(batch)
 
-    def scatter(self, batch: Sequence[Slice]) -> tuple[Event, Event]:
-        return None, None
+    def scatter(self, batch: Sequence[Slice], memory: Any = None) -> tuple[Event, Outcome]:
+        return None, lambda: [0] * len(batch)

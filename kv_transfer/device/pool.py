@@ -30,7 +30,9 @@ overwritten.
 The ranks of a worker may read different heads of a slice. Then only the rank with the first head subtracts
 from the checksum, the others from 0. So the slice is right if their remainders add up to 0."""
 Outcome = Callable[[], list[Remainder]]
-"""Returns the remainder of each slice that was pulled."""
+"""Returns the remainder of each slice that was scattered. Call it once, when its event has passed."""
+Sums = Callable[[], list[int]]
+"""The same of each slice that was gathered into the arena: its checksum. 0: the pool computes none."""
 
 
 class Pool(Protocol):
@@ -52,13 +54,17 @@ class Pool(Protocol):
     gather_most: int
     """How many slices are worth gathering together."""
 
-    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> Event:
+    def gather(self, batch: Sequence[Slice], after: Sequence[Event] = ()) -> tuple[Event, Sums]:
         """Pool → slots, in `Slice.dtype`. When the event that is returned has passed, the slots are filled
         and the pool is no longer read. `after`: nothing, or for each slice the event after which it may be
         read. None: at once."""
 
-    def scatter(self, batch: Sequence[Slice]) -> tuple[Event, Event]:
-        """Slots → pool. First event: the slots are free; second: the pool holds the bytes."""
+    def scatter(self, batch: Sequence[Slice], memory: Any = None) -> tuple[Event, Outcome]:
+        """Slots of the arena → pool. Or slices that lie `there`, in a memory of a peer that is open.
+
+        When the event has passed, the slots may be used again and the outcome is known. Of slices that are
+        not `verified`, and of those of a peer, only the outcome says whether the bytes in the pool are right.
+        Raises Unreachable if the memory cannot be read any more."""
 
     def export(self) -> Export:
         """Lets peers on this host read slices of the memory `EXPORTED`. Raises Unreachable if that is not
@@ -74,12 +80,6 @@ class Pool(Protocol):
     def opened(self, memory: Any) -> bool:
         """Whether all ranks can read `memory`, which `open` returned. False: not all have answered yet.
         Raises Unreachable if a rank cannot read it."""
-
-    def pull(self, memory: Any, batch: Sequence[Slice]) -> tuple[Event, Outcome]:
-        """Copies slices that lie `there`, in a memory that is open, to the pool.
-
-        When the event has passed, the slots may be used again and the outcome is known. Only the outcome says
-        whether the bytes in the pool are right. Raises Unreachable if the memory cannot be read any more."""
 
     def close(self) -> None:
         """Wait for everything enqueued, and let go of the arena."""

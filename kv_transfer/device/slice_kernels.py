@@ -71,11 +71,10 @@ class SliceKernels:
     *item* is a slice with the address of its dense memory.
     """
 
-    def __init__(self, kv: PagedKV, tables: Tables, table: RequestTable, *, exported: bool) -> None:
+    def __init__(self, kv: PagedKV, tables: Tables, table: RequestTable) -> None:
         """Compiles all kernels that will be needed; the caller has set the stream.
 
-        `table`: of a request that has block 0 and state slot 0. `exported`: peers read slots, so kernels also
-        compute checksums."""
+        `table`: of a request that has block 0 and state slot 0."""
         layout = kv.layout
         self._tables = tables
         self._planes = tensor_planes(kv)
@@ -101,25 +100,17 @@ class SliceKernels:
         size = max(slice_bytes(layout, piece) for piece in pieces)
         dense = torch.empty((len(pieces), -(-size // 16) * 16), dtype=torch.uint8, device=device)
         items = [(Slice(piece, table=table), x.data_ptr()) for piece, x in zip(pieces, dense, strict=True)]
+        checksum = torch.zeros(1, dtype=torch.int64, device=device)
+        at = checksum.data_ptr()
         for into_pool in (False, True):
-            self.copy(items, into_pool=into_pool)
-        if exported:
-            checksum = torch.zeros(1, dtype=torch.int64, device=device)
-            at = checksum.data_ptr()
-            for into_pool in (False, True):
-                self.copy(items, into_pool=into_pool, sums=[at] * len(items))
-            copy_kernels.launch_sums(tables.send([dense.data_ptr(), 1, at]).view(1, -1), 1)
+            self._copy(items, [at] * len(items), into_pool=into_pool)
+        copy_kernels.launch_sums(tables.send([dense.data_ptr(), 1, at]).view(1, -1), 1)
         for (number, dtype), array in self._arrays.items():
             if dtype is not None and array != layout.arrays[number]:
                 none = {"token_count" if array.per_token else "head_count": 0}
                 nothing = Slice(msgspec.structs.replace(pieces[number], **none), table=table)
                 for into_pool in (False, True):
                     self._convert([(nothing, dense.data_ptr())], dtype, into_pool=into_pool)
-
-    @property
-    def fields(self) -> int:
-        """Most words that a slice takes in the table of a kernel."""
-        return max(map(len, self._pools)) * copy_kernels.FIELDS
 
     def close(self) -> None:
         self._planes.clear()
@@ -139,33 +130,49 @@ class SliceKernels:
     def window(self, piece: Piece) -> Window:
         return window(piece, self._layout.arrays[piece.array], self._heads[piece.array])
 
-    def move(self, items: Sequence[tuple[Slice, int]], *, into_pool: bool, sums: Sequence[int] = ()) -> None:
-        """As `copy`, with dense memory in any dtype."""
+    def move_and_sum(
+        self, items: Sequence[tuple[Slice, int]], *, into_pool: bool, more: int = 0
+    ) -> tuple[Table, int]:
+        """As `move`. Returns a table with the checksums in its first words, on the device, and where it has
+        `more` words for the caller, who gives it back."""
+        count = len(items)
+        room = count * (1 + max(map(len, self._pools)) * copy_kernels.FIELDS)
+        table = self._tables.take(room + more)
+        table.words[:count] = 0
+        sums = [table.on_device.data_ptr() + 8 * i for i in range(count)]
+        if any(self.is_converted(item) for item, _ in items):
+            table.send(count, self._tables.stream)
+            self.move(items, sums, into_pool=into_pool)
+        else:
+            self._copy(items, sums, into_pool=into_pool, behind_sums=table)
+        return table, room
+
+    def move(self, items: Sequence[tuple[Slice, int]], sums: Sequence[int], *, into_pool: bool) -> None:
+        """Copies between the pool and dense memory. `sums`: for each item, the address to which its checksum
+        is added."""
         alike: dict[tuple[str | None, int], list[tuple[tuple[Slice, int], int]]] = {}
-        for item, checksum in zip(items, sums or [0] * len(items), strict=True):
+        for item, checksum in zip(items, sums, strict=True):
             converted = self.is_converted(item[0])
             key = (item[0].dtype, item[0].piece.array) if converted else (None, 0)
             alike.setdefault(key, []).append((item, checksum))
         for (dtype, _), some in alike.items():
             of_dtype, checksums = [item for item, _ in some], [checksum for _, checksum in some]
             if dtype is None:
-                self.copy(of_dtype, into_pool=into_pool, sums=checksums if sums else ())
+                self._copy(of_dtype, checksums, into_pool=into_pool)
                 continue
             self._convert(of_dtype, dtype, into_pool=into_pool)
-            if sums:
-                words = [self.slice_bytes(x) // 4 for x, _ in of_dtype]
-                lines = zip([address for _, address in of_dtype], words, checksums, strict=True)
-                table = self._tables.send([field for line in lines for field in line]).view(len(words), -1)
-                copy_kernels.launch_sums(table, max(words))
+            words = [self.slice_bytes(x) // 4 for x, _ in of_dtype]
+            lines = zip([address for _, address in of_dtype], words, checksums, strict=True)
+            table = self._tables.send([field for line in lines for field in line]).view(len(words), -1)
+            copy_kernels.launch_sums(table, max(words))
 
-    def copy(
-        self, items: Sequence[tuple[Slice, int]], *, into_pool: bool, sums: Sequence[int] = (),
+    def _copy(
+        self, items: Sequence[tuple[Slice, int]], sums: Sequence[int], *, into_pool: bool,
         behind_sums: Table | None = None,
     ) -> None:  # fmt: skip
-        """Copies between the pool and dense memory in the dtype of the pool. `sums`: for each item, the
-        address to which its checksum is added.
-        `behind_sums`: begins with the checksums, and the lines of the kernels are sent with them."""
-        summed = [(*item, checksum) for item, checksum in zip(items, sums or [0] * len(items), strict=True)]
+        """As `move`, with dense memory in the dtype of the pool. `behind_sums`: begins with the checksums,
+        and the lines of the kernels are sent with them."""
+        summed = [(*item, checksum) for item, checksum in zip(items, sums, strict=True)]
         launches: list[_Launch] = []
         for number in range(len(self._pools)):
             if of_part := [item for item in summed if item[0].piece.array == number]:
@@ -178,7 +185,7 @@ class SliceKernels:
         table, start = table.view(-1, copy_kernels.FIELDS), 0
         for launch, lines in launches:
             part = table[start : start + len(lines)] if len(launches) > 1 else table
-            launch(part, into_pool=into_pool, sums=bool(sums))
+            launch(part, into_pool=into_pool)
             start += len(lines)
 
     def _launches(self, number: int, items: Sequence[_Summed]) -> list[_Launch]:

@@ -46,4 +46,4 @@ class Transport:
         )
 
     def receiver(self, kv: PagedKV) -> Receiver:
-        return Receiver(self.receiving, kv, self.trace, pulls=self.exports, ranks=self.ranks)
+        return Receiver(self.receiving, kv, self.trace, self.ranks)

@@ -8,10 +8,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from baton.kv_transfer.endpoint.copies import Copies
 from baton.kv_transfer.endpoint.live_fetch import LiveFetch
-from baton.kv_transfer.endpoint.pulls import Pulls
 from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.slices import ARENA, Slice
@@ -33,24 +33,24 @@ class Injector:
     Attributes:
         live: the fetches that still get slices, by transfer id. The receiver adds and removes them.
         arrivals: what has come and is not yet looked at.
-        pulls: the copies from exported memory.
+        copies: those that are under way, and the memory of peers.
     """
 
     def __init__(self, pool: "Pool", layout: KVLayout, trace: TraceWriter, slot_bytes: int) -> None:
         self.live: dict[bytes, LiveFetch] = {}
-        self.pulls = Pulls(pool)
-        self._pool = pool
+        self.copies = Copies(pool)
         self._layout = layout
         self._trace = trace
         self._at_once = scattered_at_once(slot_bytes) if pool.gather_most > 1 else AT_ONCE_ON_HOST
         self.arrivals: deque[Slice] = deque()
         self._oldest = 0.0  # when the first of them came
-        self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees
-        self._dropped: list[int] = []  # slots of ended transfers
+        # Since the last `emptied`: slots that nothing reads any more, and those of wrong slices.
+        self._emptied: list[int] = []
+        self._damaged: list[int] = []
 
     def __bool__(self) -> bool:
         """Whether anything has arrived and is not in its place."""
-        return bool(self.arrivals or self._copies or self.pulls)
+        return bool(self.arrivals or self.copies)
 
     def arrived(self, s: Slice) -> None:
         fetch = self.live.get(s.transfer_id)
@@ -62,20 +62,22 @@ class Injector:
     def emptied(self) -> list[local.Emptied]:
         """The slots that nothing reads any more, since the last call: of copies that are over, and of ended
         transfers."""
-        slots, self._dropped = self._dropped, []
-        damaged: list[int] = []
-        while self._copies and self._pool.passed(self._copies[0][0]):
-            slots += self._copies.popleft()[1]
-        for slices, intact in self.pulls.ended():
-            slots += [s.slot for s in slices]
+        self.look()
+        slots, damaged = self._emptied, self._damaged
+        self._emptied, self._damaged = [], []
+        return [local.Emptied(slots, damaged)] if slots else []
+
+    def look(self) -> None:
+        """Ends copies that are over. Only then may a slice be used, if it is right."""
+        for slices, intact in self.copies.ended():
             for s, right in zip(slices, intact, strict=True):
+                self._emptied.append(s.slot)
                 if not right:
-                    damaged.append(s.slot)
+                    self._damaged.append(s.slot)
                 elif fetch := self.live.get(s.transfer_id):
-                    fetch.unread -= 1
+                    fetch.unwritten -= 1
                     if fetch.layers is not None:
                         fetch.layers.written(s.piece)
-        return [local.Emptied(slots, damaged)] if slots else []
 
     def take(self, spare: float) -> None:
         """Injects what arrived, as far as there is time. `spare`: seconds until the next step must be
@@ -94,7 +96,7 @@ class Injector:
                 if s.transfer_id in self.live:
                     by_memory.setdefault(s.memory, []).append(s)
                 else:  # cancelled, or fetched anew
-                    self._dropped.append(s.slot)
+                    self._emptied.append(s.slot)
             for slices in by_memory.values():
                 for s in slices:
                     self._place(s, taken_at)
@@ -119,19 +121,12 @@ class Injector:
 
     def _inject(self, slices: Sequence[Slice]) -> None:
         """Slices of one memory."""
-        now, in_arena = time.monotonic(), slices[0].memory == ARENA
+        now, way = time.monotonic(), "inject" if slices[0].memory == ARENA else "pull"
         layers = sorted({s.piece.layer for s in slices}) if self._trace.enabled else ()
         fetches = [self.live[s.transfer_id] for s in slices]
-        with self._trace.measure("inject" if in_arena else "pull", slices=len(slices), layers=layers):
-            if in_arena:
-                copied, *scattered = self._pool.scatter(slices)
-                self._copies.append((copied, [s.slot for s in slices]))
-            else:
-                scattered = self.pulls.start(slices)
-        for fetch, s in zip(fetches, slices, strict=True):
-            if not in_arena:
-                fetch.unread += 1
-            if scattered:
-                fetch.last_scatter, fetch.scatter_at = scattered[0], fetch.scatter_at or now
-                if in_arena and fetch.layers is not None:
-                    fetch.layers.scattered(scattered[0], s.piece)
+        with self._trace.measure(way, slices=len(slices), layers=layers):
+            started = self.copies.start(slices)
+        for fetch in fetches:
+            fetch.unwritten += 1
+            if started:
+                fetch.last_scatter, fetch.scatter_at = started[0], fetch.scatter_at or now

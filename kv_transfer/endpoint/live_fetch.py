@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +53,6 @@ class LayersThere:
                     self._missing[layer][i] += array.heads * sum(stop - start for start, stop in read)
                 else:
                     self._missing[layer - 1][i] += array.heads * (each[1] in states_at)
-        self._scatters: deque[tuple[Any, Piece]] = deque()  # under way, with their events
         of_ranges = zip(ranges, zip(*self._missing.values(), strict=True), strict=True)
         # Ends of ranges of which something came, or of which no layer gets anything, until `began`.
         self.beginning = {stop for (_, stop), missing in of_ranges if not any(missing)}
@@ -66,31 +64,27 @@ class LayersThere:
             self._no_kv.remove(stop)
             self.beginning.add(stop)
 
-    def began(self, passed: Callable[[Any], bool]) -> list[int]:
+    def began(self) -> list[int]:
         """The ends of ranges of which KV came, and all states of the first layer, since the last call."""
-        ends = [stop for stop in sorted(self.beginning) if self.has(-1, stop, passed)]
+        ends = [stop for stop in sorted(self.beginning) if self.has(-1, stop)]
         self.beginning.difference_update(ends)
         return ends
 
-    def scattered(self, event: Any, piece: Piece) -> None:
-        self._scatters.append((event, piece))
-
     def written(self, piece: Piece) -> None:
+        """A slice is in its place, verified."""
         last = piece.token_start + piece.token_count
         index = next(i for i, (_, stop) in enumerate(self._ranges) if last <= stop)
         layer = piece.layer if piece.token_count else piece.layer - 1
         self._missing[layer][index] -= max(1, piece.token_count) * piece.head_count
 
-    def has(self, layer: int, stop: int, passed: Callable[[Any], bool]) -> bool:
+    def has(self, layer: int, stop: int) -> bool:
         """Whether the layer has all positions below `stop`, and the next layer its states."""
-        while self._scatters and passed(self._scatters[0][0]):
-            self.written(self._scatters.popleft()[1])
         of_ranges = zip(self._ranges, self._missing[layer], strict=True)
         return not any(missing for (start, _), missing in of_ranges if start < stop)
 
-    def has_all(self, stop: int, passed: Callable[[Any], bool]) -> bool:
+    def has_all(self, stop: int) -> bool:
         """As `has`, of all layers."""
-        return all(self.has(layer, stop, passed) for layer in reversed(self._missing))
+        return all(self.has(layer, stop) for layer in reversed(self._missing))
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +97,7 @@ class LiveFetch:
     refetches: int = 0
     frames: int = 0  # taken from the channel
     bytes: int = 0
-    unread: int = 0  # slices in exported memory: not verified yet, or wrong
+    unwritten: int = 0  # slices whose copy is not over, or which were wrong
     pace: LayerPace = field(default_factory=LayerPace)  # of the last tokens
     layers: LayersThere | None = None  # of ranges of a split prompt
     scatter_at: float = 0.0  # the first one

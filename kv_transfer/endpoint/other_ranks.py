@@ -65,12 +65,12 @@ class Line:
 
     Attributes:
         ordered: of each rank: copies since the start.
-        remainders: of each rank, by the number of the copy from 1 on: as in `Copied`. Callers remove them.
+        found: of each rank, by the number of the copy from 1 on: as in `Copied`. Callers remove it.
     """
 
     def __init__(self, ranks: OtherRanks, number: int, silence: float = SILENCE) -> None:
         self.ordered = [0] * len(ranks)
-        self.remainders: list[dict[int, int | None]] = [{} for _ in self.ordered]
+        self.found: list[dict[int, int | None]] = [{} for _ in self.ordered]
         self.silence = silence
         self._ranks = ranks
         self._number = number
@@ -94,9 +94,7 @@ class Line:
             self._heard[rank] = time.monotonic()
             if isinstance(report, local.Copied):
                 first = self._copied[rank] + 1
-                self.remainders[rank].update(
-                    {first + place: left for place, left in report.remainders.items()}
-                )
+                self.found[rank].update({first + place: each for place, each in report.found.items()})
                 self._copied[rank] += report.count
             else:
                 answers.append((rank, report))

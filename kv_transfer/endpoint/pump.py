@@ -4,15 +4,15 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.endpoint import orders
+from baton.kv_transfer.endpoint.copies import exported
 from baton.kv_transfer.endpoint.other_ranks import SENDING, OtherRanks
 from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing, Turns
-from baton.kv_transfer.endpoint.pulls import exported
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.credits import SenderSlots
 from baton.kv_transfer.protocol.local_messages import ContentWanted
@@ -21,6 +21,9 @@ from baton.kv_transfer.slices import EXPORTED, Slice
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import PagedKV, Released
 from baton.kv_transfer.wait import EVENT_POLL
+
+if TYPE_CHECKING:
+    from baton.kv_transfer.device.pool import Sums
 
 LOOK = 0.002
 """Seconds between two looks at CUDA events until all is launched. Each look and each gather takes the GIL
@@ -57,7 +60,7 @@ class Pump:
         """`exports` and the next as in `Transport`."""
         from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
-        self.pool = open_ranks(kv, end.arena, ranks, SENDING, exported=exports)
+        self.pool = open_ranks(kv, end.arena, ranks, SENDING)
         self.orders: deque[orders.Order] = deque()
         self.stopped = False
         self.channel = Channel(end.channel, local.ToSender)
@@ -71,7 +74,7 @@ class Pump:
         self._turns = Turns(kv.layout.num_layers)
         self._slots = SenderSlots(end.arena.num_slots)
         # In stream order, with the events.
-        self._gathers: deque[tuple[Any, list[_Taken]]] = deque()
+        self._gathers: deque[tuple[Any, list[_Taken], Sums]] = deque()
         self._generations = itertools.count(1)
         self._exports = exports and not adopts
         self._adopts = adopts
@@ -99,7 +102,7 @@ class Pump:
                 for message in messages:
                     self._handle(message)
             while self._gathers and self.pool.passed(self._gathers[0][0]):
-                self._gathered(self._gathers.popleft()[1])
+                self._gathered(*self._gathers.popleft()[1:])
             if not self._gather_next():
                 break
         if not self._gathers and not (self._slots.free and self._turns.waiting):
@@ -119,17 +122,17 @@ class Pump:
         with self._trace.measure(
             "gather", slices=len(slices), layers=sorted({s.piece.layer for s in slices})
         ):
-            done = self.pool.gather(slices, after)
+            done, sums = self.pool.gather(slices, after)
         if done is None:
-            self._gathered(batch)
+            self._gathered(batch, sums)
         else:
-            self._gathers.append((done, batch))
+            self._gathers.append((done, batch, sums))
         return True
 
     def _is_first(self) -> bool:
         """Whether a gather is under way, and its reader has no other slice. Then the next gather waits until
         its slices are handed over: the launch would take as long as the gather."""
-        slices = [s for _, batch in self._gathers for _, s in batch]
+        slices = [s for _, batch, _ in self._gathers for _, s in batch]
         return 0 < len(slices) == self._slots.in_use and all(s.memory for s in slices)
 
     def _next_batch(self, *, ahead: bool) -> tuple[list[_Taken], list[Any]]:
@@ -158,10 +161,10 @@ class Pump:
             s.memory, s.sum = EXPORTED, next(self._generations)
         return transfer.prefill, s
 
-    def _gathered(self, batch: list[_Taken]) -> None:
+    def _gathered(self, batch: list[_Taken], sums: "Sums") -> None:
         """The slots are filled: hands them over. The transfer process drops slices of ended transfers."""
-        for _, s in batch:
-            s.table = None
+        for (_, s), checksum in zip(batch, sums(), strict=True):
+            s.table, s.sum = None, s.sum if s.memory else checksum
             if s.memory and not self._adopts:  # else all ranks fill the same slots
                 s.slot += self._slicing.rank(s) * self._slots.total
         self.channel.send(local.SlicesOut([s for _, s in batch]))

@@ -7,16 +7,16 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from msgspec.structs import replace
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.device.host_pool import open_pool
-from baton.kv_transfer.device.pool import Event, Outcome, Remainder
+from baton.kv_transfer.device.pool import Event, Outcome, Remainder, Sums
+from baton.kv_transfer.endpoint.copies import exported as export_of
 from baton.kv_transfer.endpoint.other_ranks import RECEIVING, SENDING, STORE, TIERS
-from baton.kv_transfer.endpoint.pulls import exported as export_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
 from baton.kv_transfer.protocol.local_messages import (
     Copied,
@@ -63,12 +63,11 @@ class RankCopier:
         self._launched = True  # a step, up to its last layer
         self._last_layer = kv.layout.num_layers - 1
         self._channel = Channel(rank0, ToRank)
-        slices = partial(_Slices, kv, self)
-        self._gathers = slices(sending, exports)
+        self._gathers = _Slices(kv, self, sending)
         self._lines: dict[int, _Slices | _Cells] = {
             SENDING: self._gathers,
-            RECEIVING: slices(receiving, exports),
-            **({} if store is None else {STORE: slices(store, False)}),
+            RECEIVING: _Slices(kv, self, receiving),
+            **({} if store is None else {STORE: _Slices(kv, self, store)}),
             **{TIERS + number: _Cells(tier) for number, tier in (tiers or {}).items()},
         }
         threading.Thread(target=self._serve, name="rank copies", daemon=True).start()
@@ -128,14 +127,14 @@ class RankCopier:
 class _Slices:
     """Copies between the cache and slots of an arena, or of memory of peers."""
 
-    def __init__(self, kv: PagedKV, copier: RankCopier, arena: Arena, exported: bool) -> None:
-        self.pool = open_pool(kv, arena, exported=exported)
+    def __init__(self, kv: PagedKV, copier: RankCopier, arena: Arena) -> None:
+        self.pool = open_pool(kv, arena)
         self.orders: deque[Copy] = deque()
         self._copier = copier
         self._scatter_most = scattered_at_once(arena.slot_bytes)
         self._table = lru_cache(TABLES)(self.pool.table)
         self._memories: dict[int, PeerMemory] = {}  # of peers, by number
-        self.under_way: deque[tuple[Event, Outcome]] = deque()
+        self.under_way: deque[tuple[Event, Outcome | Sums]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -180,20 +179,16 @@ class _Slices:
                 break
         return batch
 
-    def _start(self, batch: Sequence[Copy]) -> tuple[Event, Outcome]:
+    def _start(self, batch: Sequence[Copy]) -> tuple[Event, Outcome | Sums]:
         slices = [self._with_table(order.slice) for order in batch]
         into_pool, memory = _kind(batch[0])
-        if into_pool and memory:
-            try:
-                return self.pool.pull(self._memories[memory], slices)
-            except Unreachable:
-                return None, lambda: [None] * len(batch)
-        if into_pool:
-            done = self.pool.scatter(slices)[1]
-        else:
+        if not into_pool:
             events = map(self._copier.event_of, batch)
-            done = self.pool.gather(slices, [event for event in events if event is not None])
-        return done, lambda: [0] * len(batch)
+            return self.pool.gather(slices, [event for event in events if event is not None])
+        try:
+            return self.pool.scatter(slices, self._memories[memory] if memory else None)
+        except Unreachable:
+            return None, lambda: [None] * len(batch)
 
     def _with_table(self, s: Slice) -> Slice:
         block_ids, state_slot = s.table
@@ -253,5 +248,5 @@ def _kind(order: Copy) -> tuple[bool, int]:
     return order.into_pool, order.slice.memory
 
 
-def _copied(remainders: Sequence[Remainder]) -> Copied:
-    return Copied(len(remainders), {place: left for place, left in enumerate(remainders) if left != 0})
+def _copied(found: Sequence[Remainder]) -> Copied:
+    return Copied(len(found), {place: each for place, each in enumerate(found) if each != 0})

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.device.host_pool import open_pool
-from baton.kv_transfer.device.pool import Event, Outcome, Pool, Remainder
+from baton.kv_transfer.device.pool import Event, Outcome, Pool, Remainder, Sums
 from baton.kv_transfer.endpoint.other_ranks import Line, OtherRanks
 from baton.kv_transfer.layout import Dtypes, Piece, Range, rank_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable, join
@@ -40,9 +40,9 @@ LOOK = 0.002
 """Seconds between two looks for an answer of a rank about memory, of which there are a few at the start."""
 
 
-def open_ranks(kv: PagedKV, arena: Arena, ranks: OtherRanks, line: int, *, exported: bool = False) -> Pool:
-    """The KV cache of all ranks, as rank 0 uses it for one line. `exported` as in `open_pool`."""
-    rank0 = open_pool(kv, arena, exported=exported)
+def open_ranks(kv: PagedKV, arena: Arena, ranks: OtherRanks, line: int) -> Pool:
+    """The KV cache of all ranks, as rank 0 uses it for one line."""
+    rank0 = open_pool(kv, arena)
     return RankedPool(rank0, kv, Line(ranks, line)) if len(ranks) else rank0
 
 
@@ -69,6 +69,26 @@ class RankedTable(NamedTuple):
 class _Order(NamedTuple):
     item: Slice
     ready: _Ready  # of a gather: its layer
+
+
+class _Orders:
+    """The copies of one call, by rank."""
+
+    def __init__(self, ranks: int, line: Line) -> None:
+        self.by_rank: list[list[_Order]] = [[] for _ in range(ranks)]
+        self._line = line
+        self._before = 0, *line.ordered
+        self._numbers: list[list[tuple[int, int]]] = []  # of each slice: ranks, and their numbers of the copy
+
+    def add(self, item: Slice, ranks: Sequence[int], ready: _Ready | None = None) -> None:
+        for rank in ranks:
+            self.by_rank[rank].append(_Order(item, ready or _Ready(None, 0)))
+        self._numbers.append([(rank, self._before[rank] + len(self.by_rank[rank])) for rank in ranks])
+
+    def found(self, by_rank0: Sequence[Remainder]) -> list[list[tuple[int, Remainder]]]:
+        """What the ranks of each slice found when they copied it: as in `Copied`. All copies are over."""
+        found = [dict(enumerate(by_rank0, 1)), *self._line.found]
+        return [[(rank, found[rank].pop(number, 0)) for rank, number in each] for each in self._numbers]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,24 +145,31 @@ class RankedPool:
         self._receive()
         return self._line.over(event.ordered) and (event.rank0 is None or self._rank0.passed(event.rank0))
 
-    def gather(self, batch: Sequence[Slice], after: Sequence[_Ready | None] = ()) -> _Copies:
-        by_rank = self._by_rank()
+    def gather(self, batch: Sequence[Slice], after: Sequence[_Ready | None] = ()) -> tuple[_Copies, Sums]:
+        orders = _Orders(self._ranks, self._line)
         for item, ready in zip(batch, after or [None] * len(batch), strict=True):
             rank = rank_of(self._layout, item.piece.head_start, self._ranks, item.piece.array)
-            by_rank[rank].append(_Order(item, ready or _Ready(None, 0)))
-        self._order(by_rank, into_pool=False)
-        rank0, events = _of_rank0(by_rank[0]), [order.ready.rank0 for order in by_rank[0]]
-        return self._copies(self._rank0.gather(rank0, events if after else ()) if rank0 else None)
+            orders.add(item, [rank], ready)
+        self._order(orders, into_pool=False)
+        rank0, events = _of_rank0(orders.by_rank[0]), [order.ready.rank0 for order in orders.by_rank[0]]
+        gathered, sums = self._rank0.gather(rank0, events if after else ()) if rank0 else (None, list)
+        return self._copies(gathered), lambda: [found or 0 for [(_, found)] in orders.found(sums())]
 
-    def scatter(self, batch: Sequence[Slice]) -> tuple[_Copies, _Copies]:
-        by_rank = self._by_rank()
+    def scatter(self, batch: Sequence[Slice], memory: RankedMemory | None = None) -> tuple[_Copies, Outcome]:
+        orders = _Orders(self._ranks, self._line)
         for item in batch:
-            for rank in self._holders(item.piece):
-                by_rank[rank].append(_Order(item, _Ready(None, 0)))
-        self._order(by_rank, into_pool=True)
-        rank0 = _of_rank0(by_rank[0])
-        copied, scattered = self._rank0.scatter(rank0) if rank0 else (None, None)
-        return self._copies(copied), self._copies(scattered)
+            orders.add(item, self._holders(item.piece))
+        rank0, of_rank0 = _of_rank0(orders.by_rank[0]), memory and memory.rank0
+        scattered, outcome = self._rank0.scatter(rank0, of_rank0) if rank0 else (None, list)
+        self._order(orders, into_pool=True, memory=memory.number if memory else 0)
+
+        def joined() -> list[Remainder]:
+            return [
+                _joined({(self._heads[x.piece.array][rank], left) for rank, left in found})
+                for x, found in zip(batch, orders.found(outcome()), strict=True)
+            ]
+
+        return self._copies(scattered), joined
 
     def export(self) -> Export:
         exports = [self._rank0.export()]
@@ -190,29 +217,6 @@ class RankedPool:
             del self._opening[number]
         return all(answers)
 
-    def pull(self, memory: RankedMemory, batch: Sequence[Slice]) -> tuple[Event, Outcome]:
-        by_rank, ordered = self._by_rank(), (0, *self._line.ordered)
-        readers: list[list[tuple[int, int]]] = []  # of each slice: ranks, and the numbers of their orders
-        for item in batch:
-            readers.append([])
-            for rank in self._holders(item.piece):
-                by_rank[rank].append(_Order(item, _Ready(None, 0)))
-                readers[-1].append((rank, ordered[rank] + len(by_rank[rank])))
-        rank0 = _of_rank0(by_rank[0])
-        pulled, rank0_outcome = self._rank0.pull(memory.rank0, rank0) if rank0 else (None, list)
-        self._order(by_rank, into_pool=True, memory=memory.number)
-
-        def outcome() -> list[Remainder]:
-            remainders = [dict(enumerate(rank0_outcome(), 1)), *self._line.remainders]
-            return [
-                _joined(
-                    {(self._heads[x.piece.array][rank], remainders[rank].pop(n, 0)) for rank, n in read_by}
-                )
-                for x, read_by in zip(batch, readers, strict=True)
-            ]
-
-        return self._copies(pulled), outcome
-
     def close(self) -> None:
         self._rank0.close()
 
@@ -221,9 +225,6 @@ class RankedPool:
         start, stop = piece.head_start, piece.head_start + piece.head_count
         heads = self._heads[piece.array]
         return [rank for rank, (first, last) in enumerate(heads) if first < stop and start < last]
-
-    def _by_rank(self) -> list[list[_Order]]:
-        return [[] for _ in range(self._ranks)]
 
     def _receive(self) -> None:
         """Takes what the other ranks report."""
@@ -234,9 +235,9 @@ class RankedPool:
                 case local.Opened(number) if number in self._opening:
                     self._opening[number][rank] = answer
 
-    def _order(self, by_rank: Sequence[Sequence[_Order]], *, into_pool: bool, memory: int = 0) -> None:
+    def _order(self, orders: _Orders, *, into_pool: bool, memory: int = 0) -> None:
         """`memory`: as the other ranks number it, if slices lie there."""
-        for rank, batch in enumerate(by_rank[1:]):
+        for rank, batch in enumerate(orders.by_rank[1:]):
             if batch:
                 self._line.order(rank, [self._copy(*order, memory, into_pool=into_pool) for order in batch])
 

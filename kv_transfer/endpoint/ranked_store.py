@@ -47,8 +47,8 @@ class RankedStore(CellStore):
         self._intact += self._rank0.ended()
         while line.over([self._ended + 1] * len(line.ordered)) and self._intact:
             self._ended += 1
-            remainders = [of_rank.pop(self._ended, 0) for of_rank in line.remainders]
-            intact.append(self._intact.popleft() and all(remainder == 0 for remainder in remainders))
+            found = [of_rank.pop(self._ended, 0) for of_rank in line.found]
+            intact.append(self._intact.popleft() and all(remainder == 0 for remainder in found))
         return intact
 
     def close(self) -> None:

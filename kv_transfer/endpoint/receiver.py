@@ -43,14 +43,11 @@ class Receiver:
     Slices come in arena slots, and are copied into the blocks. Or they wait in memory that the sender
     exports, and are copied from there."""
 
-    def __init__(
-        self, end: ArenaEnd, kv: PagedKV, trace: TraceWriter, *, pulls: bool = False,
-        ranks: OtherRanks = NO_RANKS,
-    ) -> None:  # fmt: skip
-        """`pulls`: slots that peers on this host export are read. `ranks`: as in `Transport`."""
+    def __init__(self, end: ArenaEnd, kv: PagedKV, trace: TraceWriter, ranks: OtherRanks = NO_RANKS) -> None:
+        """`ranks`: as in `Transport`."""
         from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
-        self._pool = open_ranks(kv, end.arena, ranks, RECEIVING, exported=pulls)
+        self._pool = open_ranks(kv, end.arena, ranks, RECEIVING)
         self._layout = kv.layout
         self._trace = trace
         self._channel = Channel(end.channel, local.ToReceiver)
@@ -128,6 +125,7 @@ class Receiver:
         the next layer its states. False: one of them has ended, or the time `until` (time.monotonic()) has
         come. `tick` is called often."""
         while True:
+            self._injector.look()
             injected = {event.decode_id for event in self._early if isinstance(event, Injected)}
             missing = [fetch_id for fetch_id in fetch_ids if fetch_id not in injected]
             if not all(fetch_id in self._fetches for fetch_id in missing):
@@ -143,13 +141,12 @@ class Receiver:
 
     def may_wait(self, fetch_ids: Collection[bytes], stop: int) -> bool:
         """Whether `wait_for_layer` may have to wait for positions below `stop`, of any layer."""
+        self._injector.look()
         live = (self._fetches[fetch_id] for fetch_id in fetch_ids if fetch_id in self._fetches)
-        return any(
-            fetch.layers is not None and not fetch.layers.has_all(stop, self._pool.passed) for fetch in live
-        )
+        return any(fetch.layers is not None and not fetch.layers.has_all(stop) for fetch in live)
 
     def _has(self, fetch: LiveFetch, layer: int, stop: int) -> bool:
-        return fetch.layers is not None and fetch.layers.has(layer, stop, self._pool.passed)
+        return fetch.layers is not None and fetch.layers.has(layer, stop)
 
     def fetch_content(
         self,
@@ -224,9 +221,9 @@ class Receiver:
                         self._failed(live[transfer_id], reason, retry)
                     case local.ExportIn() | local.ExportGone():
                         injector.take(math.inf)  # slices of the session that has ended may be there
-                        injector.pulls.handle(message)
+                        injector.copies.handle(message)
         injector.take(spare)
-        channel.send(*injector.emptied(), *injector.pulls.opened())
+        channel.send(*injector.emptied(), *injector.copies.opened())
         channel.flush()
         return self._ended()
 
@@ -265,7 +262,7 @@ class Receiver:
     def shutdown(self) -> None:
         """Closes the receiver. Nothing is written into blocks afterwards."""
         self._pool.close()
-        self._injector.pulls.close()
+        self._injector.copies.close()
         self._channel.sock.close()
 
     # ------------------------------------------------------------ inside
@@ -275,7 +272,7 @@ class Receiver:
         once = fetch.request.chunks or fetch.layers
         if retry and not once and fetch.refetches < _MAX_REFETCHES:
             fetch.refetches += 1
-            fetch.frames = fetch.bytes = fetch.unread = 0
+            fetch.frames = fetch.bytes = fetch.unwritten = 0
             fetch.complete = None
             fetch.pace = LayerPace()
             fetch.scatter_at = 0.0
@@ -314,13 +311,13 @@ class Receiver:
         out, self._early = self._early, []
         for fetch in list(self._fetches.values()):
             if fetch.layers is not None:
-                began = fetch.layers.began(self._pool.passed)
+                began = fetch.layers.began()
                 out += [Began(fetch.decode_id, stop, fetch.owner) for stop in began]
             if (complete := fetch.complete) is None:
                 continue
             if fetch.frames < complete.came.frames:
                 assert self._injector.arrivals, "complete without all frames"
-            elif fetch.unread == 0 and self._over(fetch):
+            elif fetch.unwritten == 0 and self._over(fetch):
                 out.append(self._injected(fetch))
         for fetch in [f for f in self._ending if self._over(f)]:
             assert fetch.outcome is not None

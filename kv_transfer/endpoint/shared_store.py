@@ -244,9 +244,9 @@ class SharedStore:
                     came(unit)
                     continue
                 chunk, section = fetch.first_chunk + number, section_of(fetch.objects[number])
-                _, event = self._orders.pool.scatter(self._orders.staged(unit, section, chunk, fetch.table))
+                scattered = self._orders.pool.scatter(self._orders.staged(unit, section, chunk, fetch.table))
                 fetch.copying += 1
-                self._orders.copy(event, partial(copied, unit))
+                self._orders.copy(scattered, partial(copied, unit))
 
         self._orders.order(answered, [fetch.objects[number] for number in numbers], units, is_urgent=True)
 

@@ -119,7 +119,7 @@ class StoreOffers:
         tokens = len(lent.block_ids) and (chunk + 1) * CHUNK_TOKENS
         pool = self._orders.pool
         table = pool.table(lent.block_ids, tokens, lent.state_slot)
-        event = pool.gather(self._orders.staged(unit, section_of(name), chunk, table, by_rank=True))
+        started = pool.gather(self._orders.staged(unit, section_of(name), chunk, table, by_rank=True))
 
         def gathered() -> None:
             lent.release()
@@ -136,6 +136,6 @@ class StoreOffers:
                 self._paused_until = time.monotonic() + PAUSE
                 self.offer(name, chunk)
 
-        self._orders.copy(event, gathered)
+        self._orders.copy(started, gathered)
         if busy:
             self._next_write = now + (time.monotonic() - now) / SHARE

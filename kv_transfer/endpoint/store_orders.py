@@ -40,8 +40,8 @@ class StoreOrders:
         self._describes = describes
         self._tickets = 0
         self._orders: dict[int, tuple[Sequence[int], Answer]] = {}
-        # Copies that the device makes: when the event has passed, the function is called.
-        self._copies: deque[tuple[Event, Callable[[], None]]] = deque()
+        # Copies that the device makes: when the event has passed, the functions are called.
+        self._copies: deque[tuple[Event, Callable[[], object], Callable[[], None]]] = deque()
         self.channel.send(describes)
 
     def close(self) -> None:
@@ -68,9 +68,10 @@ class StoreOrders:
         order = self.session, self._tickets, is_urgent, is_put, tuple(names), tuple(units)
         self.channel.send(StoreOrder(*order))
 
-    def copy(self, event: Event, then: Callable[[], None]) -> None:
-        """Calls `then` when the event of the pool has passed."""
-        self._copies.append((event, then))
+    def copy(self, started: tuple[Event, Callable[[], object]], then: Callable[[], None]) -> None:
+        """Calls `then` when a copy is over. `started`: what the pool returned. The store process verifies
+        objects, so its outcome is not needed."""
+        self._copies.append((*started, then))
 
     def receive(self, probed: Callable[[float, float], None]) -> bool:
         """Takes what has come, and ends the copies that are over. `probed`: as in `SharedStore`. Returns
@@ -89,7 +90,9 @@ class StoreOrders:
                             order[1](done)
         self.channel.flush()
         while self._copies and self.pool.passed(self._copies[0][0]):
-            self._copies.popleft()[1]()
+            _, outcome, then = self._copies.popleft()
+            outcome()
+            then()
         return is_new
 
     def _reset(self, session: int) -> None:

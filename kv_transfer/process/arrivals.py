@@ -89,7 +89,8 @@ class Arrivals:
             return
         transfer = self.transfer_of(s.slot)
         if transfer is not None and transfer.incoming.live and intact is not None:
-            self._judge(s, transfer, right=intact)
+            if s.verified:
+                self._judge(s, transfer, right=intact)
             if intact and self.hand_over(transfer, s):
                 return
         self.emptied(s.slot, None)
@@ -99,9 +100,9 @@ class Arrivals:
         """Counts a slice, and gives it to the engine until `emptied`. Returns False if its transfer refuses
         it.
 
-        The engine verifies a slice in memory that a peer exports. It counts as verified at once, so no
-        further message must follow the last slice. If a slice is wrong, the engine does not inject its
-        transfer."""
+        The engine verifies a slice of a summed lane, and one in memory that a peer exports. It counts as
+        verified at once, so no further message must follow the last slice. If a slice is wrong, the engine
+        does not inject its transfer."""
         try:
             complete = self.fetches.verified(transfer, s, time.monotonic())
         except FrameRefused as e:
@@ -114,13 +115,9 @@ class Arrivals:
         return True
 
     def emptied(self, slot: int, right: bool | None) -> None:
-        """Nothing uses the slot any more. `right`: as the engine found the slice, if it lay in memory of a
-        peer; None: no process has looked."""
-        if (
-            right is not None
-            and self._slices[slot][0].memory != ARENA
-            and (transfer := self.transfer_of(slot))
-        ):
+        """Nothing uses the slot any more. `right`: as the engine found the slice, if it was not verified;
+        None: no process has looked."""
+        if right is not None and not self._slices[slot][0].verified and (transfer := self.transfer_of(slot)):
             self._judge(self._slices[slot][0], transfer, right=right)
         del self._slices[slot]
         self.slots.release(slot)

@@ -30,6 +30,7 @@ from baton.kv_transfer.protocol.frame import (
     LaneKeys,
     pack,
     parse,
+    sum_of,
 )
 from baton.kv_transfer.protocol.hello import MAX_HELLO_BYTES
 from baton.kv_transfer.protocol.messages import MAX_CONTROL_BYTES
@@ -69,6 +70,7 @@ class Connection:
         self.slots: SlotPipe | None = None  # for slices that come; None: none may come
         self.sending: Arena | None = None  # of slices that leave
         self.max_payload = 0  # of a KV frame; 0 until HELLO agreed on one
+        self.summed = False  # as in `protocol.frame`
         self.heard = time.monotonic()
         # When bytes of a KV frame last came, or (see `look_at_sent`) were last taken by the peer.
         self.kv_moved = 0.0
@@ -288,7 +290,7 @@ class Connection:
                 raise FrameError("hello", f"{name} of {length} bytes before the handshake")
         elif length > most:
             raise FrameError("length", f"{name} of {length} bytes")
-        self._reader.begin(packed)
+        self._reader.begin(packed, summed=self.summed and isinstance(header, Slice))
         self._header = header
         self._edge_got = MAX_TRAILER_BYTES - self._reader.trailer_bytes
         if isinstance(header, Header):
@@ -304,7 +306,8 @@ class Connection:
 
     def _end(self, header: Header | Slice) -> None:
         start = MAX_TRAILER_BYTES - self._reader.trailer_bytes
-        intact = self._reader.is_intact(self._edge[start:MAX_TRAILER_BYTES])
+        trailer = self._edge[start:MAX_TRAILER_BYTES]
+        intact = self._reader.is_intact(trailer)
         name = header.type.name if isinstance(header, Header) else "KV"
         if self._keys is not None and not intact:  # the header may be forged, too
             raise FrameError("tag", f"{name} is not as it was sent")
@@ -316,7 +319,8 @@ class Connection:
             self._report(Said(self._number, header, bytes(payload)))
         else:
             now = time.monotonic()
-            self._report(Ends(self._number, intact, self._began, now))
+            checksum = sum_of(trailer) if self.summed else None
+            self._report(Ends(self._number, intact, self._began, now, checksum))
             self._trace.moved("recv", header, self._began, now)
 
     def _write(self) -> None:
@@ -365,7 +369,7 @@ class Connection:
     def _lay_slice(self, s: Slice) -> None:
         assert self.sending is not None
         began, header, payload = time.monotonic(), pack(s), self.sending.slot(s.slot)[: s.size]
-        trailer = self._writer.trailer(header, payload)
+        trailer = self._writer.trailer(header, payload, s.sum if self.summed else None)
         for view in (memoryview(header), payload):
             self._lay(view)
         self._lay(memoryview(trailer), s, began)

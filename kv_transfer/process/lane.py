@@ -92,9 +92,10 @@ class Lane:
                 self._coming = s
                 self.heard = self.kv_moved = time.monotonic()
                 self._owner.begins(s)
-            case messages.Ends(_, intact, began, ended):
+            case messages.Ends(_, intact, began, ended, checksum):
                 assert self._coming is not None
                 s, self._coming = self._coming, None
+                s.sum, s.verified = checksum or 0, checksum is None
                 self.heard = self.kv_moved = time.monotonic()
                 self._owner.came(s, intact, began, ended)
             case messages.Gone(_, slot, sent, taken, waiting):

@@ -16,6 +16,7 @@ class Adopt(Local):
 
     lane: int
     max_payload: int
+    summed: bool  # as in `protocol.frame`
     read: bytes
     unwritten: bytes
     keys: LaneKeys | None
@@ -57,12 +58,14 @@ class Begins(Local):
 
 class Ends(Local):
     """All of the slice came. `intact`: whether its checksum matched; None: the lane closed before. `began`,
-    `ended`: when its header and its end were seen (time.monotonic())."""
+    `ended`: when its header and its end were seen (time.monotonic()). `sum`: what came with it on a summed
+    lane, where no checksum was compared."""
 
     lane: int
     intact: bool | None
     began: float
     ended: float
+    sum: int | None = None
 
 
 class Gone(Local):

@@ -67,7 +67,7 @@ class Mover:
             sock, self._loop, self._post, self._trace, m.lane, read=m.read, unwritten=m.unwritten,
             keys=m.keys, ahead=m.ahead,
         )  # fmt: skip
-        connection.max_payload = m.max_payload
+        connection.max_payload, connection.summed = m.max_payload, m.summed
         connection.slots, connection.sending = (None, self._sending) if m.sends else (self._slots, None)
         self._connections[m.lane] = connection
         self._loop.wake(partial(connection.serve, select.EPOLLIN))

@@ -43,13 +43,15 @@ class MoverHandle:
         self._adopted = 0
 
     def adopt(
-        self, connection: Connection, owner: LaneOwner, max_payload: int, *, sends: bool, ahead: bool
-    ) -> Lane:
+        self, connection: Connection, owner: LaneOwner, max_payload: int, *, summed: bool, sends: bool,
+        ahead: bool,
+    ) -> Lane:  # fmt: skip
         """Hands over an authenticated connection. No KV frame may be under way."""
         self._adopted += 1
         lane = self.lanes[self._adopted] = Lane(self._tell, self._adopted, owner)
         sock, read, unwritten, keys = connection.leave()
-        self._adopt(messages.Adopt(self._adopted, max_payload, read, unwritten, keys, sends, ahead), sock)
+        adopt = messages.Adopt(self._adopted, max_payload, summed, read, unwritten, keys, sends, ahead)
+        self._adopt(adopt, sock)
         return lane
 
     def _adopt(self, message: messages.Adopt, sock: socket.socket) -> None:

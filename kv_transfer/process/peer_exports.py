@@ -126,7 +126,7 @@ class PeerExports:
         for there, checksum, seq, size, piece in named:
             if number not in self._memories:
                 break  # a slice before this one ended the session
-            s = Slice(piece, transfer_id, seq, size, memory=number, there=there, sum=checksum)
+            s = Slice(piece, transfer_id, seq, size, memory=number, there=there, sum=checksum, verified=False)
             try:
                 s.slot = self._arrivals.pipe.take()
             except FrameError as e:
@@ -175,7 +175,7 @@ class PeerExports:
             s = self._reads[slot].slice
             if self._reader.for_receiver is None:
                 self._over(slot, right)
-                s.memory = ARENA
+                s.memory, s.verified = ARENA, True
                 self._arrivals.came(s, right)
             elif right:
                 s.memory, s.there = RING, slot

@@ -69,12 +69,14 @@ class Sessions:
         if session.up or session.side == "receiver":
             session.handler.session_down(session, reason, detail)
 
-    def lane(self, number: int, connection: Connection, session: "Session") -> Lane:
+    def lane(self, number: int, connection: Connection, session: "Session", *, summed: bool) -> Lane:
         """An authenticated lane goes on in the fork with the fewest; lane 0, which has messages, does not."""
         forks = self._forked if number else ()
         mover = min(forks, key=lambda x: len(x.lanes), default=self._local)
         sends = session.side == "sender"
-        return mover.adopt(connection, session, session.slot_bytes, sends=sends, ahead=number == 0)
+        return mover.adopt(
+            connection, session, session.slot_bytes, summed=summed, sends=sends, ahead=number == 0
+        )
 
     def kv_lanes(self, lanes: Mapping[int, Lane]) -> list[Lane]:
         """Those of forks; all if no fork has one."""
@@ -182,6 +184,7 @@ class Session(LaneOwner, Generic[H]):
     def add(self, number: int, connection: Connection, peer: wire.Identity) -> None:
         """The connection is authenticated, as a lane with this number."""
         self.peer = peer
+        summed = self._sessions.config.sums and peer.sums
         self.slot_bytes = min(peer.slot_bytes, self._sessions.config.slot_bytes)
         mine = self._sessions.config.layout.dtypes
         if self.side == "sender":
@@ -190,7 +193,7 @@ class Session(LaneOwner, Generic[H]):
         else:
             self.why_lanes = why_lanes(peer.memory, self._sessions.memory)
             self.dtypes = peer.dtypes.sent_to(mine)
-        self.lanes[number] = self._sessions.lane(number, connection, self)
+        self.lanes[number] = self._sessions.lane(number, connection, self, summed=summed)
         self.kv_lanes = self._sessions.kv_lanes(self.lanes)
         self._open += 1
         enough = 0 in self.lanes if self.side == "sender" else len(self.lanes) == self.lane_count

@@ -68,7 +68,7 @@ class FrameEncryptor(FrameWriter):
         key, nonce = self._key.next()
         return AESGCM(key).encrypt(nonce, payload, header)
 
-    def trailer(self, header: bytes, payload: memoryview) -> bytes:
+    def trailer(self, header: bytes, payload: memoryview, known: int | None = None) -> bytes:
         key, nonce = self._key.next()
         cipher = Cipher(AES(key), GCM(nonce)).encryptor()
         cipher.authenticate_additional_data(header)
@@ -83,7 +83,7 @@ class FrameDecryptor(FrameReader):
     def __init__(self, key: DirectionKey) -> None:
         self._key = key
 
-    def begin(self, header: memoryview) -> None:
+    def begin(self, header: memoryview, *, summed: bool = False) -> None:
         key, nonce = self._key.next()
         self._cipher = Cipher(AES(key), GCM(nonce)).decryptor()
         self._cipher.authenticate_additional_data(header)

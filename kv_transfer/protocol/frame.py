@@ -3,7 +3,8 @@
 The header's own checksum is verified before any field is believed: a damaged length would make all that
 follows on the lane unreadable, so a bad header ends the lane. The payload's checksum comes behind it, so that
 it is computed while the payload leaves, and the reader verifies it. On an encrypted lane (`encryption`) the
-payload is followed by a tag instead.
+payload is followed by a tag instead. On a *summed* lane a slice is followed by the sum of the sender's GPU,
+which the receiver's GPU verifies.
 """
 
 import enum
@@ -148,9 +149,15 @@ class FrameWriter:
         """What follows the header of a control message."""
         return payload + _TRAILER.pack(xxhash.xxh3_64_intdigest(payload))
 
-    def trailer(self, header: bytes, payload: memoryview) -> bytes:
-        """What follows the payload of a KV frame. The payload becomes what is sent, in place."""
-        return _TRAILER.pack(xxhash.xxh3_64_intdigest(payload))
+    def trailer(self, header: bytes, payload: memoryview, known: int | None = None) -> bytes:
+        """What follows the payload of a KV frame. The payload becomes what is sent, in place. `known`: its
+        sum, on a summed lane."""
+        return _TRAILER.pack(xxhash.xxh3_64_intdigest(payload) if known is None else known)
+
+
+def sum_of(trailer: memoryview) -> int:
+    """Of the slice before it, on a summed lane."""
+    return _TRAILER.unpack(trailer)[0]
 
 
 class FrameReader:
@@ -158,13 +165,15 @@ class FrameReader:
 
     trailer_bytes = _TRAILER.size
 
-    def begin(self, header: memoryview) -> None:
-        self._checksum = xxhash.xxh3_64()
+    def begin(self, header: memoryview, *, summed: bool = False) -> None:
+        """`summed`: a slice on a summed lane, which counts as intact here."""
+        self._checksum = None if summed else xxhash.xxh3_64()
 
     def piece(self, piece: memoryview) -> None:
         """The next bytes of the payload are there. They become plain text in place."""
-        self._checksum.update(piece)
+        if self._checksum is not None:
+            self._checksum.update(piece)
 
     def is_intact(self, trailer: memoryview) -> bool:
         """Whether the frame came as it was sent."""
-        return trailer == _TRAILER.pack(self._checksum.intdigest())
+        return self._checksum is None or trailer == _TRAILER.pack(self._checksum.intdigest())

@@ -177,7 +177,7 @@ class Emptied(Local):
     """These slots of Arrived are read, or dropped since their transfers ended."""
 
     slots: list[int]
-    damaged: list[int] = []  # those of slices in memory of peers of which generation or checksum were wrong
+    damaged: list[int] = []  # those of slices of which generation or checksum were wrong
 
 
 class Opened(Local):
@@ -198,8 +198,8 @@ class InjectedIn(Local):
 
 
 class Arrived(Local):
-    """The slice lies in its slot, verified. Or it lies in its memory, which a peer exports, and is not
-    verified: its slot is set aside for it, and stays empty."""
+    """The slice lies in its slot. Or it lies in its memory, which a peer exports: its slot is set aside for
+    it, and stays empty."""
 
     slice: Slice
 
@@ -269,7 +269,7 @@ class Copied(Local):
     """That many copies are over, in the order of their orders."""
 
     count: int
-    remainders: Mapping[int, int | None] = {}  # not 0: of copies of wrong bytes
+    found: Mapping[int, int | None] = {}  # not 0: sums of gathered slices, remainders of others
 
 
 class ToRank(Local):

@@ -79,6 +79,7 @@ class Identity(Message):
     dtypes: Dtypes
     slot_bytes: U32
     memory: Text = ""  # that peers read, and of which it reads that of peers: see `hello.why_lanes`
+    sums: bool = False  # its GPUs sum slices of plain lanes. On both sides: `protocol.frame`
 
 
 class HelloOpen(Message, tag="open"):

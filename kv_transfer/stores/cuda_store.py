@@ -56,7 +56,7 @@ class CellLines:
             cell, pages = Window(0, positions, 0, heads, 0, 0, positions, heads), Pages.of(first)
             lines: list[list[int]] = []
             for pool in plane.values():
-                lines.append(pages.line(pool.data_ptr(), 0, at, cell, first_word=at // 4))
+                lines.append(pages.line(pool.data_ptr(), 0, at, cell, 0, at // 4))
                 at += pool[:, 0].nbytes
             of_plane = _PlaneLines(pages, (positions, heads), windowed, np.array(lines, dtype=np.int64))
             self._of_planes.append(of_plane)
@@ -97,7 +97,7 @@ class CellLines:
         """Copies the cells of a table that is on the device, and adds up their checksums there."""
         for plane, where in self._tables(count):
             table = words[where].view(-1, copy_kernels.FIELDS)
-            copy_kernels.launch(table, plane.pages, plane.most, into_pool=into_pool, sums=True)
+            copy_kernels.launch(table, plane.pages, plane.most, into_pool=into_pool)
 
     def _tables(self, count: int) -> Iterator[tuple[_PlaneLines, slice]]:
         """Each plane, and where the table of so many cells has its lines."""

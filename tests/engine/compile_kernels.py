@@ -163,9 +163,7 @@ def main() -> None:
         pools = [values, *([] if scales is None else [scales.transpose(2, 3).unsqueeze(4)])]
         for into_pool in (False, True):
             for pool in pools:
-                for sums in (False, True):
-                    pages = Pages.of(pool)
-                    copy_kernels.launch(table, pages, (3, kv_heads), into_pool=into_pool, sums=sums)
+                copy_kernels.launch(table, Pages.of(pool), (3, kv_heads), into_pool=into_pool)
         copy_kernels.launch_sums(torch.zeros(2, copy_kernels.SUM_FIELDS, dtype=torch.int64), 9)
         table = torch.zeros(2, copy_kernels.CONVERTED_FIELDS, dtype=torch.int64)
         if not fp8_kv:
@@ -367,9 +365,8 @@ def main() -> None:
     print("-- copies of states")
     table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
     for moved in (torch.zeros(4, 3, 8448)[..., :8192].unflatten(2, (128, 64)), torch.zeros(4, 1, 128, 8192)):
-        for into_pool, sums in ((False, False), (True, True)):
-            pages = Pages.of(of_slots(moved))
-            copy_kernels.launch(table, pages, (128, 1), into_pool=into_pool, sums=sums)
+        for into_pool in (False, True):
+            copy_kernels.launch(table, Pages.of(of_slots(moved)), (128, 1), into_pool=into_pool)
     table = torch.zeros(2, copy_kernels.CONVERTED_FIELDS, dtype=torch.int64)
     pieces = copy_kernels.pieces_to_convert(CacheArray(HEAD_STATE, "ssm", 1, 128, 8192, "float32"))
     narrow = torch.bfloat16, torch.float16

@@ -8,6 +8,7 @@ import fcntl
 import socket
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -35,6 +36,7 @@ class LatePool(HostPool):
         super().__init__(*args)
         self.recorded: list[LateEvent] = []
         self.work: list[tuple[LateEvent, Any]] = []  # in stream order
+        self.sums: dict[int, int] = {}  # of slices, by slot
 
     def record(self) -> LateEvent:
         self.recorded.append(LateEvent())
@@ -43,7 +45,7 @@ class LatePool(HostPool):
     def passed(self, event: Any) -> bool:
         return event.passed
 
-    def gather(self, batch: Any, after: Any = ()) -> LateEvent:
+    def gather(self, batch: Any, after: Any = ()) -> Any:
         event = LateEvent()
 
         def work() -> None:
@@ -51,13 +53,13 @@ class LatePool(HostPool):
             HostPool.gather(self, batch)
 
         self.work.append((event, work))
-        return event
+        return event, lambda: [self.sums.get(s.slot, 0) for s in batch]
 
-    def scatter(self, batch: Any) -> tuple[LateEvent, LateEvent]:
-        copied, scattered = LateEvent(), LateEvent()
-        self.work.append((copied, lambda: None))
-        self.work.append((scattered, lambda: HostPool.scatter(self, batch)))
-        return copied, scattered
+    def scatter(self, batch: Any, memory: Any = None) -> Any:
+        event = LateEvent()
+        copied = [msgspec.structs.replace(s, verified=True) for s in batch]
+        self.work.append((event, lambda: HostPool.scatter(self, copied)))
+        return event, lambda: [0 if s.verified else s.sum - self.sums[s.slot] for s in batch]
 
     def go(self, count: int = 1) -> None:
         """Let the stream run on by `count` events."""

@@ -74,7 +74,9 @@ def test_equal_torch(
     device_tables = [tables[i % 2].to(kernel_device) for i in range(len(pieces))]
 
     def launch(layers: list[torch.Tensor], *, into_pool: bool) -> None:
-        table = lines([layers[piece.layer] for piece in pieces], device_tables, moved, held)
+        sums = torch.zeros(len(pieces), dtype=torch.int64, device=kernel_device)
+        at = [sums.data_ptr() + 8 * i for i in range(len(pieces))]
+        table = lines([layers[piece.layer] for piece in pieces], device_tables, moved, held, checksum=at)
         copy_kernels.launch(table, Pages.of(layers[0]), most(held), into_pool=into_pool)
 
     launch([in_memory(order, p).to(kernel_device) for p in pools], into_pool=False)
@@ -121,7 +123,7 @@ def test_checksums_of_what_is_moved(kernel_device: str, fp8: bool, into_pool: bo
         first = [n - 2 * x.dense_size if plane is scales else 0 for n, x in zip(words, held, strict=True)]
         dense = [slot[n:] for slot, n in zip(slots, first, strict=True)]
         table = lines([plane] * 2, [blocks] * 2, dense, held, checksum=at, first_word=first)
-        copy_kernels.launch(table, Pages.of(plane), most(held), into_pool=into_pool, sums=True)
+        copy_kernels.launch(table, Pages.of(plane), most(held), into_pool=into_pool)
     found = sums.tolist()
     assert found == [checksum(slot.cpu().numpy()) for slot in slots]
 
@@ -162,7 +164,7 @@ def test_states_equal_torch(kernel_device: str, rows: int, heads: int, head_dim:
     def launch(of: torch.Tensor, *, into_pool: bool) -> None:
         plane = pool(of).transpose(0, 1).unsqueeze(3)
         table = lines([plane] * 2, [slots[i:] for i in range(2)], dense, held, checksum=at)
-        copy_kernels.launch(table, Pages.of(plane), most(held), into_pool=into_pool, sums=True)
+        copy_kernels.launch(table, Pages.of(plane), most(held), into_pool=into_pool)
 
     launch(source, into_pool=False)
     of_slots = [(3, 2, min(4, heads)), (1, 2, heads)]

@@ -4,7 +4,6 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,9 +124,13 @@ def moved(
     layout = source.layout.sent_as(sent.sent_to(kept))
     for few in batches(source.layout, 2048):
         of_each = [[travelling(x, layout, slot=slot, table=table) for slot, x in few] for table in tables]
-        assert over(sender, sender.gather(of_each[0]))
-        for event in receiver.scatter(of_each[1]):
-            assert over(receiver, event)
+        event, sums = sender.gather(of_each[0])
+        assert over(sender, event)
+        for item, checksum in zip(of_each[1], sums(), strict=True):
+            item.sum, item.verified = checksum, not checksum
+        event, outcome = receiver.scatter(of_each[1])
+        assert over(receiver, event)
+        assert not any(outcome())
     return target
 
 
@@ -137,8 +140,8 @@ def pulled(
     """The same through exported memory, and which slices were right. `damage` comes after a first gather.
     `adopts`: the memory is that of another process."""
     source, target = cache(sent, 16, 1), cache(kept, 32, 2)
-    sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
-    receiver = CudaPool(target, Arena.create(SLOTS, SLOT_BYTES), exported=True)
+    sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES))
+    receiver = CudaPool(target, Arena.create(SLOTS, SLOT_BYTES))
     if adopts:
         export = ExportedMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, os.urandom(16)).export
         sender.adopt(export)
@@ -152,12 +155,12 @@ def pulled(
             travelling(piece, layout, slot=slot, table=tables[0], memory=EXPORTED, sum=generation)
             for slot, piece in few
         ]
-        assert over(sender, sender.gather(batch))
+        assert over(sender, sender.gather(batch)[0])
         if generation == 1:
             damage(PeerDeviceMemory(export))
-        event, outcome = receiver.pull(
-            memory,
+        event, outcome = receiver.scatter(
             [travelling(piece, layout, there=slot, table=tables[1], sum=generation) for slot, piece in few],
+            memory,
         )
         assert over(receiver, event)
         whole += [remainder == 0 for remainder in outcome()]
@@ -180,8 +183,7 @@ def test_the_pool_gets_the_numbers_that_it_gets_on_a_host(sent: Dtypes, kept: Dt
     right = everything(moved(HostPool, sent, kept))
     through_exported, whole = pulled(sent, kept, nothing)
     assert all(whole)
-    device = partial(CudaPool, exported=False)
-    found = [moved(device, sent, kept, order) for order in ORDERS]
+    found = [moved(CudaPool, sent, kept, order) for order in ORDERS]
     found += [moved(HostPool, sent, kept, order) for order in ORDERS]
     for ours in (*found, through_exported):
         for tensor, expected in zip(everything(ours), right, strict=True):
@@ -191,7 +193,7 @@ def test_the_pool_gets_the_numbers_that_it_gets_on_a_host(sent: Dtypes, kept: Dt
 def test_a_token_is_looked_at_after_its_copy() -> None:
     """The look waits for the current stream only."""
     cuda_on_cpu.be_late(range(9))
-    pool = CudaPool(cache(PLAIN, 16, 1), Arena.create(SLOTS, SLOT_BYTES), exported=True)
+    pool = CudaPool(cache(PLAIN, 16, 1), Arena.create(SLOTS, SLOT_BYTES))
     export = ExportedMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, os.urandom(16)).export
     pool.adopt(export)
     pool.open(export, PLAIN)
@@ -204,7 +206,7 @@ def test_any_stream_may_be_late(sent: Dtypes, kept: Dtypes, late: int) -> None:
     """Streams of the sender's pool (1 to 3), of the receiver's (4 to 6), or that of the steps. The host waits
     for nothing until all is launched."""
     source, target = cache(sent, 16, 1), cache(kept, 32, 2)
-    pools = [CudaPool(kv, Arena.create(SLOTS, SLOT_BYTES), exported=True) for kv in (source, target)]
+    pools = [CudaPool(kv, Arena.create(SLOTS, SLOT_BYTES)) for kv in (source, target)]
     sender, receiver = pools
     tables = sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)
     layout = source.layout.sent_as(sent.sent_to(kept))
@@ -219,9 +221,9 @@ def test_any_stream_may_be_late(sent: Dtypes, kept: Dtypes, late: int) -> None:
         sender.gather([travelling(piece, layout, slot=slot, table=tables[0], memory=EXPORTED, sum=1)], after)
         for slot, piece in few
     ]
-    assert all(over(sender, event) for event in written)
+    assert all(over(sender, event) for event, _ in written)
     pulls = [
-        receiver.pull(memory, [travelling(piece, layout, there=slot, table=tables[1], sum=1)])
+        receiver.scatter([travelling(piece, layout, there=slot, table=tables[1], sum=1)], memory)
         for slot, piece in few
     ]
     assert all(over(receiver, event) for event, _ in pulls)
@@ -241,7 +243,7 @@ def test_a_copy_through_the_arena_may_be_late(late: int) -> None:
     """Of a pool that both gathers and scatters, whose slots are used again."""
     cuda_on_cpu.be_late([late])
     right = everything(moved(HostPool, PLAIN, PLAIN))
-    found = everything(moved(partial(CudaPool, exported=False), PLAIN, PLAIN))
+    found = everything(moved(CudaPool, PLAIN, PLAIN))
     assert all(map(torch.equal, found, right))
 
 
@@ -250,7 +252,7 @@ def test_an_arena_that_cannot_be_pinned_is_the_users_error(monkeypatch: pytest.M
     with pytest.raises(
         ValueError, match=r"--advanced.kv-slots.* 16 slots of 4096 bytes: cannot pin 65536 bytes"
     ):
-        CudaPool(cache(PLAIN, 16, 1), Arena.create(SLOTS, SLOT_BYTES), exported=False)
+        CudaPool(cache(PLAIN, 16, 1), Arena.create(SLOTS, SLOT_BYTES))
 
 
 def test_a_standby_has_pinned_its_arena_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +263,7 @@ def test_a_standby_has_pinned_its_arena_when_its_turn_comes(monkeypatch: pytest.
     assert pinned == []
     prepare(arena, "cuda")
     assert pinned == [SLOTS * SLOT_BYTES]
-    CudaPool(cache(PLAIN, 16, 1), arena, exported=False)
+    CudaPool(cache(PLAIN, 16, 1), arena)
     assert len(pinned) == 1
 
 
@@ -275,6 +277,44 @@ def test_a_slice_that_is_wrong_or_late_is_found() -> None:
     for damage, wrong in ((bend, 1), (use_again, 4)):
         _, whole = pulled(PLAIN, PLAIN, damage, adopts=damage is bend)
         assert [i for i, right in enumerate(whole) if not right] == [wrong]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("sent", "kept"), DTYPES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_slice_that_changed_in_the_arena_is_found(sent: Dtypes, kept: Dtypes, ranks: int) -> None:
+    """One bit of it, or two words that changed places. The sums of its ranks add up to that of the sender."""
+    source, target = cache(sent, 16, 1), cache(kept, 32, 2)
+    layout, arena = source.layout.sent_as(sent.sent_to(kept)), Arena.create(SLOTS, SLOT_BYTES)
+    sender, whole = CudaPool(source, arena), [target]
+    if ranks == 2:
+        whole = [rank_of_two(target, rank) for rank in (0, 1)]
+    receivers = [CudaPool(each, arena) for each in whole]
+
+    def is_right(piece: Piece, checksum: int) -> bool:
+        left = 0
+        for receiver in receivers:
+            held = receiver._kernels.window(piece)
+            if min(held.count, held.heads) > 0:
+                table = receiver.table(HERE, TOKENS, 1)
+                item = travelling(piece, layout, slot=3, table=table, sum=checksum, verified=False)
+                event, outcome = receiver.scatter([item])
+                assert over(receiver, event)
+                left += outcome()[0] or 0
+        return left % (1 << 64) == 0
+
+    for piece in pieces(source.layout, 2048)[::5]:
+        event, sums = sender.gather([travelling(piece, layout, slot=3, table=sender.table(THERE, TOKENS, 2))])
+        assert over(sender, event)
+        [checksum] = sums()
+        words = np.frombuffer(arena.slot(3), dtype=np.uint32)[: slice_bytes(layout, piece) // 4]
+        assert is_right(piece, checksum)
+        words[-1] ^= 1 << 9
+        assert not is_right(piece, checksum)
+        words[-1] ^= 1 << 9
+        other = next(i for i in range(len(words)) if words[i] != words[-1])
+        words[[other, -1]] = words[[-1, other]]
+        assert not is_right(piece, checksum)
 
 
 @pytest.mark.cases(1)
@@ -294,9 +334,9 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
         launch(table, pages, *args, into_pool=into_pool, **kwargs)
 
     source, whole_target = cache(sent, 16, 1), cache(kept, 32, 2)
-    sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
+    sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES))
     targets = [rank_of_two(whole_target, rank) for rank in (0, 1)]
-    ranks = [CudaPool(target, Arena.create(SLOTS, SLOT_BYTES), exported=True) for target in targets]
+    ranks = [CudaPool(target, Arena.create(SLOTS, SLOT_BYTES)) for target in targets]
     export, layout = sender.export(), source.layout.sent_as(sent.sent_to(kept))
     memories = [rank.open(export, layout.dtypes) for rank in ranks]
     there, here = sender.table(THERE, TOKENS, 2), [rank.table(HERE, TOKENS, 1) for rank in ranks]
@@ -317,7 +357,7 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
             staged = [
                 travelling(piece, layout, there=slot, table=table, sum=generation) for slot, piece in mine
             ]
-            for item, remainder in zip(mine, rank.pull(memory, staged)[1](), strict=True):
+            for item, remainder in zip(mine, rank.scatter(staged, memory)[1](), strict=True):
                 assert remainder is not None
                 remainders[item] += remainder
         assert not any(remainder % (1 << 64) for remainder in remainders.values())
@@ -331,10 +371,8 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
 
 def test_a_wrong_byte_is_in_the_rest_of_the_rank_that_reads_it() -> None:
     source = cache(PLAIN, 16, 1)
-    sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
-    ranks = [
-        CudaPool(rank_of_two(source, rank), Arena.create(SLOTS, SLOT_BYTES), exported=True) for rank in (0, 1)
-    ]
+    sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES))
+    ranks = [CudaPool(rank_of_two(source, rank), Arena.create(SLOTS, SLOT_BYTES)) for rank in (0, 1)]
     export, piece = sender.export(), Piece(0, 0, 4, 0, 5)
     sender.gather([Slice(piece, slot=3, table=sender.table(THERE, TOKENS, 2), memory=EXPORTED, sum=1)])
 
@@ -342,9 +380,9 @@ def test_a_wrong_byte_is_in_the_rest_of_the_rank_that_reads_it() -> None:
         return [
             remainder
             for rank in ranks
-            for remainder in rank.pull(
-                rank.open(export, PLAIN),
+            for remainder in rank.scatter(
                 [Slice(piece, there=3, table=rank.table(HERE, TOKENS, 1), sum=1)],
+                rank.open(export, PLAIN),
             )[1]()
         ]
 
@@ -356,7 +394,7 @@ def test_a_wrong_byte_is_in_the_rest_of_the_rank_that_reads_it() -> None:
     assert remainders()[1] != second
 
 
-@pytest.mark.parametrize("make", [HostPool, partial(CudaPool, exported=False)], ids=["host", "gpu"])
+@pytest.mark.parametrize("make", [HostPool, CudaPool], ids=["host", "gpu"])
 def test_an_entry_of_the_registry_makes_a_kind(
     make: Callable[[PagedKV, Arena], Pool],
 ) -> None:
@@ -403,7 +441,7 @@ def of_windows(block_size: int, window_blocks: list[int]) -> PagedKV:
     return PagedKV(planes, block_size, layout, "cpu", window_blocks=np.array(window_blocks, dtype=np.int32))
 
 
-@pytest.mark.parametrize("make", [HostPool, partial(CudaPool, exported=False)], ids=["host", "device"])
+@pytest.mark.parametrize("make", [HostPool, CudaPool], ids=["host", "device"])
 def test_layers_with_windows_have_blocks_of_their_own(make: Callable[[PagedKV, Arena], Pool]) -> None:
     """The engine gives them some while the request is computed, and others to the last positions."""
     source, target = of_windows(16, [0] * BLOCKS), of_windows(32, [0, 0, 0, 0, 2, 0])
@@ -435,7 +473,7 @@ def test_a_long_prompt_has_one_table_of_window_blocks(monkeypatch: pytest.Monkey
         return on_device(pool, numbers, into)
 
     source = of_windows(16, [0] * BLOCKS)
-    pool = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=False)
+    pool = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES))
     monkeypatch.setattr(CudaPool, "_on_device", noted)
     table = pool.table(THERE, TOKENS)
     assert source.window_blocks is not None

@@ -32,11 +32,11 @@ def test_a_layer_waits_for_all_of_its_arrays_and_the_states_of_the_next() -> Non
     assert [bool(pieces) for pieces in needed.values()] == [False, True, True, False]
     for layer, pieces in needed.items():
         for piece in pieces:
-            assert not there.has(layer, 128, lambda _: True), piece
+            assert not there.has(layer, 128), piece
             there.written(piece)
-        assert there.has(layer, 128, lambda _: True)
-    assert there.has_all(128, lambda _: True)
-    assert not there.has(0, 192, lambda _: True), "the other range"
+        assert there.has(layer, 128)
+    assert there.has_all(128)
+    assert not there.has(0, 192), "the other range"
 
 
 def test_a_range_of_which_no_window_reads_anything_begins_at_once() -> None:
@@ -44,15 +44,15 @@ def test_a_range_of_which_no_window_reads_anything_begins_at_once() -> None:
     windows = replace(KV, name="near", window=Window(100)), replace(KV, name="far", window=Window(300))
     layout, ranges = KVLayout.of([(windows[0],), (windows[1],)]), [(0, 128), (128, 450), (600, 900)]
     there = LayersThere(ranges, layout, [], next_positions=(500, 900))
-    assert there.began(lambda _: True) == [128]
+    assert there.began() == [128]
     asked = [[*array.read_of(ranges, (500, 900))] for array in windows]
     assert asked == [[(384, 450), (768, 900)], [(128, 450), (600, 900)]], "from the beginning of a tile on"
     for layer, read in enumerate(asked):
-        assert there.has(layer, 128, lambda _: True)
+        assert there.has(layer, 128)
         for start, stop in read:
-            assert not there.has(layer, stop, lambda _: True)
+            assert not there.has(layer, stop)
             for piece in cut(layout, layer, (start, stop), (0, KV.heads), 1 << 20, layer):
                 there.arrived(piece)
                 there.written(piece)
-            assert there.has(layer, stop, lambda _: True)
-    assert there.began(lambda _: True) == [450, 900]
+            assert there.has(layer, stop)
+    assert there.began() == [450, 900]

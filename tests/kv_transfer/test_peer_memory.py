@@ -137,7 +137,7 @@ def test_a_slice_that_is_not_the_one_named(arena: kv.Arena, change: str) -> None
         owner.gather([Slice(PIECE, slot=2, table=([1], 0))])
     elif change == "marked again":  # and the bytes are about to change
         arena.marks[2 * 16] ^= 1
-    _, outcome = reader.pull(memory, [Slice(PIECE, there=2, table=([0], 0), sum=7)])
+    _, outcome = reader.scatter([Slice(PIECE, there=2, table=([0], 0), sum=7)], memory)
     assert outcome() == [0 if change == "none" else None]
     memory.close()
 

@@ -16,7 +16,7 @@ from baton.worker.engine_process.engine_attempt import EngineAttempt
 from baton.worker.engine_process.kv_events import KVEvents
 from baton.worker.engine_process.loop import loop
 from baton.worker.engine_process.offload import OffloadPump, offload_pumps
-from baton.worker.engine_process.paged_kv import kv_layout
+from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
 from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.shared_store import StoreSource
 from baton.worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
@@ -90,4 +90,5 @@ def _ready(engine: Engine) -> messages.EngineReady:
         kv_layout(engine),
         images=None if model.vision is None else model.vision.settings,
         image_layout=None if made is None else embedding_layout(made),
+        sums=paged_kv(engine).sums,
     )

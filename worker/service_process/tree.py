@@ -308,6 +308,7 @@ class WorkerTree:
             layout=engine.image_layout,
             port=0,
             exports=self._config.kv_connector == "auto",
+            sums=False,  # they are in memory of the host
             reader="",
             reader_device=None,
             trace_path=self._config.trace_path("image-transfer", self._replacements),
@@ -332,6 +333,7 @@ class WorkerTree:
             bind=config.lane_sources,
             encrypt=config.kv_encrypt,
             exports=self._exported,
+            sums=engine.sums,
             reader=config.kv_connector if config.reader else "",
             reader_device=config.reader_device(),
             deadlines=config.deadlines,

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
+from msgspec.structs import replace
 
 from baton.kv_transfer import staging
+from baton.kv_transfer.device import host_pool
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.slices import Slice
@@ -20,6 +23,23 @@ from baton.system import cuda_driver
 from tests.bad_network import BadNetwork
 from tests.device import DEVICE
 from tests.kv_transfer.conftest import Decode, Pair, Prefill
+
+
+class SummingPool(HostPool):
+    """On a CPU it stands for a pool on a GPU: it sums what it copies to and from slots of the arena."""
+
+    def gather(self, batch: Sequence[Slice], after: Sequence[Any] = ()) -> tuple[Any, Any]:
+        event, _ = super().gather(batch, after)
+        sums = [self._sum(x) for x in batch]
+        return event, lambda: sums
+
+    def scatter(self, batch: Sequence[Slice], memory: Any = None) -> tuple[Any, Any]:
+        left = [0 if x.verified else (x.sum - self._sum(x)) % (1 << 64) for x in batch]
+        event, _ = super().scatter([replace(x, verified=True) for x in batch], memory)
+        return event, lambda: left
+
+    def _sum(self, x: Slice) -> int:
+        return xxhash.xxh3_64_intdigest(self._arena.slot(x.slot)[: self._slice_bytes(x)])
 
 
 @contextmanager
@@ -41,19 +61,20 @@ def _bent_after_its_checksum(pair: Pair) -> Iterator[str]:
 
 @contextmanager
 def _bent_in_memory(pair: Pair) -> Iterator[str]:
-    pool: Any = CudaPool if DEVICE == "cuda" else HostPool
+    pool: Any = CudaPool if DEVICE == "cuda" else host_pool.HostPool
     gather, done = pool.gather, []
 
     def bent(self: Any, batch: Sequence[Slice], after: Sequence[Any] = ()) -> Any:
-        event = gather(self, batch, after)
-        if batch[0].memory and not done:
+        gathered = gather(self, batch, after)
+        if bool(batch[0].memory) is pair.prefill.exports and not done:
             done.append(batch[0])
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
+            if DEVICE == "cuda" and pair.prefill.exports:
                 cuda_driver.call("cuMemsetD8_v2", self._exported.slot(batch[0].slot), 0xA5, 4)
             else:
                 pair.prefill.sending.arena.slot(batch[0].slot)[7] ^= 1
-        return event
+        return gathered
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "gather", bent)
@@ -96,6 +117,7 @@ class Kind:
 
 
 TCP = Kind("tcp", _bent_on_a_lane, {"movers": 2})  # in forks; encrypted lanes are in the transfer process
+SUMMED = Kind("tcp+sums", _bent_in_memory, {"movers": 1, "sums": True})  # the slot changes before it is sent
 ENCRYPTED = Kind("tcp+aes", _bent_on_a_lane, {"encrypt": True}, found=("tag", "lost"))
 KIND = "cuda_ipc" if DEVICE == "cuda" else "shared_memory"
 EXPORTED = Kind(KIND, _bent_in_memory, {"exports": True}, KIND)
@@ -105,14 +127,17 @@ NIXL_KIND = "nixl_cuda" if DEVICE == "cuda" else "nixl_host"
 NIXL_WITH_MARKS = Kind(
     NIXL_KIND, _bent_in_memory, {"reader": "nixl", "reader_device": NIXL_DEVICE, "exports": True}, NIXL_KIND
 )
-EVERY_KIND = [TCP, ENCRYPTED, EXPORTED, NIXL, NIXL_WITH_MARKS]
+EVERY_KIND = [TCP, SUMMED, ENCRYPTED, EXPORTED, NIXL, NIXL_WITH_MARKS]
 # On a CPU the last is NIXL's reads and the marks of exported memory: what only both together do has tests.
 KINDS = EVERY_KIND if DEVICE == "cuda" else EVERY_KIND[:-1]
 
 
 @pytest.fixture(scope="package", params=KINDS, ids=str)
-def transport(request: pytest.FixtureRequest) -> Kind:
-    return request.param
+def transport(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param is SUMMED:
+            patch.setattr(host_pool, "HostPool", SummingPool)
+        yield request.param
 
 
 @pytest.fixture(autouse=True)

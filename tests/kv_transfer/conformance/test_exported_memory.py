@@ -36,18 +36,18 @@ def readers(prefill: Prefill) -> int:
 
 def pulled(pair: Any) -> int:
     """Transfers 64 positions, bit for bit. Returns how many slices decode read itself, of 12."""
-    pull, slices = POOL.pull, 0
+    scatter, slices = POOL.scatter, 0
 
-    def counted(self: Any, memory: Any, batch: Sequence[Slice]) -> Any:
+    def counted(self: Any, batch: Sequence[Slice], memory: Any = None) -> Any:
         nonlocal slices
-        slices += len(batch)
-        return pull(self, memory, batch)
+        slices += len(batch) if memory else 0
+        return scatter(self, batch, memory)
 
     prefill_id = pair.prefill.hold(64)
     blocks = pair.prefill.held[prefill_id]
     decode_id = pair.decode.fetch(pair.prefill, prefill_id, 64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(POOL, "pull", counted)
+        patch.setattr(POOL, "scatter", counted)
         assert isinstance(pair.event(decode_id), kv.Injected)
     pair.assert_same(blocks, decode_id, 0, 64)
     pair.decode.release(decode_id)
@@ -81,7 +81,7 @@ def test_memory_that_cannot_be_read_any_more(make_pair: Any, monkeypatch: pytest
     pair = make_pair()
 
     with monkeypatch.context() as patch:
-        patch.setattr(POOL, "pull", unreachable)
+        patch.setattr(POOL, "_pull", unreachable)
         assert pulled(pair) > 0
     assert pair.prefill.stats().transports == {"decode 0": WRONG}
     assert pulled(pair) == 0
@@ -145,7 +145,7 @@ def test_a_slice_that_only_another_rank_finds_wrong(
     pair = make_pair(ranks, ranks)
     assert readers(pair.prefill) == 2 * (DEVICE == "cpu"), "each rank reads one rank"
     with monkeypatch.context() as patch:
-        of_other_ranks(patch, "pull", fault, times=1)
+        of_other_ranks(patch, "_pull", fault, times=1)
         assert pulled(pair) > 0
     assert pair.prefill.stats().transports == {"decode 0": WRONG}
     assert pulled(pair) == 0

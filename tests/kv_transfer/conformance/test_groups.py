@@ -109,7 +109,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
         return gated
 
-    for pool, name in itertools.product((HostPool, CudaPool), ("gather", "scatter", "pull")):
+    for pool, name in itertools.product((HostPool, CudaPool), ("gather", "scatter")):
         monkeypatch.setattr(pool, name, behind_gate(getattr(pool, name)))
     yield gate
     gate.set()

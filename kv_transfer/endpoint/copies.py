@@ -1,4 +1,4 @@
-"""Memory that an engine exports, memory that its peers export, and the copies from it that are under way."""
+"""Memory that an engine exports, memory that its peers export, and copies into blocks that are under way."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
 from baton.kv_transfer.protocol.local_messages import Exported, ExportGone, ExportIn, Opened
 from baton.kv_transfer.protocol.messages import Export
-from baton.kv_transfer.slices import Slice
+from baton.kv_transfer.slices import ARENA, Slice
 
 if TYPE_CHECKING:
     from baton.kv_transfer.device.pool import Outcome, Pool
 
 Ended = tuple[Sequence[Slice], list[bool]]
-"""Slices that were read, and whether the generation and the checksum of each were right."""
+"""Slices that were copied, and whether each was right."""
 
 
 def exported(pool: "Pool", adopted: Export | None = None) -> Exported:
@@ -33,31 +33,31 @@ class _Source:
     """Memory that the peer of a session exports."""
 
     memory: PeerMemory
-    pulls: int = 0  # under way
+    copies: int = 0  # under way
     gone: bool = False  # the session has ended
 
 
 @dataclass(slots=True, eq=False)
-class _Pull:
-    source: _Source
+class _Copies:
+    source: _Source | None  # None: the arena
     event: Any
     slices: Sequence[Slice]
     outcome: "Outcome"
 
 
-class Pulls:
-    """For `Receiver`. Memory is closed when its session has ended and no copy from it is under way."""
+class Copies:
+    """For `Injector`. Memory is closed when its session has ended and no copy from it is under way."""
 
     def __init__(self, pool: "Pool") -> None:
         self._pool = pool
         self._sources: dict[int, _Source] = {}  # by session
         self._opening: dict[int, str] = {}  # session → kind of memory that not all ranks have opened yet
         self._answers: list[Opened] = []
-        self._pulls: deque[_Pull] = deque()  # in stream order
+        self._copies: deque[_Copies] = deque()  # in stream order
         self._lost: list[Ended] = []  # slices that cannot be read any more
 
     def __bool__(self) -> bool:
-        return bool(self._pulls or self._lost or self._opening)
+        return bool(self._copies or self._lost or self._opening)
 
     def handle(self, message: ExportIn | ExportGone) -> None:
         """`opened` has the answer."""
@@ -90,23 +90,25 @@ class Pulls:
     def start(self, slices: Sequence[Slice]) -> tuple[Any] | None:
         """Copies slices of one memory. Returns the event after which all is in the pool. None: it cannot be
         read any more."""
-        source = self._sources[slices[0].memory]
+        source = None if slices[0].memory == ARENA else self._sources[slices[0].memory]
         try:
-            event, outcome = self._pool.pull(source.memory, slices)
+            event, outcome = self._pool.scatter(slices, source and source.memory)
         except Unreachable:
             self._lost.append((slices, [False] * len(slices)))
             return None
-        source.pulls += 1
-        self._pulls.append(_Pull(source, event, slices, outcome))
+        if source:
+            source.copies += 1
+        self._copies.append(_Copies(source, event, slices, outcome))
         return (event,)
 
     def ended(self) -> list[Ended]:
         ended, self._lost = self._lost, []
-        while self._pulls and self._pool.passed(self._pulls[0].event):
-            pull = self._pulls.popleft()
-            ended.append((pull.slices, [remainder == 0 for remainder in pull.outcome()]))
-            pull.source.pulls -= 1
-            self._close_unused(pull.source)
+        while self._copies and self._pool.passed(self._copies[0].event):
+            copies = self._copies.popleft()
+            ended.append((copies.slices, [remainder == 0 for remainder in copies.outcome()]))
+            if copies.source:
+                copies.source.copies -= 1
+                self._close_unused(copies.source)
         return ended
 
     def close(self) -> None:
@@ -115,5 +117,5 @@ class Pulls:
             source.memory.close()
 
     def _close_unused(self, source: _Source) -> None:
-        if source.gone and source.pulls == 0:
+        if source.gone and source.copies == 0:
             source.memory.close()
