@@ -136,7 +136,7 @@ def measure(run: Run) -> None:
     args = run.args
     torch.set_num_threads(1)
     run.parameters["block_size"] = BLOCK
-    settings = Settings(args.lanes, args.slots, args.slot_bytes, max(SIZES) * MIB)
+    settings = Settings(args.lanes, args.slots, args.slot_bytes, max(SIZES) * MIB, sums=run.on_gpus)
     parts = PARTS[:-1] if args.only is None else (args.only,)
     if "tcp" in parts:
         lanes(run, settings)

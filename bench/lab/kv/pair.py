@@ -40,6 +40,8 @@ class Settings:
     encrypt: bool = False
     transport: Literal["tcp", "nixl", "nixl_cuda", "shared_memory", "cuda_ipc"] = "tcp"
     """As `TransferStats` names it. With the last three the receiver reads memory of the sender itself."""
+    sums: bool = False
+    """With "meta": lanes compute no checksums, as between GPUs."""
     sender: Host | None = None
     """Where the prefill worker runs. The caller is on another host."""
 
@@ -80,6 +82,7 @@ class Side:
             model_fingerprint="bench", layout=LAYOUT, num_slots=settings.slots,
             slot_bytes=settings.slot_bytes, lanes=settings.lanes, encrypt=settings.encrypt,
             exports=settings.transport in ("shared_memory", "cuda_ipc"),
+            sums=settings.sums or settings.device == "cuda",
             reader="nixl" if settings.transport in ("nixl", "nixl_cuda") else "",
             reader_device=device if nixl_on_gpus else None,
             hosts=settings.hosts_of(role), bind=settings.sources if role == "decode" else (),
