@@ -296,8 +296,10 @@ def test_a_session_waits_until_it_is_known_which_cards_are_lost(
 ) -> None:
     """A peer that refuses one lane after another is lost with all its cards."""
     layout = kv_layout(1, 1, 8, "float32")
-    identity = stand_in(Identity, slot_bytes=4096, memory="", dtypes=layout.dtypes)
-    config = stand_in(TransferConfig, slot_bytes=4096, layout=layout, deadlines=TransferDeadlines())
+    identity = stand_in(Identity, slot_bytes=4096, memory="", sums=False, dtypes=layout.dtypes)
+    config = stand_in(
+        TransferConfig, slot_bytes=4096, layout=layout, sums=False, deadlines=TransferDeadlines()
+    )
     arrivals = stand_in(Arrivals, begins=lambda *_: None, lane_brought=lambda *_: None)
     handler = stand_in(DecodeSide, arrivals=arrivals, session_over=lambda _: None)
     sessions = stand_in(
