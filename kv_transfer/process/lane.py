@@ -60,11 +60,19 @@ class Lane:
         self._taken = self._waiting = 0
         self._looked = 0.0
         self._has_next = False  # another slice was with the mover
+        self._since = 0.0  # when the mover last sent a slice, or got one while it had none
 
     @property
     def has_room(self) -> bool:
         """For another slice."""
         return len(self._leaving) < _SLICES_AHEAD
+
+    def most(self, now: float) -> float:
+        """Bytes/s that the peer can be taking: it has not taken all yet. A lane that stalls looks slower and
+        slower."""
+        if not self._leaving or now <= self._since:
+            return math.inf
+        return (self.unsent + self._waiting) / (now - self._since)
 
     def backlog(self, rate: float, now: float) -> float:
         """Bytes that the peer has yet to take, if it takes `rate` bytes/s."""
@@ -76,6 +84,8 @@ class Lane:
 
     def push_slice(self, s: Slice) -> None:
         """A slice of the arena. `LaneOwner.left` follows."""
+        if not self._leaving:
+            self._since = time.monotonic()
         self.unsent += s.size
         self._leaving[s.slot] = s
         self._tell(messages.Move(self._number, s))
@@ -101,8 +111,9 @@ class Lane:
             case messages.Gone(_, slot, sent, taken, waiting):
                 s = self._leaving.pop(slot)
                 self.unsent -= s.size
+                self._since = time.monotonic()
                 if sent:
-                    self._measure(taken, waiting, time.monotonic())
+                    self._measure(taken, waiting, self._since)
                 self._owner.left(s, sent=sent)
             case messages.Said(_, header, payload):
                 self.heard = time.monotonic()

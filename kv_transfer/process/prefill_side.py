@@ -190,6 +190,8 @@ class PrefillSide:
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
+        for session in self._sessions.values():
+            session.feed()  # a lane for which slices wait may have stalled
         flow = {session.number: session.kv_moved for session in self._sessions.values()}
         self._apply(self.table.expire(now, flow))
 
@@ -269,9 +271,9 @@ class SendingSession(Session["PrefillSide"]):
         """Sends slices of the arena, each by the lane that brings it first. Each ends with `sent` or
         `dropped` of `PrefillSide`."""
         self._waiting.extend(slices)
-        self._feed()
+        self.feed()
 
-    def _feed(self) -> None:
+    def feed(self) -> None:
         """Gives lanes no more than they have room for: a mover shows late that its lane is slow."""
         while self._waiting and (lane := self._next_lane()) is not None:
             if self.handler.begins(s := self._waiting.popleft()):
@@ -281,15 +283,15 @@ class SendingSession(Session["PrefillSide"]):
         """The lane with room that brings the next slice first. None: the lanes without room bring all that
         waits before it would, since it has a slower card.
 
-        A card that was not measured lately counts as the fastest one. With one card all lanes are alike, and
-        looking at the fewest unsent bytes takes less time."""
+        A card that was not measured lately counts as the fastest one, and one that stalls as slow. With one
+        card all lanes are alike, and looking at the fewest unsent bytes takes less time."""
         if len(self._cards) < 2:
             lane = min(self.kv_lanes, key=lambda lane: lane.unsent)
             return lane if lane.has_room else None
         now = time.monotonic()
         known = {lane.card: lane.card.rate(now) for lane in self.kv_lanes}
         most = max(known.values()) or 1.0
-        rates = {lane: known[lane.card] or most for lane in self.kv_lanes}
+        rates = {lane: min(known[lane.card] or most, lane.most(now)) for lane in self.kv_lanes}
         behind = {lane: lane.backlog(rate, now) for lane, rate in rates.items()}
         size, full = self._waiting[0].size, [lane for lane in rates if not lane.has_room]
         seconds = {lane: (behind[lane] + size) / rates[lane] for lane in rates if lane.has_room}
@@ -307,7 +309,7 @@ class SendingSession(Session["PrefillSide"]):
     def left(self, s: Slice, *, sent: bool) -> None:
         if sent:
             self.handler.sent(self, s)
-            self._feed()
+            self.feed()
         else:
             self.handler.dropped(s)
 

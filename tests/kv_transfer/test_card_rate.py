@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.process import lane as session_lane
 from baton.kv_transfer.process import lane_messages, prefill_side
 from baton.kv_transfer.process.card_rate import FORGOTTEN, CardRate
 from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
 from baton.kv_transfer.process.tcp_session import Sessions
+from baton.kv_transfer.protocol.held import HeldPrefills
 from tests.stand_in import stand_in
 
 from .test_connection import slice_of
@@ -36,8 +38,12 @@ class Link:
         self.now, self.rates, self.arrived = 0.0, rates, [0 for _ in rates]
         for module in (session_lane, prefill_side):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        handler = stand_in(PrefillSide, begins=lambda _: True, sent=lambda *_: None)
-        self.session = SendingSession(handler, stand_in(Sessions), 1, b"s" * 16, len(rates))
+        sessions: dict[int, SendingSession] = {}
+        self.side = stand_in(
+            PrefillSide, _sessions=sessions, begins=lambda _: True, sent=lambda *_: None,
+            table=HeldPrefills(TransferDeadlines(), 1), _apply=lambda _: None,
+        )  # fmt: skip
+        self.session = sessions[1] = SendingSession(self.side, stand_in(Sessions), 1, b"s" * 16, len(rates))
         self.queues: list[list[int]] = [[] for _ in rates]
         self.began = [0.0 for _ in rates]
         for number in range(len(rates)):
@@ -88,3 +94,13 @@ def test_a_card_that_was_slow_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
     link.now += FORGOTTEN
     link.send(200)
     assert link.arrived[0] > before + 90
+
+
+def test_slices_do_not_wait_for_a_card_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(monkeypatch, 0.01e6, 1e6)
+    link.send(200)
+    link.session.move([slice_of(link.SIZE, slot=slot) for slot in range(10)])
+    assert not link.queues[0], "the fast card would bring all of them before"
+    link.now += 1.0
+    PrefillSide.tick(link.side, link.now)
+    assert len(link.queues[0]) == 2, "it brought nothing for 1 s, and the slow one needs 0.1 s for a slice"
