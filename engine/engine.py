@@ -213,6 +213,8 @@ class Engine:
         self._outputs = Outputs(lives, speculation, model.eos_ids)
         self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
         self.meters = Meters(limit, _large(started.steps))
+        for rows, context, tokens, position, seconds in started.first_steps:
+            self.meters.record(rows, tokens, seconds, position + tokens / 2, context)
         self.encoder = started.encoder
         """Of images. None: the model sees none, transformers is not installed, or other workers encode."""
         self.embedding_format = started.embeddings

@@ -3,8 +3,8 @@
     open the checkpoint ─▶ choose limits ─▶ load the weights ─▶ measure the largest steps ─▶ make the KV cache
     ─▶ compile kernels ─▶ capture graphs ─▶ measure what steps cost
 
-A CPU skips all that measures, compiles or captures. All ranks take these steps together, since the steps that
-they measure, compile and capture have sums over ranks.
+A CPU measures two steps, and skips all else that measures, compiles or captures. All ranks take these steps
+together, since the steps that they measure, compile and capture have sums over ranks.
 """
 
 import logging
@@ -37,7 +37,15 @@ from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.shared_weights import SharedWeights
 from baton.engine.execution.threads import set_threads
-from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_times, rehearsal_in, warm_up
+from baton.engine.execution.warmup import (
+    Rehearsal,
+    TimedStep,
+    first_steps,
+    measure_steps,
+    measure_times,
+    rehearsal_in,
+    warm_up,
+)
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Checkpoint, PlainFormat
@@ -57,6 +65,9 @@ T = TypeVar("T")
 
 MEASURED = 0.05
 """Share of the time of the start that it may take to measure what steps cost, beside three of them."""
+MEASURED_ON_CPU, MOST_MEASURED = 0.5, 1.0
+"""Share of the time of the start that a prompt may take on a CPU, and at most so many seconds. Its start has
+less to do, so the share is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,9 @@ class Started:
     embeddings: EmbeddingFormat | None
     """Of images that other workers encode. None: they encode none."""
     steps: StepModel | None
-    """What steps cost, as far as it was measured. None: not at all."""
+    """What steps cost, as far as it was measured. None: on a CPU."""
+    first_steps: Sequence[TimedStep]
+    """Of a CPU, from which it learns what steps cost. Empty on a GPU."""
     kept: KeptCache | None
     """The memory of KV that outlives this engine. None: it ends with the engine."""
     memory: Mapping[MemoryTag, Releasable]
@@ -177,9 +190,8 @@ def start_rank(
             elastic=elastic,
             memory=memory,
         )
-        steps = None
-        if on_gpu:
-            steps = sizing.rehearsed(pool, kept, began)
+        steps = sizing.rehearsed(pool, kept, began) if on_gpu else None
+        cpu_steps = () if on_gpu else sizing.first_steps(pool, began)
         wait_for_turn()
         if keep.memory:
             progress("mapping KV", 0.0)
@@ -216,6 +228,7 @@ def start_rank(
         encoder,
         embeddings,
         steps,
+        cpu_steps,
         kept,
         _releasable(config, {"kv_cache": memory, "weights": of_weights}),
     )
@@ -293,6 +306,11 @@ class Sizing:
             return self.known.steps
         budget = MEASURED * (time.monotonic() - began)
         return measure_times(runner, config, pool, self.model_config.vocab_size, budget)
+
+    def first_steps(self, pool: PoolSize, began: float) -> Sequence[TimedStep]:
+        """What the first steps of a CPU cost. `began`: as in `rehearsed`."""
+        budget = min(MOST_MEASURED, MEASURED_ON_CPU * (time.monotonic() - began))
+        return first_steps(self.runner, self.config, pool, self.model_config.vocab_size, budget)
 
     def capture(self) -> None:
         """Modules of transformers may do what no graph can repeat. Then steps run without."""

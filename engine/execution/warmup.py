@@ -3,8 +3,9 @@
     measure_steps   on a small cache that is thrown away: how much memory the KV pool must leave free
     warm_up         on the real cache, since kernels are compiled for its size, too
     measure_times   on the real cache, and with graphs: what steps of some sizes cost
+    first_steps     of a CPU, in place of all these: what one decode costs, and one step of a prompt
 
-A CPU learns from the steps of requests instead. The first two run the same steps, in this order:
+The first two run the same steps, in this order:
 
 1. prompts of as many requests as a step can hold, which fill its token budget
 2. decodes of all these requests, of half of them, of a quarter, and so on; and with drafts, if there are
@@ -33,7 +34,7 @@ from baton.engine.step_adjustments import Adjustments, Penalties
 from baton.engine.step_drafts import Draft
 from baton.steps.learned_steps import row_sizes, token_sizes
 from baton.steps.measured_steps import measure
-from baton.steps.step_model import StepModel
+from baton.steps.step_model import LARGE, StepModel
 
 TOP_LOGPROBS = 20
 PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN)] + [(n, Variant.GREEDY) for n in (48, 96, 384, 768, 192)]
@@ -48,6 +49,9 @@ LAST_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TIMED_RUNS = 3
 """Of a timed step, whose median counts. A step that takes longer than `LONG_STEP` runs once."""
 LONG_STEP = 0.05
+DECODE_TOKENS = 8
+"""Prompt tokens that a CPU computes in the time of a decode, at least, if they are many: a decode reads the
+weights for one token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +69,16 @@ class _Chunk(NamedTuple):
     count: int = 1  # tokens, without drafts
     decodes: bool = True
     drafts: int = 0
+
+
+class TimedStep(NamedTuple):
+    """A step that was measured; the sizes are those of `StepModel.step`."""
+
+    rows: int
+    context: float
+    tokens: int
+    position: float
+    seconds: float
 
 
 class Rehearsal:
@@ -298,18 +312,12 @@ def measure_times(
     runs. All ranks run the same steps: those that rank 0 has time for."""
     ranks = runner.ranks
     (budget,) = ranks.agreed([budget])
-    rehearsal = rehearsal_in(pool, config, runner.block_size)
+    once = _timing(runner, config, pool, vocab_size)
 
     def seconds(rows: int, context: float, tokens: int, position: float) -> float:
         timed: list[float] = []
         while len(timed) < TIMED_RUNS and (not timed or timed[-1] < LONG_STEP):
-            step = rehearsal.sized(
-                rows, context, tokens, position, table_width=runner.cache.table_width, vocab_size=vocab_size
-            )
-            launched = runner.run(step, lambda _: None)
-            runner.sample(launched, None)
-            launched.wait()
-            timed.extend(ranks.agreed([launched.seconds]))
+            timed.append(once(rows, context, tokens, position))
         return statistics.median(timed)
 
     half = max(1, pool.max_model_len // 2)  # a prompt is as long as the positions before it, at most
@@ -322,6 +330,43 @@ def measure_times(
         long,
         budget=budget / TIMED_RUNS,
     )
+
+
+def first_steps(
+    runner: ModelRunner, config: EngineConfig, pool: PoolSize, vocab_size: int, budget: float
+) -> Sequence[TimedStep]:
+    """Steps of a CPU at its start: a decode, and a prompt that should take `budget` seconds at most. All
+    ranks run the same ones.
+
+    Other processes may start on its cores meanwhile, and the first step of a process takes some milliseconds
+    more. So the engine learns from these steps as from those of requests, which soon count for more."""
+    (budget,) = runner.ranks.agreed([budget])
+    seconds = _timing(runner, config, pool, vocab_size)
+    decode = 1, 1.0, 0, 0.0
+    of_decode = seconds(*decode)
+    most = min(config.max_num_batched_tokens, max(1, pool.max_model_len // 2), LARGE)
+    count = min(most, max(token_sizes(most)[0], int(DECODE_TOKENS * budget / of_decode)))
+    prompt = 0, 0.0, count, 0.0
+    return TimedStep(*decode, of_decode), TimedStep(*prompt, seconds(*prompt))
+
+
+def _timing(
+    runner: ModelRunner, config: EngineConfig, pool: PoolSize, vocab_size: int
+) -> Callable[[int, float, int, float], float]:
+    """Returns a function that runs a step in the cache of the engine. It returns seconds, the same on all
+    ranks."""
+    rehearsal = rehearsal_in(pool, config, runner.block_size)
+
+    def seconds(rows: int, context: float, tokens: int, position: float) -> float:
+        step = rehearsal.sized(
+            rows, context, tokens, position, table_width=runner.cache.table_width, vocab_size=vocab_size
+        )
+        launched = runner.run(step, lambda _: None)
+        runner.sample(launched, None)
+        launched.wait()
+        return runner.ranks.agreed([launched.seconds])[0]
+
+    return seconds
 
 
 def rehearse(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[float], None]) -> Iterator[bool]:

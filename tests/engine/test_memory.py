@@ -21,7 +21,7 @@ from baton.engine.execution.cache_limits import (
 from baton.engine.execution.graphs import LayerDone
 from baton.engine.execution.memory_sizing import MemoryUse, PoolSize, memory_for, size_pool
 from baton.engine.execution.runner import Launched, ModelRunner
-from baton.engine.execution.warmup import TIMED_RUNS, Rehearsal, measure_times, warm_up
+from baton.engine.execution.warmup import TIMED_RUNS, Rehearsal, first_steps, measure_times, warm_up
 from baton.engine.kernels import FP8
 from baton.engine.kernels.blocks_of_rows import size_for
 from baton.engine.layers.linear import PlainLinear
@@ -34,7 +34,6 @@ from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
 from baton.steps.learned_steps import row_sizes, token_sizes
 from baton.system.kept_pages import KeptMemory
-from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, request_of, run, save_tiny
 from tests.memory import anonymous_bytes
 
@@ -355,16 +354,42 @@ def test_timed_steps_stay_within_all_limits(
     assert model.tokens == tuple(sorted({sizes[0], sizes[-1]}))
 
 
+@pytest.mark.parametrize(
+    ("budget", "most", "context", "tokens"),
+    [
+        (0.0, 2048, 256, 16),
+        (0.1, 2048, 256, 80),  # 8 times as many as decodes
+        (100.0, 2048, 256, 100),  # as many as show the speed
+        (100.0, 48, 256, 48),
+        (100.0, 2048, 40, 20),
+        (0.0, 2048, 1, 1),
+    ],
+)
+def test_a_cpu_computes_a_prompt_at_its_start_that_fits_its_time(
+    tiny_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: float,
+    most: int,
+    context: int,
+    tokens: int,
+) -> None:
+    limits: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": most}
+    runner = tiny_engine(**limits).runner
+    monkeypatch.setattr(Launched, "seconds", 0.01)
+    monkeypatch.setattr("baton.engine.execution.warmup.LARGE", 100)
+    steps = first_steps(runner, EngineConfig("m", **limits), PoolSize(12, context), 99, budget)
+    assert steps == ((1, 1.0, 0, 0.0, 0.01), (0, 0.0, tokens, 0.0, 0.01))
+
+
 def test_an_engine_learns_what_its_steps_cost(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine(max_num_seqs=4, max_num_batched_tokens=16)
-    measured = engine.stats().step_table is not None
-    assert measured == (DEVICE == "cuda"), "a GPU measures steps before the first request, and a CPU does not"
+    measured = engine.stats().step_table
+    assert measured is not None, "steps are measured before the first request"
+    assert measured.tokens[-1] == 16, "one has prompt tokens, which would count as a decode each"
+    assert engine.stats().gap_target_seconds > 0
     engine.add(request_of(1, range(1, 9), max_tokens=4))
     engine.add(request_of(2, range(1, 31), max_tokens=4))
-    stats = engine.stats()
-    if stats.step_table is not None:
-        largest = stats.step_table.prompt_seconds[-1]
-        assert stats.step_table.prefill(38) < 5 * largest, "38 tokens are three steps"
+    assert measured.prefill(38) < 5 * measured.prompt_seconds[-1], "38 tokens are three steps"
     engine.loop.step()
     stats = engine.stats()
     assert stats.step_table is not None

@@ -46,6 +46,9 @@ class Peer:
     def move(self, slices: Any) -> None:
         self.said += slices
 
+    def feed(self) -> None:
+        pass
+
 
 CONFIG = kv.TransferConfig(
     name="prefill 0",
