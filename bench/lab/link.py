@@ -138,8 +138,8 @@ def table(run: Run, network: Hosts) -> None:
             network.hosts[0].limit(sends=shaped)
             asyncio.run(round_of(run, side, number))
             for rate in side.links():
-                over = {"ratio": rate / shaped, "ratio_to": "the limit"} if shaped else {}
-                run.add(Row(f"{row}.rate", rate / 1e6, "MB/s", **over))
+                ratio, to = (rate / shaped, "the limit") if shaped else (None, None)
+                run.add(Row(f"{row}.rate", rate / 1e6, "MB/s", ratio=ratio, ratio_to=to))
             times = side.times()
             for name in ("ttft", "gap"):
                 run.add_median(f"{row}.{name}", times[name], "ms", scale=1e3)

@@ -292,3 +292,11 @@ def test_absorbed_and_expanded_attention_are_equal(monkeypatch: pytest.MonkeyPat
         found.append(step.run(Kernels(), "cpu", exact=True)[0])
     torch.testing.assert_close(found[0], found[1])
     torch.testing.assert_close(found[0], step.expected())
+
+
+@pytest.mark.parametrize("span", [(0, 300), (0, 1), (40, 41)])
+def test_rows_of_one_head_are_dense(span: tuple[int, int]) -> None:
+    """A rank may have one head, and a step one request: the product that follows takes dense rows."""
+    step = LatentStep([span], heads=1, dims=(32, 48, 16, 16))
+    out, _, _ = step.run(Kernels(), "cpu")
+    assert out.flatten(1).is_contiguous()

@@ -129,7 +129,7 @@ def latent_attention(q: Tensor, kv: KV, tiling: LatentTiling, heads: LatentHeads
             parts.append(_expanded(q[group.rows], kv, group, heads))
         else:
             parts.append(_absorbed(q[group.rows], kv, group, heads))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return torch.cat(parts)  # dense rows, also of one part and one head
 
 
 def _absorbed(q: Tensor, kv: KV, group: PrefillGroup, heads: LatentHeads) -> Tensor:
