@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.split import HOP_SECONDS
@@ -21,14 +20,6 @@ Event = Callable[[], None]
 def idle_seconds(prompt: int) -> float:
     """What clients wait for a first token beside the prompt itself, at idle workers."""
     return OVERHEAD_SECONDS + prompt * TOKENIZE_SECONDS
-
-
-class Wakeable(Protocol):
-    """A worker."""
-
-    def wake(self) -> None:
-        """There may be something to compute."""
-        ...
 
 
 def _nothing() -> None: ...
@@ -118,11 +109,11 @@ class Request:
         gap = (now - self.token_at) / max(1, self.answer - 1)
         return Answer(self.first, self.prompt, self.cached, self.answer, ttft, gap)
 
-    def earliest_end(self, worker: Wakeable, seconds: float) -> float:
+    def earliest_end(self, worker: object, seconds: float) -> float:
         """When a step of this worker that takes `seconds` can end."""
         return 0.0
 
-    def step_begins(self, worker: Wakeable, count: int, seconds: float, now: float) -> None:
+    def step_begins(self, worker: object, count: int, seconds: float, now: float) -> None:
         """A step computes `count` tokens."""
         self.computed += count
 
@@ -132,18 +123,18 @@ class SharedPrompt:
     """A prompt that several workers compute.
 
     Attributes:
-        ranges: the worker and the positions of each range, in order.
+        ranges: what wakes the worker, and the positions of each range, in order.
         layers: of the model.
         begun: how many ranges have begun, with all of their steps, as the next worker knows.
         computes: the worker whose step began last.
         ends: when that step ends.
     """
 
-    ranges: Sequence[tuple[Wakeable, range]]
+    ranges: Sequence[tuple[Event, range]]
     layers: int
     clock: Clock
     begun: int = 0
-    computes: Wakeable | None = None
+    computes: object = None
     ends: float = 0.0
 
     def lag(self, seconds: float) -> float:
@@ -153,7 +144,7 @@ class SharedPrompt:
     def begin_next(self) -> None:
         self.begun += 1
         if self.begun < len(self.ranges):
-            self.ranges[self.begun][0].wake()
+            self.ranges[self.begun][0]()
 
 
 @dataclass(slots=True, eq=False)
@@ -193,11 +184,11 @@ class Part(Request):
         self.untaken -= count
         self.in_range -= count
 
-    def earliest_end(self, worker: Wakeable, seconds: float) -> float:
+    def earliest_end(self, worker: object, seconds: float) -> float:
         shared = self.prompt_of
         return shared.ends + shared.lag(seconds) if shared.computes not in (None, worker) else 0.0
 
-    def step_begins(self, worker: Wakeable, count: int, seconds: float, now: float) -> None:
+    def step_begins(self, worker: object, count: int, seconds: float, now: float) -> None:
         shared = self.prompt_of
         self.computed += count
         shared.computes, shared.ends = worker, now + seconds

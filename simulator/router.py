@@ -155,7 +155,7 @@ class Router:
 
     def _share(self, request: Request, planned: Plan, turn: Turn) -> None:
         ranges = [
-            (self.workers[part.worker], range(part.start or planned.cached, part.stop))
+            (self.workers[part.worker].wake, range(part.start or planned.cached, part.stop))
             for part in planned.ranges
         ]
         final = planned.ranges[-1].worker
