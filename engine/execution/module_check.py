@@ -140,8 +140,20 @@ def reduced_settings(config: ModelConfig) -> Sequence[Mapping[str, Any]]:
     if heads is not None and "mrope_section" in (settings.get("rope_parameters") or {}):
         size = settings.get("head_dim") or settings["hidden_size"] // heads  # whose sections have sizes
         narrow |= {"head_dim": size, "hidden_size": narrow["num_attention_heads"] * size}
-    sees = text_of(whole) is not whole
-    return [{**whole, "text_config": each} if sees else each for each in (narrow, few)]
+    if text_of(whole) is whole:
+        return [narrow, few]
+    return [
+        {name: _into(part, settings, each) for name, part in whole.items()} | {"text_config": each}
+        for each in (narrow, few)
+    ]
+
+
+def _into(part: Any, text: Mapping[str, Any], smaller: Mapping[str, Any]) -> Any:
+    """The settings of an encoder of images or sounds, whose output has the width of a smaller text model."""
+    if not isinstance(part, Mapping):
+        return part
+    sizes = text.get("hidden_size"), smaller.get("hidden_size")
+    return {name: sizes[1] if "out" in name and value == sizes[0] else value for name, value in part.items()}
 
 
 def _known(tokens: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from baton.engine import EngineConfig, SpeculativeConfig
+from baton.engine.execution.module_check import check_modules
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.start import Sizing
 from baton.engine.layers.ranks import Ranks
@@ -23,6 +24,7 @@ from baton.engine.loader.modules import modules_config
 from baton.engine.model_config import Span
 from baton.engine.models.transformers.model import ModulesModel
 from baton.engine.models.transformers.replaced import Router
+from docs.lab.models import settings_of
 from tests.engine.checkpoints import edit_json, load
 from tests.engine.conftest import request_of, save_tiny, tokens_of
 from tests.engine.test_images import SIZES, pixels_of, with_more_images
@@ -181,6 +183,13 @@ def test_steps_run_without_graphs_that_cannot_be_captured(
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
             f"CUDA graphs cannot capture the modules of LlamaForCausalLM, so steps run without: {told}"
         ]
+
+
+@pytest.mark.all
+def test_encoders_of_a_small_model_fit_its_text() -> None:
+    """Its class compares the width of what encoders give with that of the text."""
+    settings = settings_of("MuseSparkForConditionalGeneration", "muse_spark")
+    check_modules(modules_config(settings, [2], "config.json"), "config.json")
 
 
 def test_an_error_without_words_is_named(tiny_path: Path) -> None:

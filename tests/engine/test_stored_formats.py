@@ -244,7 +244,8 @@ def test_changed_settings_give_the_same_tokens_or_are_refused(kind: str, tmp_pat
 @pytest.mark.timeout(3600)  # packages of a tool are installed, some built
 @pytest.mark.parametrize("tool", formats.PACKAGES)
 def test_the_page_says_what_becomes_of_the_checkpoints_of_tools(tool: str) -> None:
-    """How far rounded activations are depends on the machine."""
+    """How far rounded activations are depends on the machine, and so does what ModelOpt can write."""
     page = {line.partition("; activations")[0].rstrip(" |") for line in formats.PATH.read_text().splitlines()}
-    found = {str(row).partition("; activations")[0].rstrip(" |") for row in formats.measure(tool)}
-    assert found - page == set()
+    rows = [row for row in formats.measure(tool) if not row.verdict.startswith("not written")]
+    assert rows
+    assert {str(row).partition("; activations")[0].rstrip(" |") for row in rows} - page == set()
