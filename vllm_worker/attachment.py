@@ -28,8 +28,7 @@ import baton.kv_transfer as kv
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
-from baton.vllm_worker.metadata import BlockTable
-from baton.vllm_worker.mixed_steps import StepStats
+from baton.vllm_worker.metadata import BlockTable, FromScheduler
 
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 250
@@ -82,28 +81,6 @@ class Commit(Local):
     first_token: FirstToken
 
 
-class Started(Local):
-    """Connector → engine process: the first chunk of a prefill is in the next step. From then on `Released`
-    follows when nothing reads its blocks."""
-
-    prefill_id: bytes
-
-
-class Costs(Local):
-    """Connector → engine process: what vLLM's steps cost."""
-
-    costs: StepStats
-
-
-class Encoded(Local):
-    """Connector → engine process: what vLLM's encoder was given since the start, and how long that took."""
-
-    images: int
-    tokens: int
-    seconds: float
-    token_seconds: float  # of late, for each token; 0: not known
-
-
 class OnDevice(Local):
     """Connector → engine process: vLLM has moved an adapter to the device."""
 
@@ -113,26 +90,10 @@ class OnDevice(Local):
     """That the move took."""
 
 
-class Blind(Local):
-    """Connector → engine process: vLLM has preempted a decode, and its images must be encoded to compute it
-    again, but they are not here. It waits until it is aborted."""
-
-    decode_id: bytes
-
-
 ToConnector = Close | Commit
-ForRoles = (
-    Started
-    | Costs
-    | Encoded
-    | Blind
-    | kv.ContentWanted
-    | kv.Injected
-    | kv.FetchFailed
-    | kv.Closed
-    | kv.Released
+FromConnector = (
+    FromScheduler | OnDevice | kv.ContentWanted | kv.Injected | kv.FetchFailed | kv.Closed | kv.Released
 )
-FromConnector = ForRoles | OnDevice
 _encode = msgspec.msgpack.Encoder().encode
 
 

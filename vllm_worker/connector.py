@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.v1.request import RequestStatus
 
+from baton.engine.api.stats import EncoderStats
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_names.cache_kinds import latent_head_dim
 from baton.kv_transfer import TraceWriter, Transport
@@ -48,7 +49,14 @@ from baton.vllm_worker.caches import (
     table_of,
 )
 from baton.vllm_worker.identity import fingerprint, secret
-from baton.vllm_worker.metadata import REJECTED, ConnectorScheduler, StepMetadata
+from baton.vllm_worker.metadata import (
+    NOT_ENCODED,
+    REJECTED,
+    ConnectorScheduler,
+    Costs,
+    Encoded,
+    StepMetadata,
+)
 from baton.vllm_worker.mixed_steps import MixedSteps
 from baton.vllm_worker.patches import mend
 from baton.vllm_worker.pins import Pins
@@ -139,7 +147,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             0 if (drafts := vllm_config.speculative_config) is None else drafts.num_speculative_tokens,
             chunk,
         )  # fmt: skip
-        self._encoded = 0, 0, 0.0, 0.0  # that the engine process knows
+        self._encoded = NOT_ENCODED  # that the engine process knows
         # Requests of a router that begin with an output, until their first step.
         self._beginning: dict[str, Request] = {}
         self._prefixes: dict[str, Request] = {}  # that are fetched, until they have come
@@ -279,15 +287,14 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = scheduler.take()
         metadata.number = steps.begins(time.monotonic())
         if self._settings.attach:  # else there is no router to be told
-            metadata.costs = steps.news()
-            encoded = (
-                scheduler.images,
-                scheduler.image_tokens,
-                steps.encode_seconds,
-                steps.encode_token_seconds,
+            metadata.told += map(Costs, steps.news())
+            seconds, token_seconds = steps.encode_seconds, steps.encode_token_seconds
+            encoded = EncoderStats(
+                scheduler.images, scheduler.image_tokens, seconds, 0, 0, 0, token_seconds, 0.0
             )
             if encoded != self._encoded:
-                metadata.encoded = self._encoded = encoded
+                self._encoded = encoded
+                metadata.told.append(Encoded(encoded))
         return metadata
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

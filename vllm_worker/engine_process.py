@@ -28,7 +28,7 @@ import zmq.asyncio
 
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
-from baton.vllm_worker.attachment import ConnectorLink, OnDevice, Pool
+from baton.vllm_worker.attachment import ConnectorLink, Pool
 from baton.vllm_worker.cached_blocks import CachedBlocks, with_numbers
 from baton.vllm_worker.roles import VLLMRoles
 from baton.worker import messages
@@ -200,10 +200,7 @@ class EngineProcess:
         try:
             while True:
                 for message in await self._connector.receive():
-                    if isinstance(message, OnDevice):
-                        roles.adapters.moved(message.numbers, message.seconds)
-                    else:
-                        roles.heard(message)
+                    roles.heard(message)
                 self.soon()
         except ChannelClosed:
             log.error("vLLM's process has ended")

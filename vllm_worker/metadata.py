@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from baton.engine.api.stats import EncoderStats, StepStats
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_names.cache_kinds import Window
-from baton.vllm_worker.mixed_steps import StepStats
+from baton.kv_transfer.protocol.local_messages import Local
 
 Ended = Literal["finished", "cancelled"]
 """Why a prefill is not handed over. "finished": its first token is the last."""
@@ -27,6 +28,7 @@ Blocks = Sequence[Sequence[int]]
 """Of a request, by group of layers."""
 NULL_BLOCK = 0
 """vLLM's, which no request reads."""
+NOT_ENCODED = EncoderStats(0, 0, 0.0, 0, 0, 0, 0.0, 0.0)
 REJECTED = "its grammar rejects the first token"
 """vLLM's `stop_reason` of such a request, which was begun elsewhere."""
 log = logging.getLogger("vllm.baton")
@@ -170,6 +172,36 @@ class Begun:
     """That are in its blocks. The rest of its last blocks has what was there before."""
 
 
+class Started(Local):
+    """The first chunk of a prefill is in the step. From then on `Released` follows when nothing reads its
+    blocks."""
+
+    prefill_id: bytes
+
+
+class Costs(Local):
+    """What steps cost now."""
+
+    costs: StepStats
+
+
+class Encoded(Local):
+    """What vLLM's encoder was given since the start, and how long that took. vLLM does not tell what its
+    encoder keeps, and no image waits for it: its prompt does."""
+
+    stats: EncoderStats
+
+
+class Blind(Local):
+    """vLLM has preempted a decode, and its images must be encoded to compute it again, but they are not here.
+    It waits until it is aborted."""
+
+    decode_id: bytes
+
+
+FromScheduler = Started | Costs | Encoded | Blind
+
+
 @dataclass(slots=True)
 class StepMetadata:
     """The metadata of one step, from vLLM's scheduler to each of its workers."""
@@ -178,8 +210,6 @@ class StepMetadata:
     """Prefill ids of routers, of prompts that wait to be scheduled."""
     opened: dict[bytes, str] = field(default_factory=dict)
     """Prefill ids of prompts that start, and their requests."""
-    started: list[bytes] = field(default_factory=list)
-    """Those of them with ids of routers."""
     chunks: list[Chunk] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
     declined: list[Fetch] = field(default_factory=list)
@@ -199,12 +229,8 @@ class StepMetadata:
     """By request id: outputs with which requests begin. Every rank needs them."""
     number: int = 0
     """Of the step."""
-    costs: list[StepStats] = field(default_factory=list)
-    """What steps cost now, if that has changed."""
-    encoded: tuple[int, int, float, float] | None = None
-    """What the encoder was given, as in `Encoded`, if that has changed."""
-    blind: list[bytes] = field(default_factory=list)
-    """Decode ids of requests that need images which are not here."""
+    told: list[FromScheduler] = field(default_factory=list)
+    """For the engine process of a worker."""
 
 
 @dataclass(slots=True)
@@ -312,7 +338,7 @@ class ConnectorScheduler:
             return False
         if not unseen.lost:
             unseen.lost = True
-            self._metadata.blind.append(unseen.decode_id)
+            self._metadata.told.append(Blind(unseen.decode_id))
         return True
 
     def encodes(self, request_id: str, images: Sequence[int]) -> int:
@@ -377,7 +403,7 @@ class ConnectorScheduler:
             prompt.prefill_id = prompt.fixed_id or self._new_id()
             self._metadata.opened[prompt.prefill_id] = request_id
             if prompt.fixed_id:
-                self._metadata.started.append(prompt.prefill_id)
+                self._metadata.told.append(Started(prompt.prefill_id))
             start = 0
         if start < stop:
             self._metadata.chunks.append(

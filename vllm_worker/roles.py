@@ -16,18 +16,11 @@ from baton.engine import EngineRequest
 from baton.kv_transfer import Closed, ContentWanted, FetchFailed, Injected, Released, TraceWriter
 from baton.prefill_worker.role import PrefillRole
 from baton.rpc import worker_pb2 as pb
-from baton.vllm_worker.attachment import (
-    Blind,
-    Costs,
-    Encoded,
-    ForRoles,
-    Pool,
-    Started,
-    ToConnector,
-)
+from baton.vllm_worker.attachment import FromConnector, OnDevice, Pool, ToConnector
 from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.ends import VLLMReceiver, VLLMSender
 from baton.vllm_worker.engine import EngineGone, Host, VLLMEngine
+from baton.vllm_worker.metadata import NOT_ENCODED, Blind, Costs, Encoded, Started
 from baton.vllm_worker.prefixes import PRIORITY, VLLMExchange
 from baton.vllm_worker.sampling import sampling
 from baton.vllm_worker.stats import Load
@@ -66,7 +59,7 @@ class VLLMRoles(Handler):
         config: EngineProcessConfig,
         ready: messages.EngineReady,
     ) -> None:
-        self.load = Load(encoded=None if ready.images is None else Encoded(0, 0, 0.0, 0.0))
+        self.load = Load(encoder=None if ready.images is None else NOT_ENCODED)
         Handler.__init__(self, attempts, send, "--engine vllm")
         self.adapters = vllm.adapters
         self._tasks = set[asyncio.Task[None]]()  # that no request has
@@ -191,12 +184,14 @@ class VLLMRoles(Handler):
 
     # ------------------------------------------------------------ of the connector
 
-    def heard(self, message: ForRoles) -> None:
+    def heard(self, message: FromConnector) -> None:
         match message:
             case Costs(costs):
                 self.load.costs = costs
-            case Encoded():
-                self.load.encoded = message
+            case Encoded(stats):
+                self.load.encoder = stats
+            case OnDevice(numbers, seconds):
+                self.adapters.moved(numbers, seconds)
             case Started(prefill_id):
                 self._engine.opened(prefill_id)
             case Released() | ContentWanted():

@@ -6,7 +6,6 @@ from typing import Any
 
 from baton.engine import EngineStats
 from baton.engine.api.stats import EncoderStats, StepStats
-from baton.vllm_worker.attachment import Encoded
 from baton.vllm_worker.engine import VLLMRequest
 
 
@@ -24,7 +23,7 @@ class Load:
     hits: int = 0
     costs: StepStats = field(default_factory=StepStats)
     """As the connector says."""
-    encoded: Encoded | None = None
+    encoder: EncoderStats | None = None
     """As the connector says. None: vLLM takes no images."""
 
     def step(self, scheduler: Any, iteration: Any) -> None:
@@ -61,20 +60,6 @@ class Load:
             preemptions=self.preemptions,
             prefix_cache_queries=self.queries,
             prefix_cache_hits=self.hits,
-            encoder=None if self.encoded is None else _encoder(self.encoded),
+            encoder=self.encoder,
             **{each.name: getattr(self.costs, each.name) for each in fields(self.costs)},
         )
-
-
-def _encoder(encoded: Encoded) -> EncoderStats:
-    """vLLM does not tell what its encoder keeps, and no image waits for it: its prompt does."""
-    return EncoderStats(
-        encoded.images,
-        encoded.tokens,
-        encoded.seconds,
-        hits=0,
-        images_waiting=0,
-        kept_bytes=0,
-        encode_token_seconds=encoded.token_seconds,
-        encode_queue_seconds=0.0,
-    )

@@ -35,15 +35,7 @@ from baton.kv_transfer import (
 )
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import (
-    Blind,
-    Close,
-    Commit,
-    Costs,
-    Encoded,
-    OnDevice,
-    Started,
-)
+from baton.vllm_worker.attachment import Close, Commit, FromConnector, OnDevice
 from baton.vllm_worker.metadata import BlockTable, Fetch, Pinned, StepMetadata, block_ids, log
 
 Event = Injected | FetchFailed | Closed | Released
@@ -129,7 +121,7 @@ class Attendant:
                 )
             )  # fmt: skip
 
-    def tell(self, messages: Sequence[Started | Costs | Encoded | OnDevice | Blind | Released]) -> None:
+    def tell(self, messages: Sequence[FromConnector]) -> None:
         """Sends messages to the engine process."""
         worker = self._worker
         if worker is not None:  # else a client has asked for them
@@ -258,14 +250,8 @@ class Transfers:
             self._sender.expect(prefill_id)
         for prefill_id, request_id in metadata.opened.items():
             self._prefills[prefill_id] = SentPrefill(request_id)
-        messages = [
-            *map(Started, metadata.started),
-            *map(Costs, metadata.costs),
-            *([Encoded(*metadata.encoded)] if metadata.encoded else ()),
-            *map(Blind, metadata.blind),
-        ]
-        if messages:
-            self._attendant.tell(messages)
+        if metadata.told:
+            self._attendant.tell(metadata.told)
         opened = set(metadata.opened)
         for chunk in metadata.chunks:
             blocks = block_ids(self._tables, chunk.blocks, chunk.num_tokens)

@@ -22,7 +22,8 @@ from baton.kv_transfer import (
     spawn_transfer,
 )
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, TransferStats, decode_from_transfer
-from baton.vllm_worker.attachment import Close, ConnectorLink, Costs, FromConnector
+from baton.vllm_worker.attachment import Close, ConnectorLink, FromConnector
+from baton.vllm_worker.metadata import Costs
 from tests.kv_transfer.transfer_process import deadlines
 from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model

@@ -10,7 +10,8 @@ import pytest
 
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
 from baton.rpc import worker_pb2 as pb
-from baton.vllm_worker.attachment import Close, Started
+from baton.vllm_worker.attachment import Close
+from baton.vllm_worker.metadata import Started
 from baton.worker import messages
 from tests.router_messages import (
     HERE,

@@ -7,12 +7,14 @@ import pytest
 
 from baton.vllm_worker.metadata import (
     Begun,
+    Blind,
     BlockTable,
     Chunk,
     ConnectorScheduler,
     Fetch,
     Pinned,
     Source,
+    Started,
     StepMetadata,
     block_ids,
 )
@@ -264,11 +266,11 @@ def test_a_router_is_told_of_the_start_of_a_prompt() -> None:
     """Which may wait in vLLM's queue."""
     scheduler = ConnectorScheduler(named=True)
     scheduler.expect("p", PREFILLS | {"prefill_id": prefill_id(1).hex()}, 100)
-    assert scheduler.take().started == []
+    assert scheduler.take().told == []
     scheduler.scheduled("p", [[1]], 0, 50, anew=True)
-    assert scheduler.take().started == [prefill_id(1)]
+    assert scheduler.take().told == [Started(prefill_id(1))]
     scheduler.scheduled("p", [[3]], 50, 50, anew=False)
-    assert scheduler.take().started == []
+    assert scheduler.take().told == []
 
 
 def test_a_preempted_decode_whose_images_are_elsewhere_waits_until_it_is_aborted() -> None:
@@ -279,12 +281,12 @@ def test_a_preempted_decode_whose_images_are_elsewhere_waits_until_it_is_aborted
     scheduler.expect("d", fetches, 100, [20, 30])
     assert not scheduler.waits("d", 0 + scheduler.to_fetch("d", 0))
     scheduler.allocated("d", [[1, 2]], 100)
-    assert scheduler.take().blind == []
+    assert scheduler.take().told == []
     assert not scheduler.waits("d", 64), "after a preemption"
     assert scheduler.waits("d", 32)
-    assert scheduler.take().blind == [prefill_id(2)]
+    assert scheduler.take().told == [Blind(prefill_id(2))]
     assert scheduler.waits("d", 32)
-    assert scheduler.take().blind == []
+    assert scheduler.take().told == []
     scheduler.finished("d", None)
     assert not scheduler.waits("d", 0)
 

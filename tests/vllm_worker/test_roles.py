@@ -18,10 +18,10 @@ from baton.kv_transfer import Closed, ContentWanted, FetchFailed, Injected, Inje
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.rpc import worker_pb2 as pb
 from baton.vllm_worker.adapters import Adapters
-from baton.vllm_worker.attachment import Blind, Close, Commit, ForRoles, Pool, Started
+from baton.vllm_worker.attachment import Close, Commit, FromConnector, Pool
 from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.engine import EngineGone
-from baton.vllm_worker.metadata import REJECTED, BlockTable
+from baton.vllm_worker.metadata import REJECTED, Blind, BlockTable, Started
 from baton.vllm_worker.roles import VLLMRoles
 from baton.worker import messages
 from baton.worker.engine_process.attempt import AttemptTable
@@ -144,7 +144,7 @@ class Worker:
             self._outputs[request_id].put_nowait(each)
         await self.settle()
 
-    def heard(self, message: ForRoles) -> None:
+    def heard(self, message: FromConnector) -> None:
         """The connector says this. It names a fetch as it was told to. Each prefill has started before it is
         released."""
         if isinstance(message, Released):

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from baton.engine import EngineStats, MixedStep
-from baton.engine.api.stats import StepStats
+from baton.engine.api.stats import EncoderStats, StepStats
 from baton.steps.step_model import StepModel
-from baton.vllm_worker.attachment import Costs, Encoded
+from baton.vllm_worker.metadata import Costs, Encoded
 from baton.vllm_worker.stats import Load
 from tests.vllm_worker.played import played
 
@@ -57,9 +57,6 @@ def test_what_steps_cost_is_what_the_connector_says() -> None:
 
 def test_only_a_model_that_takes_images_has_an_encoder() -> None:
     assert stats(Load()).encoder is None
-    said = Encoded(3, 45, 0.9, 0.02)
+    said = Encoded(EncoderStats(3, 45, 0.9, 0, 0, 0, 0.02, 0.0))
     said = msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Encoded)
-    encoder = stats(Load(encoded=said)).encoder
-    assert encoder is not None
-    found = encoder.images_encoded, encoder.tokens, encoder.seconds, encoder.encode_token_seconds
-    assert found == (3, 45, 0.9, 0.02)
+    assert stats(Load(encoder=said.stats)).encoder == said.stats
