@@ -47,7 +47,7 @@ class Channel:
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def post(self, message: Local) -> None:
+    def post(self, message: msgspec.Struct) -> None:
         """Queues a message for the next `flush`. So the messages of one event share a packet."""
         self.pending.append(_encode(message))
         self.due = 0.0

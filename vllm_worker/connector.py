@@ -31,7 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.v1.request import RequestStatus
 
-from baton.engine.api.stats import EncoderStats
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_names.cache_kinds import latent_head_dim
 from baton.kv_transfer import TraceWriter, Transport
@@ -50,14 +49,13 @@ from baton.vllm_worker.caches import (
 )
 from baton.vllm_worker.identity import fingerprint, secret
 from baton.vllm_worker.metadata import (
-    NOT_ENCODED,
     REJECTED,
     ConnectorScheduler,
     Costs,
     Encoded,
     StepMetadata,
 )
-from baton.vllm_worker.mixed_steps import MixedSteps
+from baton.vllm_worker.mixed_steps import NOT_ENCODED, MixedSteps
 from baton.vllm_worker.patches import mend
 from baton.vllm_worker.pins import Pins
 from baton.vllm_worker.state_chunks import compute_as_decodes, least_chunk
@@ -288,10 +286,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         metadata.number = steps.begins(time.monotonic())
         if self._settings.attach:  # else there is no router to be told
             metadata.told += map(Costs, steps.news())
-            seconds, token_seconds = steps.encode_seconds, steps.encode_token_seconds
-            encoded = EncoderStats(
-                scheduler.images, scheduler.image_tokens, seconds, 0, 0, 0, token_seconds, 0.0
-            )
+            encoded = steps.encoder(scheduler.images, scheduler.image_tokens)
             if encoded != self._encoded:
                 self._encoded = encoded
                 metadata.told.append(Encoded(encoded))

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from baton.engine.api.stats import EncoderStats, StepStats
+import msgspec
+
 from baton.kv_names import CHUNK_TOKENS
 from baton.kv_names.cache_kinds import Window
-from baton.kv_transfer.protocol.local_messages import Local
+from baton.vllm_worker.mixed_steps import EncoderStats, StepStats
 
 Ended = Literal["finished", "cancelled"]
 """Why a prefill is not handed over. "finished": its first token is the last."""
@@ -28,7 +29,6 @@ Blocks = Sequence[Sequence[int]]
 """Of a request, by group of layers."""
 NULL_BLOCK = 0
 """vLLM's, which no request reads."""
-NOT_ENCODED = EncoderStats(0, 0, 0.0, 0, 0, 0, 0.0, 0.0)
 REJECTED = "its grammar rejects the first token"
 """vLLM's `stop_reason` of such a request, which was begun elsewhere."""
 log = logging.getLogger("vllm.baton")
@@ -172,27 +172,31 @@ class Begun:
     """That are in its blocks. The rest of its last blocks has what was there before."""
 
 
-class Started(Local):
+class _Told(msgspec.Struct, array_like=True, tag=True):
+    """Base of what the engine process of a worker is told, as `Local`."""
+
+
+class Started(_Told):
     """The first chunk of a prefill is in the step. From then on `Released` follows when nothing reads its
     blocks."""
 
     prefill_id: bytes
 
 
-class Costs(Local):
+class Costs(_Told):
     """What steps cost now."""
 
     costs: StepStats
 
 
-class Encoded(Local):
+class Encoded(_Told):
     """What vLLM's encoder was given since the start, and how long that took. vLLM does not tell what its
     encoder keeps, and no image waits for it: its prompt does."""
 
     stats: EncoderStats
 
 
-class Blind(Local):
+class Blind(_Told):
     """vLLM has preempted a decode, and its images must be encoded to compute it again, but they are not here.
     It waits until it is aborted."""
 

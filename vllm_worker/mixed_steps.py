@@ -25,7 +25,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 
-from baton.engine.api.stats import StepStats
+from baton.engine.api.stats import EncoderStats, StepStats
 from baton.engine.core.meters import (
     DECAY,
     FULL_STEP,
@@ -49,6 +49,7 @@ SLOWER = 1.1
 """How many times as long prompts may take in steps that fit into a graph."""
 MOST_DECODES = 4_096
 """Largest number of decodes that the table of steps tells apart from fewer."""
+NOT_ENCODED = EncoderStats(0, 0, 0.0, 0, 0, 0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -83,12 +84,7 @@ def _medians(samples: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 class MixedSteps:
-    """Times are in seconds of any clock.
-
-    Attributes:
-        encode_seconds: since the start: what steps with images have taken beyond their tokens.
-        encode_token_seconds: of these, for each token of an image. 0: not known.
-    """
+    """Times are in seconds of any clock."""
 
     def __init__(
         self, usual: int, most: int, target: float | None, target_steps: float = LONG, graph: int = 0,
@@ -127,7 +123,7 @@ class MixedSteps:
         self._counts: Kind | None = None
         self._told = ""
         self._encoding = Average(DECAY)
-        self.encode_seconds = 0.0
+        self._encode_seconds = 0.0  # since the start: what steps with images took beyond their tokens
 
     def _start(self, measured: StepModel | None) -> None:
         """What was learned of steps is forgotten: some may have compiled functions."""
@@ -176,9 +172,11 @@ class MixedSteps:
             self._measured.add(rows, context, 0, 0.0, seconds)
             self._decoded.clear()
 
-    @property
-    def encode_token_seconds(self) -> float:
-        return self._encoding.value
+    def encoder(self, images: int, tokens: int) -> EncoderStats:
+        """What images have cost, of which vLLM's encoder was given so many."""
+        seconds, token = self._encode_seconds, self._encoding.value
+        given = replace(NOT_ENCODED, images_encoded=images, tokens=tokens)
+        return replace(given, seconds=seconds, encode_token_seconds=token)
 
     def expect(
         self, request_id: str, tokens: int, due: float, gap_cost: float | None, priority: float = 0
@@ -301,7 +299,7 @@ class MixedSteps:
     def _encoded(self, step: _Step, seconds: float) -> None:
         if self._alone:
             spent = max(0.0, seconds - self._expected(step))
-            self.encode_seconds += spent
+            self._encode_seconds += spent
             self._encoding.add(spent / step.image_tokens)
 
     def _expected(self, step: _Step) -> float:

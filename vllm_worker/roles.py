@@ -20,7 +20,8 @@ from baton.vllm_worker.attachment import FromConnector, OnDevice, Pool, ToConnec
 from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.ends import VLLMReceiver, VLLMSender
 from baton.vllm_worker.engine import EngineGone, Host, VLLMEngine
-from baton.vllm_worker.metadata import NOT_ENCODED, Blind, Costs, Encoded, Started
+from baton.vllm_worker.metadata import Blind, Costs, Encoded, Started
+from baton.vllm_worker.mixed_steps import NOT_ENCODED
 from baton.vllm_worker.prefixes import PRIORITY, VLLMExchange
 from baton.vllm_worker.sampling import sampling
 from baton.vllm_worker.stats import Load

@@ -20,7 +20,7 @@ from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.checks import step_model
 from baton.rpc import worker_pb2 as pb
-from baton.vllm_worker.mixed_steps import ALIKE, MixedSteps
+from baton.vllm_worker.mixed_steps import ALIKE, NOT_ENCODED, MixedSteps
 from baton.vllm_worker.stats import Load
 from baton.worker.service_process.status import reported_step_model, same_names
 from tests.router.fleets import fleet_of, seen_worker
@@ -440,8 +440,9 @@ def test_steps_with_images_say_what_images_cost() -> None:
             number = vllm.steps.begins(vllm.now)
             vllm.now += STEP * decodes + 300 * TOKEN + 200 * 0.005
             vllm.steps.over(number, vllm.now)
-    assert vllm.steps.encode_token_seconds == pytest.approx(0.005, rel=0.01)
-    assert vllm.steps.encode_seconds == pytest.approx(40 * 200 * 0.005, rel=0.01)
+    encoder = vllm.steps.encoder(40, 40 * 200)
+    assert encoder.encode_token_seconds == pytest.approx(0.005, rel=0.01)
+    assert encoder.seconds == pytest.approx(40 * 200 * 0.005, rel=0.01)
     assert vllm.steps.bound(vllm.now) == bound
     assert costs
     assert not vllm.steps.news()
@@ -452,7 +453,7 @@ def test_images_have_no_costs_until_those_of_tokens_are_known() -> None:
     vllm.steps.scheduled("i", 0, 300)
     vllm.steps.encodes(200)
     vllm.steps.over(vllm.steps.begins(vllm.now), vllm.now + 1.0)
-    assert (vllm.steps.encode_token_seconds, vllm.steps.encode_seconds) == (0.0, 0.0)
+    assert vllm.steps.encoder(0, 0) == NOT_ENCODED
 
 
 def test_steps_whose_end_is_said_together_say_nothing() -> None:
