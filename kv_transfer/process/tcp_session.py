@@ -184,7 +184,8 @@ class Session(LaneOwner, Generic[H]):
     def add(self, number: int, connection: Connection, peer: wire.Identity) -> None:
         """The connection is authenticated, as a lane with this number."""
         self.peer = peer
-        summed = self._sessions.config.sums and peer.sums
+        config = self._sessions.config
+        summed = config.sums and peer.sums and not config.encrypt
         self.slot_bytes = min(peer.slot_bytes, self._sessions.config.slot_bytes)
         mine = self._sessions.config.layout.dtypes
         if self.side == "sender":

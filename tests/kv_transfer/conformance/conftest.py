@@ -118,7 +118,7 @@ class Kind:
 
 TCP = Kind("tcp", _bent_on_a_lane, {"movers": 2})  # in forks; encrypted lanes are in the transfer process
 SUMMED = Kind("tcp+sums", _bent_in_memory, {"movers": 1, "sums": True})  # the slot changes before it is sent
-ENCRYPTED = Kind("tcp+aes", _bent_on_a_lane, {"encrypt": True}, found=("tag", "lost"))
+ENCRYPTED = Kind("tcp+aes", _bent_on_a_lane, {"encrypt": True, "sums": True}, found=("tag", "lost"))
 KIND = "cuda_ipc" if DEVICE == "cuda" else "shared_memory"
 EXPORTED = Kind(KIND, _bent_in_memory, {"exports": True}, KIND)
 NIXL = Kind("nixl", _bent_after_its_checksum, {"reader": "nixl"}, "nixl")
