@@ -308,7 +308,7 @@ def test_a_session_waits_until_it_is_known_which_cards_are_lost(
         is_up=lambda _: None,
         memory="",
         config=config,
-        lane=lambda number, _, session: session_lane.Lane(lambda _: None, number, session),
+        lane=lambda number, _, session, summed: session_lane.Lane(lambda _: None, number, session),
         kv_lanes=lambda lanes: [*lanes.values()],
     )
     session = ReceivingSession(handler, sessions, 1, b"s" * 16, 2)
