@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kubernetes.aio.client import ApiClient, V1EndpointSlice
+    from kubernetes.aio.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -90,21 +91,25 @@ class KubernetesDiscovery:
         configuration, namespace = await _load_configuration()
         self._resync_at = 0.0  # seconds of time.monotonic(); 0: list with the next call
         from kubernetes.aio.client import ApiClient
+        from kubernetes.aio.watch import Watch
 
         async with ApiClient(configuration) as client:
+            # All watches share one: it makes a TLS context, which reads all certificates of the system.
+            watch = Watch()
             yielded: frozenset[str] | None = None
             while True:
-                async with contextlib.aclosing(self._changes(client, namespace)) as changes:
+                async with contextlib.aclosing(self._changes(client, namespace, watch)) as changes:
                     async for addresses in changes:
                         if addresses != yielded:
                             yielded = addresses
                             yield addresses
                 await asyncio.sleep(self._backoff * random.uniform(0.5, 1))
 
-    async def _changes(self, client: ApiClient, namespace: str) -> AsyncGenerator[frozenset[str], None]:
+    async def _changes(
+        self, client: ApiClient, namespace: str, watch: Watch
+    ) -> AsyncGenerator[frozenset[str], None]:
         """Yields the addresses after each list and event. Returns when the watch ends or a request fails."""
         from kubernetes.aio.client import ApiException, DiscoveryV1Api
-        from kubernetes.aio.watch import Watch
 
         ask: Any = DiscoveryV1Api(client).list_namespaced_endpoint_slice
         of_services = {"label_selector": self._selector}
@@ -116,7 +121,7 @@ class KubernetesDiscovery:
                 self._version = listing.metadata.resource_version
                 self._resync_at = time.monotonic() + RESYNC_SECONDS
                 yield ready_addresses(self._slices.values(), self._port)
-            async with Watch() as watch:
+            async with watch:
                 events = watch.stream(
                     ask,
                     namespace,

@@ -92,6 +92,21 @@ async def test_a_broken_watch_continues_from_its_last_version(
     assert server.lists() == 1
 
 
+async def test_watches_share_one_tls_context(
+    server: FakeKubernetes, router: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To make one reads all certificates of the system, on the event loop of the router."""
+    made: list[object] = []
+    create = ssl.create_default_context
+    monkeypatch.setattr(
+        ssl, "create_default_context", lambda *args, **kw: made.append(args) or create(*args, **kw)
+    )
+    for turn in range(3):
+        server.cut()
+        await watching(server, after=turn + 2)
+    assert not made
+
+
 async def test_a_watch_that_ends_in_time_goes_on_from_the_last_bookmark(
     server: FakeKubernetes, router: Follower
 ) -> None:
