@@ -1,5 +1,6 @@
 """JSON schemas as clients write them."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -8,6 +9,8 @@ _MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSc
 """Keywords whose members are schemas under any name."""
 _VALUES = {"enum", "const", "default", "examples"}
 """Keywords whose members are no schemas."""
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")
+"""Of a member of a list, in a reference (RFC 6901). No list is longer."""
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -34,7 +37,7 @@ def target(root: Any, reference: str) -> Any:
     for name in unquote(reference.removeprefix("#")).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(place, list):
-            place = place[int(name)] if name.isdecimal() and int(name) < len(place) else None
+            place = place[int(name)] if _INDEX.fullmatch(name) and int(name) < len(place) else None
         else:
             place = place.get(name) if isinstance(place, dict) else None
     return place

@@ -584,6 +584,19 @@ def test_a_schema_that_refers_to_itself_is_looked_at_once(combined: str):
     assert FORMATS["qwen3_coder"].grammar([hostile], many=False, spell=json.dumps).startswith("start: ")
 
 
+@pytest.mark.parametrize(
+    ("index", "written"),
+    [("0", "1"), ("1", '"1"'), ("00", "1"), ("2", "1"), ("x", "1"), ("9" * 5_000, "1")],
+    ids=["first", "second", "no index", "none", "no number", "longer than Python reads"],
+)
+def test_a_reference_into_a_list_is_followed_or_means_any_value(index: str, written: str):
+    schema = {"$ref": f"#/$defs/a/anyOf/{index}"}
+    options = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    parser = FORMATS["qwen3_coder"]([tool("f", {"properties": {"a": schema}, "$defs": {"a": options}})])
+    said = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+    assert read(parser.push(said) + parser.finish()) == ("", [("f", f'{{"a": {written}}}')])
+
+
 def test_definitions_are_repeated_only_where_they_are_used_and_not_without_end():
     definitions = {f"d{i}": {"type": "integer", "maximum": i} for i in range(500)}
     used = {"a": {"$ref": "#/$defs/d7"}, **{f"b{i}": {"type": "integer"} for i in range(200)}}
