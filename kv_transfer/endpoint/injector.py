@@ -49,8 +49,8 @@ class Injector:
         self._damaged: list[int] = []
 
     def __bool__(self) -> bool:
-        """Whether anything has arrived and is not in its place."""
-        return bool(self.arrivals or self.copies)
+        """Whether anything has arrived and is not in its place, or a slot is not given back."""
+        return bool(self.arrivals or self.copies or self._emptied)
 
     def arrived(self, s: Slice) -> None:
         fetch = self.live.get(s.transfer_id)

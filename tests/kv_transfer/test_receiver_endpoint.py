@@ -338,6 +338,21 @@ def test_a_layer_is_there_when_its_last_scatter_is_over(receiving: Any, until: A
     assert not has(receiver, 0, 20), "the fetch has ended"
 
 
+def test_slots_that_are_free_inside_a_step_are_given_back_soon(receiving: Any, until: Any) -> None:
+    """They may be all slots. Then nothing comes that would wake the engine."""
+    bench, receiver, pool = receiving
+    transfer_id = share(bench, until)
+    bench.channel.send(arrived(transfer_id, 4, 0, 4, 8))
+    receiver.poll()
+    pool.go(len(pool.work))
+    assert has(receiver, 0, 12)
+    assert receiver.poll_within is not None
+    receiver.poll()
+    assert bench.next(until, lm.Emptied).slots == [4]
+    receiver.poll()  # it has reported the beginning of the range
+    assert receiver.poll_within is None
+
+
 def unverified(checksum: int, *what: Any) -> lm.Arrived:
     message = arrived(*what)
     message.slice.sum, message.slice.verified = checksum, False
