@@ -7,6 +7,7 @@ of latents attend between two graphs (`Apart`).
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -182,10 +183,8 @@ class LayerAttention:
                 """`advance`: as `MixModules` or `MixIndex` take it."""
                 if isinstance(keys := caches[layer], Tensor):
                     of_tokens = attention.of_layers(windowed=False)
-                    for request in requests_of(of_tokens):
-                        advance(
-                            request.rows, request.start, partial(keep_keys, keys, of_tokens.slots, request)
-                        )
+                    for part in chain.from_iterable(each.parts() for each in requests_of(of_tokens)):
+                        advance(part.rows, part.start, partial(keep_keys, keys, of_tokens.slots, part))
                 else:
                     assert of_requests is not None, "the layer has states"
                     advance_states(advance, keys, of_requests)

@@ -4,6 +4,7 @@ import json
 import logging
 import random
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -16,6 +17,7 @@ from baton.engine import EngineConfig, SpeculativeConfig
 from baton.engine.execution.module_check import check_modules
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.start import Sizing
+from baton.engine.kernels.attention import chosen
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import PlainFormat, Weights
 from baton.engine.loader import open_checkpoint
@@ -79,6 +81,27 @@ def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
         ]
         for prompt, tokens in zip(prompts, tokens_of(engine, requests), strict=True):
             assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
+
+
+def test_an_index_scores_few_queries_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has scores of each head for all positions: for a chunk at once, they would fill the memory."""
+    monkeypatch.setattr(chosen, "QUERIES", 8)
+    reference = save_tiny(tmp_path, "DeepseekV32", **LONG)
+    engine = load(tmp_path, num_blocks=32, max_num_batched_tokens=64, model_impl="transformers")
+    indexer, queries = type(reference.model.layers[0].self_attn.indexer), list[int]()
+    forward = indexer.forward
+
+    def counted(self: Any, hidden: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        queries.append(hidden.shape[1])
+        return forward(self, hidden, *args, **named)
+
+    for module in engine.runner.model.body.modules():
+        if isinstance(module, indexer):
+            module.forward.forward = partial(counted, module)
+    prompt = list(range(3, 103))
+    (tokens,) = tokens_of(engine, [request_of(0, prompt, max_tokens=8, ignore_eos=True)])
+    assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist()
+    assert {*queries} == {8, 4, 1}, "chunks of 64 and 36 tokens, then decodes"
 
 
 def test_modules_whose_scan_begins_anew_take_token_by_token(tmp_path: Path) -> None:

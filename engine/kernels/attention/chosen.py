@@ -13,7 +13,8 @@ from torch import Tensor
 from baton.engine.kernels.attention.paged import KV, AttentionMetadata, by_scores, gathered
 
 QUERIES = 64
-"""Of a prompt at a time: their scores with all keys are in memory together."""
+"""Of a prompt at a time: their scores with all keys are in memory together, those of an index for each of its
+heads."""
 
 
 class Request(NamedTuple):
@@ -27,6 +28,12 @@ class Request(NamedTuple):
     @property
     def stop(self) -> int:
         return self.start + self.rows.stop - self.rows.start
+
+    def parts(self) -> "Iterator[Request]":
+        """Its rows, at most `QUERIES` at a time."""
+        for first in range(self.rows.start, self.rows.stop, QUERIES):
+            rows = slice(first, min(first + QUERIES, self.rows.stop))
+            yield self._replace(rows=rows, start=self.start + first - self.rows.start)
 
 
 def requests_of(metadata: AttentionMetadata) -> Iterator[Request]:
@@ -62,11 +69,9 @@ def attend_chosen(
     of_heads = None if sinks is None else sinks[:, None]
     for request in requests:
         seen = gathered(kv, request.blocks, q.dtype).flatten(1, 2)[:, : request.stop].transpose(1, 2)
-        for first in range(request.rows.start, request.rows.stop, QUERIES):
-            rows = slice(first, min(first + QUERIES, request.rows.stop))
-            position = request.start + first - request.rows.start
-            mask = _mask(chosen[rows], range(position, position + rows.stop - first), request.stop, q.dtype)
-            queries = q[rows].transpose(0, 1)[None]
+        for part in request.parts():
+            mask = _mask(chosen[part.rows], range(part.start, part.stop), request.stop, q.dtype)
+            queries = q[part.rows].transpose(0, 1)[None]
             out = by_scores(queries, seen[0, None], seen[1, None], mask, of_heads, scale, softcap)
             parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
