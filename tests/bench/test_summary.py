@@ -50,10 +50,11 @@ def test_throughput_excludes_the_time_before_the_first_answer() -> None:
 
 def test_the_warm_up_is_excluded_everywhere() -> None:
     slow = [record(i * 0.1, ttft=3.0, index=i) for i in range(20)]
-    found = _summary(slow + [record(2 + i * 0.1, ttft=0.1, index=i) for i in range(60)], warm_up=2.0)
-    assert found.rows["requests.sent"].value == 60
+    found = _summary(slow + [record(2 + i * 0.1, ttft=0.1, index=i) for i in range(60)], warm_up=2.5)
+    assert found.rows["requests.sent"].value == 55
     assert found.rows["ttft.max"].value == pytest.approx(100)
-    assert found.detail["window"][0] == 2.0
+    assert found.detail["window"][0] == 2.5, "as given, not as detected"
+    assert found.detail["steady"] is True
 
 
 def test_first_and_later_turns_of_sessions_have_their_own_figures() -> None:

@@ -145,6 +145,14 @@ def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:
         assert limit.tokens(ONE, [(500, due)], 5.0) == limit.tokens(ONE, LATE, 0.0)
 
 
+def test_no_step_is_longer_than_a_long_one_however_late_prompts_are() -> None:
+    for target in (None, 0.030):
+        limit = measured(target)
+        for due in (-9e9, *(5.0 + late / 1000 for late in range(200))):  # too late, almost, and in time
+            for queue in ([(500, due)], [(10**6, due)], [(500, due)] * 50):
+                assert STEP + limit.tokens(ONE, queue, 5.0) * TOKEN <= limit.gap_target + 1e-9
+
+
 def test_where_gaps_cost_nothing_a_step_ends_the_first_prompt_if_two_would_decode_twice() -> None:
     """A long step has room for 250 tokens, and the time of the decodes for 100 more."""
     limit, only = measured(None), Batch(1, 0, 0, 0.0)
@@ -181,6 +189,14 @@ def test_a_step_ends_a_short_step_after_a_request_joins_at_most() -> None:
     short = limit.tokens(ONE, [], 0.0)
     for joins_at, tokens in ((math.inf, 200), (1.004, short + 40), (1.5, 200), (1.0, short), (0.5, short)):
         assert limit.tokens(ONE, LATE, 1.0, joins_at=joins_at) == pytest.approx(tokens, abs=1), joins_at
+
+
+def test_many_that_wait_are_not_held_up_by_one_that_joins() -> None:
+    """As after a takeover: streams begin again with some tokens each, while requests join in each step."""
+    limit = measured(0.030)
+    short, long = limit.tokens(ONE, [], 0.0), limit.long_step(ONE).tokens
+    waiting = [(60, 0.0)] * 9
+    assert limit.tokens(ONE, waiting, 1.0, joins_at=1.0) == limit.tokens(ONE, waiting, 1.0) == long > short
 
 
 def test_the_limit_adapts_to_changed_costs() -> None:

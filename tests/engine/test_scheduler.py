@@ -185,6 +185,12 @@ def test_held_and_reserved_requests_are_never_preempted() -> None:
     assert (list(held.blocks), list(reserved.blocks)) == kept
 
 
+def test_a_reservation_alone_may_take_the_whole_pool() -> None:
+    scheduler = make(num_blocks=4)
+    assert scheduler.lives.reserve(EngineRequest(b"\1", [0] * 15)) is not None
+    assert scheduler.lives.reserve(EngineRequest(b"\2", [0])) is None
+
+
 def test_reservations_leave_the_watermark_for_growth() -> None:
     scheduler = make(num_blocks=200, seqs=64, budget=100)
     assert scheduler.lives.memory.watermark == 2

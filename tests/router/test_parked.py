@@ -36,6 +36,13 @@ def test_used_retries_come_back_after_the_window() -> None:
     assert take_all(budget, 100.0 + WINDOW_S) == FLOOR
 
 
+def test_requests_before_the_window_do_not_count() -> None:
+    budget = RetryBudget()
+    for _ in range(5000):
+        budget.requested(0.0)
+    assert take_all(budget, WINDOW_S + 1) == FLOOR
+
+
 def test_half_of_the_budget_is_left_to_failures() -> None:
     budget = RetryBudget()
     assert sum(budget.spares(1.0) and budget.take(1.0) for _ in range(FLOOR)) == FLOOR // 2
