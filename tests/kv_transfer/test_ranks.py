@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
+from msgspec.structs import replace
 
 from baton.kv_transfer.arena import Arena, ArenaEnd, channel_pair
 from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.device import host_pool
 from baton.kv_transfer.device.host_pool import HostPool, open_pool
 from baton.kv_transfer.device.pool import Event, Pool
 from baton.kv_transfer.endpoint.other_ranks import RECEIVING, SENDING, Line, OtherRanks
@@ -21,6 +24,7 @@ from baton.kv_transfer.layout import KVLayout, cut
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
 from baton.kv_transfer.protocol.local_messages import Copied, FromRank, Opened, ToRank
 from baton.kv_transfer.slices import Slice
+from tests.kv_transfer.conformance.conftest import SummingPool
 from tests.layouts import kv_layout, paged
 from tests.stand_in import stand_in
 from tests.within import WITHIN
@@ -107,6 +111,33 @@ def test_a_rank_makes_one_table_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
                 staged = [Slice(piece, table=there)]
                 until_passed(pool, (pool.gather if is_gather else pool.scatter)(staged)[0])
             assert made == [("MainThread", [3, 5]), ("rank copies", (3, 5))]
+
+
+def test_each_rank_sums_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of slices of both ranks, in any order: `sum` is that of the rank that gathered it, and a rank says
+    whether what it scattered has that sum."""
+    monkeypatch.setattr(host_pool, "HostPool", SummingPool)
+    with closing(Group()) as group:
+        there = group.gathers.table([3], 10)
+        cuts = [
+            cut(layout_of(4), layer, (0, 10), heads, SLOT) for layer in (0, 1) for heads in ((2, 4), (0, 2))
+        ]
+        batch = [Slice(piece, slot=9 - i, table=there) for i, [piece] in enumerate(cuts)]
+        gathered, sums = group.gathers.gather(batch)
+        until_passed(group.gathers, gathered)
+        found = sums()
+        slots = [bytes(group.sending.arena.slot(s.slot)[: 2 * 10 * 2 * 8 * 4]) for s in batch]
+        assert found == [xxhash.xxh3_64_intdigest(data) for data in slots]
+        assert len({*found}) == len(batch)
+        for damaged in range(len(batch)):
+            wrong = [checksum ^ (i == damaged) for i, checksum in enumerate(found)]
+            arrived = [
+                replace(s, table=group.scatters.table([5], 10), sum=checksum, verified=False)
+                for s, checksum in zip(batch, wrong, strict=True)
+            ]
+            scattered, outcome = group.scatters.scatter(arrived)
+            until_passed(group.scatters, scattered)
+            assert [left != 0 for left in outcome()] == [i == damaged for i in range(len(batch))]
 
 
 @pytest.mark.parametrize(
