@@ -13,6 +13,8 @@ Life of a transfer, and the process of each step::
                                                             INJECTED                      poll: Injected
     poll: Released          RELEASED  <------- ACK ----------
 
+Between GPUs the decode engine verifies a slice, when its scatter is over.
+
 Of a layer that keeps states in place of KV, `Sender.ready` counts only for the last positions. The states
 then travel as frames of the same transfer.
 
