@@ -57,6 +57,17 @@ def test_equal_names_mean_equal_prefixes(left, right):
         assert (x == y) == (left[: i * CHUNK_TOKENS] == right[: i * CHUNK_TOKENS])
 
 
+@pytest.mark.parametrize("images", [[], [ImageSpan(2 * CHUNK_TOKENS + 5, 3 * CHUNK_TOKENS, b"i" * 32)]])
+def test_names_that_grow_with_a_sequence_are_those_of_all_of_it(images):
+    whole, expected = range(4 * CHUNK_TOKENS + 1), list[bytes]()
+    extend_names(expected, whole, len(whole), ROOT, images)
+    for count in whole[:: CHUNK_TOKENS // 2]:
+        grown: list[bytes] = []
+        for stop in (count, len(whole)):
+            extend_names(grown, whole, stop, ROOT, images)
+        assert grown == expected
+
+
 @given(tokens, st.integers(0, 4 * CHUNK_TOKENS))
 def test_the_name_of_a_prefix_is_that_of_its_last_chunk_or_of_no_chunk(token_ids, length):
     length = min(length, len(token_ids))

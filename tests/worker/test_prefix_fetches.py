@@ -209,6 +209,13 @@ def test_a_worker_is_asked_again_after_a_stale_hint(world: World, reason: str, a
     assert world.start() is again
 
 
+def test_of_the_last_two_fetches_of_a_size_the_faster_one_counts() -> None:
+    link = Link()
+    for seconds, pays in ((10.0, False), (1.0, True), (10.0, True), (10.0, False), (1.0, True)):
+        link.measured(64, 0.0, seconds, now=0.0)
+        assert link.pays(64, 2.0, now=0.0) is pays
+
+
 def test_a_slow_fetch_is_not_the_last_one(world: World) -> None:
     """As the first ones of a process, which open memory. One prompt tries it again after some seconds."""
     world.prompt_tokens_per_s = 1000.0
