@@ -52,7 +52,7 @@ CASES = {
     "agents16.half_32b": Case(16, 8, machine=HALF_32B),
     "agents16.vllm": Case(16, 10, vllm=True),
     "agents48.vllm": Case(48, 8, vllm=True),
-    "agents24.vllm1": Case(24, 8, workers=1, vllm=True),
+    "agents24.vllm1": Case(24, 10, workers=1, vllm=True),
     "agents1536.w64": Case(1536, 2, workers=64, routers=4, seeds=(1,)),
 }
 KINDS: tuple[Kind, Kind] = ("policy", "colocated")
