@@ -37,7 +37,7 @@ settings.register_profile("baton", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("baton")
 
 # Tests run side by side: several threads of one process would only wait for each other, and a process that
-# forks may have but one. Torch and NumPy read these when they are imported, here and in processes of tests.
+# forks may have but one. Torch and NumPy read these when they are imported, above all in processes of tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
