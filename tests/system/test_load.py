@@ -46,13 +46,14 @@ async def measured(
 
 async def test_agents_find_what_was_said_before_in_the_cache(server: Serve, tmp_path: Path) -> None:
     parameters, rows, requests = await measured(
-        server, tmp_path, "agents", "--concurrency", "2", "--sessions", "2", "--turns", "2",
+        server, tmp_path, "agents", "--concurrency", "1", "--sessions", "2", "--turns", "2",
         "--prefix-len", "70", "--context-len", "40", "--input-len", "10", "--output-len", "4",
         "--think-time", "0",
     )  # fmt: skip
     assert parameters["prompts"] == "ids"
     assert rows["requests.ok"] == rows["requests.sent"] == 4
     assert rows["requests.refused"] == rows["input.off"] == rows["output.short"] == 0
+    # One at a time: beside others, the worker without the cache may be faster.
     later = [request for request in requests if request["turn"]]
     assert [request["prompt_tokens"] for request in later] == [134, 134]
     assert all(request["cached_tokens"] >= CHUNK_TOKENS for request in later)
