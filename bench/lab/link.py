@@ -3,7 +3,7 @@
 The hosts are network namespaces (needs root). A prefill and a decode worker have one each, and one worker
 alone has the same prompts at the same times. Each worker has one core. A token of the model has 0.26 MB of
 KV. In each round both sides are measured, one after the other: the bench takes some 2 × ROUNDS × SECONDS.
-Some requests before show what the link carries.
+Some requests before, all at once so that both workers have some, show what the link carries.
 
 `link.half.ttft`    time until the first token, mean and p99, over that of one worker
 `link.half.second`  time until the second token, likewise
@@ -40,6 +40,7 @@ from baton.system import usable_cpus
 
 SHAPE = "small-large-kv"
 WARM_UP = 6
+"""Requests. A link is known once KV came on it, and a worker that is free computes a prompt for itself."""
 MOST = 1.15
 """How many times later tokens may come than those of one worker (must)."""
 
@@ -90,9 +91,8 @@ def prompts_of(draw: random.Random, count: int, tokens: int) -> list[str]:
 
 async def rounds(run: Run, apart: Side, alone: Side) -> None:
     args = run.args
-    warm_up = [0.5 * number for number in range(WARM_UP)]
     for side in (apart, alone):
-        await side.serve(warm_up, prompts_of(random.Random(0), WARM_UP, args.tokens))
+        await side.serve([0.0] * WARM_UP, prompts_of(random.Random(0), WARM_UP, args.tokens))
     for number in range(args.rounds):
         draw = random.Random(number + 1)
         starts = starts_of(draw, args.rate, args.seconds)
@@ -117,7 +117,7 @@ def report(run: Run, apart: Side, alone: Side) -> None:
 async def round_of(run: Run, side: Side, number: int) -> None:
     """The side serves other prompts in each round. First come some that show what the link carries."""
     args, draw = run.args, random.Random(number)
-    await side.serve([0.5 * each for each in range(WARM_UP)], prompts_of(draw, WARM_UP, args.tokens))
+    await side.serve([0.0] * WARM_UP, prompts_of(draw, WARM_UP, args.tokens))
     starts = starts_of(draw, args.rate, args.seconds)
     side.streams = await side.serve(starts, prompts_of(draw, len(starts), args.tokens))
 
