@@ -197,17 +197,20 @@ async def test_kv_comes_over_routes_that_differ_from_those_back(apart: Broken, h
 def test_a_slow_link_beside_a_fast_one_carries_little(
     hosts: list[Host], tmp_path: Path, shallow_model: list[str]
 ) -> None:
-    """The second prefill worker is 25 times as fast to reach. The decode worker may compute prompts, too."""
+    """The second prefill worker is 100 times as fast to reach. The decode worker computes prompts, too, so
+    the bound is a quarter of what the fast link carries, or a prompt: one takes 10 s on the slow link."""
     with cluster(hosts, tmp_path, shallow_model, router=PATIENT) as apart:
         asyncio.run(apart.ride(ASKED))  # shows the links
-        hosts[0].limit(sends=4e5)
+        hosts[0].limit(sends=1e5)
         hosts[1].limit(sends=1e7)
         asyncio.run(apart.ride(ASKED))
         before = sent(apart)
         for _ in range(3):
             asyncio.run(apart.ride(ASKED))
         slow, fast = (now - then for now, then in zip(sent(apart), before, strict=True))
-        assert slow * 4 < fast
+        workers = status(apart.cluster.url)["workers"]
+        of_prompt = sum(sent(apart)) / sum(w["status"].get("handovers", 0) for w in workers)
+        assert slow <= max(fast / 4, of_prompt)
 
 
 @pytest.mark.parametrize("decodes_on_ipv4", [False, True])
