@@ -85,6 +85,11 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     trace_path: str | None = None
     logging: dict[str, Any] | None = None  # for logging.config.dictConfig; None: Python's own
 
+    @property
+    def sums_lanes(self) -> bool:
+        """Whether lanes to a peer that says the same are summed. On an encrypted one a tag does that."""
+        return self.sums and not self.encrypt
+
     def __post_init__(self) -> None:
         for array in self.layout.arrays:
             least, what = array.head_bytes, f"one head of {array.name}"

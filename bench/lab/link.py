@@ -89,10 +89,19 @@ def prompts_of(draw: random.Random, count: int, tokens: int) -> list[str]:
     return [" ".join(f"w{draw.randrange(4000, 8000)}" for _ in range(tokens)) for _ in range(count)]
 
 
+async def warm_up(side: Side, draw: random.Random, tokens: int) -> None:
+    await side.serve([0.0] * WARM_UP, prompts_of(draw, WARM_UP, tokens))
+
+
+def kv_blocks(args: argparse.Namespace) -> tuple[str, str]:
+    """The flag that gives a worker on a CPU room for 24 requests."""
+    return "--advanced.num-blocks", str(24 * (args.tokens + args.answer) // 16)
+
+
 async def rounds(run: Run, apart: Side, alone: Side) -> None:
     args = run.args
     for side in (apart, alone):
-        await side.serve([0.0] * WARM_UP, prompts_of(random.Random(0), WARM_UP, args.tokens))
+        await warm_up(side, random.Random(0), args.tokens)
     for number in range(args.rounds):
         draw = random.Random(number + 1)
         starts = starts_of(draw, args.rate, args.seconds)
@@ -117,7 +126,7 @@ def report(run: Run, apart: Side, alone: Side) -> None:
 async def round_of(run: Run, side: Side, number: int) -> None:
     """The side serves other prompts in each round. First come some that show what the link carries."""
     args, draw = run.args, random.Random(number)
-    await side.serve([0.0] * WARM_UP, prompts_of(draw, WARM_UP, args.tokens))
+    await warm_up(side, draw, args.tokens)
     starts = starts_of(draw, args.rate, args.seconds)
     side.streams = await side.serve(starts, prompts_of(draw, len(starts), args.tokens))
 
@@ -126,9 +135,7 @@ def table(run: Run, network: Hosts) -> None:
     """Both workers at each rate of the link between them."""
     memory = ("--gpu-memory-utilization", "0.45")
     shape = DENSE if run.on_gpus else SHAPE
-    flags = (
-        () if run.on_gpus else ("--advanced.num-blocks", str(24 * (run.args.tokens + run.args.answer) // 16))
-    )
+    flags = () if run.on_gpus else kv_blocks(run.args)
     with served(
         run, "--kv-connector", "tcp", *flags, shape=shape, on_gpus=memory, hosts=network.hosts
     ) as cluster:
@@ -149,12 +156,7 @@ def table(run: Run, network: Hosts) -> None:
 def half(run: Run, network: Hosts) -> None:
     """Both workers beside one alone, with a link that carries half of the KV."""
     first, *others = range(usable_cpus())
-    flags = (
-        "--advanced.num-blocks",
-        str(24 * (run.args.tokens + run.args.answer) // 16),
-        "--kv-connector",
-        "tcp",
-    )
+    flags = *kv_blocks(run.args), "--kv-connector", "tcp"
     cores = [{first}, {others[-1] if others else first}]
     with (
         served(run, *flags, shape=SHAPE, name="apart", hosts=network.hosts, cpus=cores) as apart,

@@ -6,8 +6,7 @@ of latents attend between two graphs (`Apart`).
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import chain
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +97,7 @@ class LayerAttention:
         if latents is not None:
             latent_tiling = self._tile_latent(attention)
         of_layers = [attention.of_layers(windowed=windowed) for windowed in (False, True)]
+        requests = cache(lambda windowed: [*requests_of(of_layers[windowed])])  # waits for the device
         causal = [replace(each, images=NO_IMAGES) for each in of_layers]
         tilings = {
             shape: kernels.tile(
@@ -130,8 +130,8 @@ class LayerAttention:
                 q = kernels.rotate(qkv, rotary, norm)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
             if chosen is not None:
-                requests = requests_of(of_layers[shape.span is not None])
-                return attend_chosen(q, kv, requests, chosen, sinks, scale, softcap)
+                of_layer = requests(shape.span is not None)
+                return attend_chosen(q, kv, of_layer, chosen, sinks, scale, softcap)
             return kernels.attention(q, kv, tilings[shape], sinks, scale, softcap)
 
         def attend_latent(
@@ -178,12 +178,13 @@ class LayerAttention:
         kernels, caches = self._kernels, self._cache.of_layers
         if self._config.modules is not None:
             of_requests = tile_requests(attention) if self._cache.has_states else None
+            of_tokens = attention.of_layers(windowed=False)
+            parts = cache(lambda: [part for each in requests_of(of_tokens) for part in each.parts()])
 
             def mix_module(layer: int, advance: Any) -> None:
                 """`advance`: as `MixModules` or `MixIndex` take it."""
                 if isinstance(keys := caches[layer], Tensor):
-                    of_tokens = attention.of_layers(windowed=False)
-                    for part in chain.from_iterable(each.parts() for each in requests_of(of_tokens)):
+                    for part in parts():
                         advance(part.rows, part.start, partial(keep_keys, keys, of_tokens.slots, part))
                 else:
                     assert of_requests is not None, "the layer has states"

@@ -178,7 +178,7 @@ class TcpConnector:
             side=side, name=config.name, incarnation=config.incarnation,
             model_fingerprint=config.model_fingerprint, layout_fingerprint=config.layout.fingerprint,
             dtypes=config.layout.dtypes, slot_bytes=config.slot_bytes, memory=self.sessions.memory,
-            sums=config.sums and not config.encrypt,
+            sums=config.sums_lanes,
         )  # fmt: skip
 
     def _handshake(

@@ -185,9 +185,9 @@ class Session(LaneOwner, Generic[H]):
         """The connection is authenticated, as a lane with this number."""
         self.peer = peer
         config = self._sessions.config
-        summed = config.sums and peer.sums and not config.encrypt
-        self.slot_bytes = min(peer.slot_bytes, self._sessions.config.slot_bytes)
-        mine = self._sessions.config.layout.dtypes
+        summed = config.sums_lanes and peer.sums
+        self.slot_bytes = min(peer.slot_bytes, config.slot_bytes)
+        mine = config.layout.dtypes
         if self.side == "sender":
             self.why_lanes = why_lanes(self._sessions.memory, peer.memory)
             self.dtypes = mine.sent_to(peer.dtypes)

@@ -298,7 +298,7 @@ def test_a_session_waits_until_it_is_known_which_cards_are_lost(
     layout = kv_layout(1, 1, 8, "float32")
     identity = stand_in(Identity, slot_bytes=4096, memory="", sums=False, dtypes=layout.dtypes)
     config = stand_in(
-        TransferConfig, slot_bytes=4096, layout=layout, sums=False, deadlines=TransferDeadlines()
+        TransferConfig, slot_bytes=4096, layout=layout, sums_lanes=False, deadlines=TransferDeadlines()
     )
     arrivals = stand_in(Arrivals, begins=lambda *_: None, lane_brought=lambda *_: None)
     handler = stand_in(DecodeSide, arrivals=arrivals, session_over=lambda _: None)

@@ -4,7 +4,7 @@ It computes request by request, and reads all keys of a request. CUDA graphs can
 latents have kernels for this instead (`index`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ def keep_keys(cache: Tensor, slots: Tensor, request: Request, keys: Tensor) -> T
 def attend_chosen(
     q: Tensor,
     kv: KV,
-    requests: Iterator[Request],
+    requests: Iterable[Request],
     chosen: Tensor,
     sinks: Tensor | None,
     scale: float,
@@ -80,7 +80,7 @@ def attend_chosen(
 def _mask(chosen: Tensor, queries: Sequence[int], keys: int, dtype: torch.dtype) -> Tensor:
     """[queries, keys]: 0, or -inf where a query does not see a key."""
     hidden = torch.ones(len(chosen), keys + 1, dtype=torch.bool, device=chosen.device)
-    hidden.scatter_(1, chosen.long().where(chosen >= 0, keys), False)  # the column behind the keys is none
+    hidden.scatter_(1, chosen.long().where(chosen >= 0, keys), False)  # the last column stands for no key
     positions = torch.arange(keys, device=chosen.device)
     later = positions > positions.new_tensor(queries)[:, None]
     return torch.zeros(later.shape, dtype=dtype, device=chosen.device).masked_fill_(
