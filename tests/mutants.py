@@ -27,6 +27,7 @@ def failed(copy: Path, tests: list[str]) -> str:
         ran = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return ""
+    assert ran.returncode not in (4, 5), f"pytest runs none of {tests}:\n{ran.stdout}{ran.stderr}"
     lines = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return (lines or [f"exit {ran.returncode}"])[0] if ran.returncode else ""
 
