@@ -6,7 +6,10 @@ is about, the server waits for an event of the test.
 
 import asyncio
 import itertools
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -20,7 +23,9 @@ from baton.bench.load.target.answer import Answer, Record
 from baton.bench.load.target.request import Api, Dialect, SessionAs, Target, exchange
 from baton.bench.load.target.tokenization import Composer
 from baton.bench.load.traffic.client import Client
+from baton.bench.load.traffic.client_process import line_of
 from baton.bench.load.traffic.workload import Listed, Session, Workload
+from baton.system.python_path import python_path
 from tests.bench.mock_server import ANSWERED, Behavior, Fault, MockServer
 from tests.bench.support import EXACT, client_config, open_loop, run_client, short_prompts
 
@@ -339,3 +344,23 @@ async def test_a_stop_keeps_what_was_measured(shape: dict) -> None:
     assert set(classes) == {"", "interrupted"}
     indices = [r.index for r in records]
     assert len(set(indices)) == len(indices)
+
+
+async def test_a_client_process_ends_quietly_if_its_parent_dies() -> None:
+    """Its pipes close while a request is under way. The server answers nobody before."""
+    held, (told, telling) = asyncio.Event(), os.pipe()
+    async with MockServer(Behavior(ttft=0, gate=lambda *_: held.wait())) as server:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "baton.bench.load.traffic.client_process",
+            stdin=subprocess.PIPE, stdout=telling, stderr=subprocess.PIPE,
+            env=os.environ | python_path(),
+        )  # fmt: skip
+        os.close(telling)
+        assert process.stdin
+        process.stdin.write(line_of(client_config(server.url, SHORT, sessions=1)))
+        assert await asyncio.to_thread(os.read, told, 1)
+        process.stdin.write(line_of(time.monotonic()))
+        await server.requests(1)
+        os.close(told)
+        _, errors = await process.communicate()
+    assert (process.returncode, errors) == (0, b"")

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import uvloop
@@ -62,12 +62,12 @@ async def main() -> None:
     transport, output = await loop.connect_write_pipe(_Output, sys.stdout.buffer)
 
     config = msgspec.json.decode(await reader.readline(), type=ClientConfig)
-    client = Client(config, lambda record: transport.write(line_of(record)))
+    client = Client(config, output.tell)
     # A long pause of the garbage collector would count as the server's. So collect often and briefly.
     gc.collect()
     gc.freeze()
     gc.set_threshold(150, 1000, 100)
-    transport.write(line_of(Progress(0)))
+    output.tell(Progress(0))
     if not (line := await reader.readline()):
         return  # stopped before it began, or the parent has died
     start = msgspec.json.decode(line, type=float)
@@ -77,7 +77,7 @@ async def main() -> None:
     helpers = [
         asyncio.create_task(_stop_when_told(reader, stop)),
         asyncio.create_task(_watch_stalls(stalls)),
-        asyncio.create_task(_tell_progress(client, transport)),
+        asyncio.create_task(_tell_progress(client, output)),
     ]
     began, cpu, waited = time.monotonic(), time.process_time(), waited_for_cpu(os.getpid())
     await client.run(start, stop)
@@ -89,15 +89,24 @@ async def main() -> None:
     )
     for helper in helpers:
         helper.cancel()
-    transport.write(line_of(Progress(client.in_flight, client.answering)))
-    transport.write(line_of(load))
-    transport.write_eof()
+    output.tell(Progress(client.in_flight, client.answering))
+    output.tell(load)
+    transport.close()  # when all of it is written
     await output.closed.wait()
 
 
 class _Output(asyncio.Protocol):
+    """What the parent reads. If it has died, nothing is written any more."""
+
     def __init__(self) -> None:
         self.closed = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def tell(self, message: Record | Progress | ClientUsage) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(line_of(message))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set()
@@ -115,10 +124,10 @@ async def _watch_stalls(stalls: list[float]) -> None:
         stalls.append(max(0.0, time.monotonic() - due))
 
 
-async def _tell_progress(client: Client, transport: asyncio.WriteTransport) -> None:
+async def _tell_progress(client: Client, output: _Output) -> None:
     while True:
         await asyncio.sleep(_PROGRESS_PERIOD)
-        transport.write(line_of(Progress(client.in_flight, client.answering)))
+        output.tell(Progress(client.in_flight, client.answering))
 
 
 if __name__ == "__main__":
