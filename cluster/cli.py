@@ -181,8 +181,8 @@ def encode(worker: roles.WorkerRole) -> int:
     ROLES,
     "baton store serve --host 10.0.0.7 --size 64GiB",
     "baton store serve --host 10.0.0.8 --size 64GiB --kv-store mooncake://10.0.0.7:50051",
-    "baton store clear --kv-store mooncake://10.0.0.7:50051 --cluster-secret-file secret --tenant alice "
-    "--api-key-file keys.toml",
+    "baton store clear --kv-store mooncake://10.0.0.7:50051 --cluster-secret-file secret "
+    "--advanced.tenant alice --api-key-file keys.toml",
 )
 def store(flags: roles.StoreRole) -> int:
     """Run a store for KV that outlives workers (--kv-store), or clear it.
@@ -283,7 +283,7 @@ def weights(
     return run(weights, endpoint, secret, local)
 
 
-@command(CLIENTS, "baton top", "baton top --once --interval 10 --url http://10.0.0.5:8000")
+@command(CLIENTS, "baton top", "baton top --once --url http://10.0.0.5:8000")
 def top(endpoint: clients.EndpointOptions, top: clients.TopOptions) -> int:
     """Watch a cluster: load, KV use, latencies, transfers, restarts. Press Ctrl-C to leave.
 
@@ -324,7 +324,7 @@ def plan(sizing: clients.SizingOptions) -> int:
     return run(sizing)
 
 
-@command(CLIENTS, "baton chat", 'baton chat "Name three rivers." --max-tokens 60')
+@command(CLIENTS, "baton chat", 'baton chat "Name three rivers." --temperature 0')
 def chat(endpoint: clients.EndpointOptions, chat: clients.ChatOptions) -> int:
     """Chat in the terminal, or ask one question. Shows the time to the first token and tokens per second.
 

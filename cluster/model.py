@@ -95,7 +95,7 @@ def _on_disk(path: Path, model: str) -> Path:
         raise ValueError(f"--model {model}: the directory has several models; name one of {names}")
     if (path / "adapter_config.json").is_file():
         raise ValueError(
-            f"--model {model}: an adapter; name its model, and the adapter with --engine vllm --enable-lora "
+            f"--model {model}: an adapter; name its model, and the adapter with --engine vllm "
             f"--lora-modules NAME={model}"
         )
     if not whole:

@@ -130,10 +130,10 @@ def _engine_args(flags: EngineOptions, engine: EngineConfig, group: Group | None
     if flags.engine == "baton":
         if flags.vllm_args or flags.vllm_untested:
             raise ValueError("--vllm-args and --advanced.vllm-untested: need --engine vllm")
-        if engine.enable_lora:
+        if engine.loads_adapters:
             raise ValueError(
-                "--enable-lora: needs --engine vllm; for Baton's own engine merge the adapter into the "
-                "weights of --model"
+                "--lora-modules and settings of adapters: need --engine vllm; for Baton's own engine merge "
+                "the adapter into the weights of --model"
             )
         if flags.data_parallel_size > 1:
             raise ValueError(

@@ -65,14 +65,14 @@ def _salt_of(key_file: Path | None, name: str) -> bytes:
     from baton.router.admission.keys import read_key_file
 
     if key_file is None:
-        raise ValueError("--tenant: names an API key of --api-key-file, which is missing")
+        raise ValueError("--advanced.tenant: names an API key of --api-key-file, which is missing")
     keys = {key.name: key for key in read_key_file(str(key_file))}
     if name not in keys:
-        raise ValueError(f"--tenant {name}: there is no such key; there are {', '.join(keys)}")
+        raise ValueError(f"--advanced.tenant {name}: there is no such key; there are {', '.join(keys)}")
     if not (salt := keys[name].cache_salt):
         raise ValueError(
-            f"--tenant {name}: this key has no salt, so it shares KV with all keys without one; give it a "
-            "salt, or leave --tenant out"
+            f"--advanced.tenant {name}: this key has no salt, so it shares KV with all keys without one; "
+            "give it a salt, or leave --advanced.tenant out"
         )
     return salt
 

@@ -113,7 +113,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if vllm_config.lora_config is not None and not self._settings.attach:
             raise ValueError(
                 "BatonConnector cannot tell which adapter (LoRA) the other server of a proxy has: use `baton "
-                "serve --engine vllm --enable-lora`, or start vLLM without it"
+                "serve --engine vllm --lora-modules NAME=PATH`, or start vLLM without it"
             )
         self._groups = kv_cache_config.kv_cache_groups
         self._has_states = any(keeps_states(group.kv_cache_spec) for group in self._groups)

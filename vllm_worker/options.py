@@ -17,7 +17,7 @@ _SAME = (
 )  # fmt: skip
 _OWN = {
     "load_format", "quantization", "kv_cache_dtype", "enable_prefix_caching", "enable_expert_parallel",
-    "language_model_only", "data_parallel_size", "served_model_name", "enable_lora", "lora_modules",
+    "language_model_only", "data_parallel_size", "served_model_name", "lora_modules",
     "max_loras", "max_cpu_loras", "max_lora_rank",
 }  # fmt: skip
 _MEANINGLESS = (
@@ -33,6 +33,8 @@ _GRAPHS = re.compile("-O|-cc|--compilation-config|--(max-)?cudagraph|--enforce-e
 _PROCESSED = "--mm-processor-cache-gb"
 """0: a worker that fetches KV is not given images, and another time it is. So none may be left out since vLLM
 has had it. The embeddings that vLLM's encoder made are cached all the same."""
+_LORA = "--enable-lora"
+"""Follows from the options of adapters."""
 _CONNECTORS = "kv_transfer_config", "kv_events_config"
 _SHORT = {"-q": "--quantization", "-tp": "--tensor-parallel-size", "-ep": "--enable-expert-parallel"}
 """vLLM's other names of options of Baton. The first one may have its value behind it: -qfp8."""
@@ -66,7 +68,7 @@ def engine_args(
         raise ValueError(f"--kv-cache-dtype {engine.kv_cache_dtype}: --engine vllm supports only auto")
     if engine.model_impl != "auto":
         raise ValueError(
-            f"--model-impl {engine.model_impl}: is of Baton's own engine; give vLLM's in --vllm-args"
+            f"--advanced.model-impl {engine.model_impl}: is of Baton's own engine; give vLLM's in --vllm-args"
         )
     if engine.quantization not in ("auto", "fp8"):
         raise ValueError(
@@ -97,7 +99,7 @@ def _check_args(args: Sequence[str]) -> None:
             raise ValueError(f"--vllm-args: {arg}: give --data-parallel-size N to Baton, which does the rest")
         if flag == "--config":
             raise ValueError(f"--vllm-args: {arg}: its file may have options of Baton; give vLLM's here")
-        if flag in (*map(_flag, _CONNECTORS), _PROCESSED):
+        if flag in (*map(_flag, _CONNECTORS), _PROCESSED, _LORA):
             raise ValueError(f"--vllm-args: {arg} is Baton's own: leave it out")
         if flag.startswith(_REASONING):
             raise ValueError(f"--vllm-args: {arg}: give {_REASONING} to the router")
@@ -132,10 +134,10 @@ def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
         line.append("--enable-expert-parallel")
     if engine.language_model_only:
         line.append("--language-model-only")
-    if engine.enable_lora:
+    if engine.loads_adapters:
         on_device = engine.max_loras or max(1, len(engine.lora_modules))
         loaded = engine.max_cpu_loras or max(on_device, len(engine.lora_modules))
-        line += ["--enable-lora", "--max-loras", str(on_device), "--max-cpu-loras", str(loaded)]
+        line += [_LORA, "--max-loras", str(on_device), "--max-cpu-loras", str(loaded)]
         if engine.max_lora_rank is not None:
             line += ["--max-lora-rank", str(engine.max_lora_rank)]
     line += [_PROCESSED, "0"]

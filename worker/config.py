@@ -109,7 +109,8 @@ class WorkerConfig(RoleConfig):
             raise ValueError(f"--max-num-seqs: {self.engine.max_num_seqs} is above {most}")
         if self.run_dir is not None and len(str(Path(self.run_dir).absolute()).encode()) > _MAX_RUN_DIR:
             raise ValueError(
-                f"--run-dir: {self.run_dir} is too long for a local socket ({_MAX_RUN_DIR} bytes at most)"
+                f"--advanced.run-dir: {self.run_dir} is too long for a local socket ({_MAX_RUN_DIR} bytes at "
+                "most)"
             )
         for flag, seconds in (("failure", self.deadlines.engine_dead), ("drain", self.drain_timeout)):
             if not 0 < seconds <= 86_400:

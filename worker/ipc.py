@@ -63,7 +63,7 @@ class EngineLink:
             self._listen(run_dir)
         except (OSError, zmq.ZMQError) as error:
             self.close()
-            raise ValueError(f"--run-dir {run_dir}: {error.strerror}") from error
+            raise ValueError(f"--advanced.run-dir {run_dir}: {error.strerror}") from error
 
     def _listen(self, parent: str | None) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from baton.bench.load import options as groups
-from baton.bench.load.options import Options
+from baton.bench.load.options import Options, Runs
 from baton.bench.load.traffic.trace import SAMPLE_TRACE
 from baton.cluster.options.command import Command
 from baton.cluster.options.parameters import group_parameters, with_clear_errors
@@ -34,21 +34,23 @@ app = typer.Typer(
 
 
 def command(
-    *examples: str, takes: tuple[type, ...] = ()
+    *examples: str, takes: tuple[type, ...] = (), given: Callable[..., Any] = Options
 ) -> Callable[[Callable[..., int]], Callable[..., Any]]:
     """Registers a function that returns the exit code.
 
-    `takes`: groups of flags. The function gets them as one `Options`, in which the other groups have their
-    defaults. Without groups it has ordinary typer parameters.
+    `takes`: groups of flags; of a name that two have, the later one counts. The function gets their values as
+    `given` makes them of it, by default as one `Options`, in which the other groups have their defaults.
+    Without groups it has ordinary typer parameters.
     """
 
     def register(function: Callable[..., int]) -> Callable[..., Any]:
         def run(**values: Any) -> int:
-            return function(Options(**values)) if takes else function(**values)
+            return function(given(**values)) if takes else function(**values)
 
         parameters = [*inspect.signature(function, eval_str=True).parameters.values()]
         if takes:
-            parameters = [p for group in takes for p in group_parameters(group, variables=False)]
+            named = {p.name: p for group in takes for p in group_parameters(group, variables=False)}
+            parameters = [*named.values()]
         registered = app.command(cls=Command, epilog="\n".join(examples))
         return registered(with_clear_errors(run, function, parameters))
 
@@ -69,23 +71,17 @@ def run(options: Options) -> int:
 
 
 @command(
-    "baton bench sweep --rates 1,2,4,8 --json sweep.json",
-    "baton bench sweep --concurrencies 1,4,16,64 --input-len 2000 --output-len 150",
+    "baton bench sweep --rate 1,2,4,8 --json sweep.json",
+    "baton bench sweep --concurrency 1,4,16,64 --input-len 2000 --output-len 150",
     "baton bench sweep --find-rate 4 --slo ttft.p99=300,itl.p99=8.5",
     takes=(groups.Target, groups.Workload, groups.Rate, groups.Load, groups.Output, groups.Sweep),
+    given=Runs.of,
 )
-def sweep(options: Options) -> int:
+def sweep(runs: Runs) -> int:
     """Measure several loads one after another, or search the highest rate that meets --slo."""
     from baton.bench.load.commands import search, sweep_over
 
-    if options.rate is not None:
-        raise ValueError(f"--rate {options.rate:g}: a sweep sets the rate itself. Leave it out.")
-    if options.find_rate is not None and not options.slo:
-        raise ValueError("--find-rate needs an objective: give --slo, like ttft.p99=300,itl.p99=50.")
-    points = [dataclasses.replace(options, **load) for load in options.loads]
-    if options.find_rate is not None:
-        return asyncio.run(search(points[0], options.find_rate))
-    return asyncio.run(sweep_over(points))
+    return asyncio.run(search(runs.points[0]) if runs.searches else sweep_over(runs.points))
 
 
 @command(
@@ -113,7 +109,6 @@ def agents(options: Options) -> int:
                 options,
                 concurrency=agents,
                 requests=2 * agents if unlimited else options.requests,
-                prefix_groups=1 if options.prefix_len else 0,
                 warmup=options.warmup or 0.0,
             )
         )
@@ -121,7 +116,7 @@ def agents(options: Options) -> int:
 
 
 @command(
-    "baton bench replay mooncake_trace.jsonl --first 150 --speed 0.5",
+    "baton bench replay mooncake_trace.jsonl --advanced.first 150 --speed 0.5",
     "baton bench replay mooncake_trace.jsonl --url http://127.0.0.1:8001,http://127.0.0.1:8002",
     "baton bench replay --advanced.length-scale 0.02 --duration 60",
     takes=(groups.Target, groups.Trace, groups.Load, groups.Output),

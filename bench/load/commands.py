@@ -61,10 +61,12 @@ async def sweep_over(points: Sequence[Options]) -> int:
     return max(codes)
 
 
-async def search(options: Options, first: float) -> int:
-    """Measures until the highest rate within the objectives is known. Returns the exit code."""
+async def search(options: Options) -> int:
+    """Measures from the rate of `options` until the highest one within the objectives is known. Returns the
+    exit code."""
+    assert options.rate is not None
     done: list[tuple[str, Report]] = []
-    rates = highest_rate(first)
+    rates = highest_rate(options.rate)
     rate, best, code = next(rates), None, None
     signals = _signals()
     while code is None:

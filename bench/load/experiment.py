@@ -210,7 +210,7 @@ def _notes(setup: Setup, summary: Summary) -> Iterator[str]:
     if interrupted := detail["interrupted"]:
         yield f"{counted(interrupted, 'request')} interrupted, which the numbers leave out"
     options = setup.options
-    repeats = options.prefix_groups or _measures_caches(options) or options.turns != "1"
+    repeats = options.prefix_len or _measures_caches(options) or options.turns != "1"
     share, overhead = values.get("input.cached"), setup.client.tokenization.overhead
     # What the server adds, as by its chat template, begins each prompt.
     if share and not repeats and share * values["input.mean"] > overhead:
@@ -258,7 +258,7 @@ async def workload_of(options: Options, tokenization: Tokenization) -> Workload:
         output_len=options.output_distribution,
         turns=options.turn_distribution,
         think_time=options.think_distribution,
-        prefix_groups=options.prefix_groups,
+        prefix_groups=options.prefixes,
         prefix_len=options.prefix_len,
         opening_len=opening,
         least_input=needed,
@@ -303,7 +303,7 @@ def _described(options: Options) -> dict[str, Any]:
     }
     if options.context_len is not None:
         fields |= {"prefix_len": options.prefix_len, "context_len": options.context_len}
-    elif options.prefix_groups:
+    elif options.prefix_len:
         fields |= {"prefix_groups": options.prefix_groups, "prefix_len": options.prefix_len}
     if options.turns != "1":
         fields |= {"turns": options.turns, "think_time": options.think_time}

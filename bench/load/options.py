@@ -8,14 +8,14 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from baton.bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
 from baton.bench.load.measurement.slo import Slo
 from baton.bench.load.target.request import Api, Form, SessionAs
 from baton.bench.load.traffic.trace import MOONCAKE_BLOCK
-from baton.bench.load.traffic.workload import AGENTS, SYNTAX, ArrivalKind, Arrivals, Distribution
+from baton.bench.load.traffic.workload import AGENTS, SYNTAX, Arrivals, Distribution
 from baton.cluster.options.parameters import OLD_FILE, advanced, argument, flag, opt
 from baton.system import usable_cpus
 
@@ -94,7 +94,7 @@ class Workload:
         None, "Output tokens: likewise.", "TOKENS", shown=OUTPUT_TOKENS, also="--random-output-len"
     )
     prefix_len: int = opt(0, "Prompt tokens that a group has in common.", "TOKENS")
-    prefix_groups: int = opt(0, "Groups of prompts that share their prefix.", "N")
+    prefix_groups: int = advanced(1, "With --prefix-len: groups of prompts that share their prefix.", "N")
     turns: str = opt("1", "Requests of a session, each with all before it: a number as above.", "N")
     think_time: str = opt("0", "From an answer to the next turn: likewise.", "SECONDS")
 
@@ -141,7 +141,7 @@ class Trace:
     panel: ClassVar = "Workload"
     trace: Path | None = argument("JSONL in Mooncake's format, or a small sample.", "TRACE", default=None)
     speed: float = opt(1.0, "2 replays the trace in half its time.", "FACTOR")
-    first: float | None = opt(None, "Only what the trace has before this time.", "SECONDS", shown="all")
+    first: float | None = advanced(None, "Only what the trace has before this time.", "SECONDS", shown="all")
     clumps: bool = advanced(
         False,
         "Send requests of one time stamp at once. Otherwise they arrive evenly until the next time stamp: "
@@ -171,9 +171,10 @@ class Rate:
         shown="closed loop",
         also="--request-rate",
     )
-    arrivals: ArrivalKind = opt("poisson", "How an open loop spreads its starts.")
     burstiness: float = advanced(
-        1.0, "For gamma: below 1 is burstier than Poisson, above 1 smoother.", "SHAPE"
+        1.0,
+        "How an open loop spreads its starts: 1 is Poisson, below is burstier, above smoother, inf even.",
+        "SHAPE",
     )
 
 
@@ -206,7 +207,7 @@ class Load:
     drain: float = advanced(
         60.0, "Wait so long for answers after the last request; later answers fail.", "SECONDS"
     )
-    timeout: float = opt(600.0, "Of one request; a slower one has failed.", "SECONDS")
+    timeout: float = advanced(600.0, "Of one request; a slower one has failed.", "SECONDS")
     processes: int | None = advanced(
         None, "Client processes that share the load.", "N", shown="half the CPUs"
     )
@@ -240,30 +241,7 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
-    panel: ClassVar = "Sweep"
-    rates: str = opt("", "Open loops with these rates.", "R,R,…")
-    concurrencies: str = opt("", "Closed loops with these numbers of users.", "N,N,…")
-    find_rate: float | None = opt(
-        None, "Search the highest rate within --slo, beginning with this one.", "PER_SECOND"
-    )
-
-    @property
-    def loads(self) -> list[dict[str, Any]]:
-        """The options that differ from run to run."""
-        if sum(map(bool, (self.rates, self.concurrencies, self.find_rate))) != 1:
-            raise ValueError("a sweep needs one of --rates, --concurrencies and --find-rate.")
-        if self.concurrencies:
-            users = _numbers("--concurrencies", self.concurrencies)
-            if any(n != int(n) for n in users):
-                raise ValueError(f"--concurrencies {self.concurrencies}: users are whole numbers.")
-            return [{"concurrency": int(n)} for n in users]
-        rates = [self.find_rate] if self.find_rate is not None else _numbers("--rates", self.rates)
-        return [{"rate": rate} for rate in rates]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
+class Options(Target, Workload, Agents, Trace, Rate, Load, Output):
     """One run. A `trace` decides what is sent and when; then `concurrency` only limits what is in flight.
 
     `context_len` is None but for agents, the tokens of which come before their `input_len`.
@@ -279,10 +257,12 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
                 raise ValueError(f"--url {url!r} is no address. Write it like {DEFAULT_URL}.")
         self._check_numbers()
         self._check_workload()
-        if self.burstiness != 1.0 and self.arrivals != "gamma":
-            raise ValueError(f"--advanced.burstiness {self.burstiness:g} is for --arrivals gamma.")
-        if self.arrivals != "poisson" and not (self.rate or self.rates or self.find_rate):
-            raise ValueError(f"--arrivals {self.arrivals} shapes an open loop: give its --rate.")
+        if not self.burstiness > 0:
+            raise ValueError(f"--advanced.burstiness {self.burstiness:g} must be a positive number, or inf.")
+        if self.burstiness != 1.0 and self.rate is None:
+            raise ValueError(
+                f"--advanced.burstiness {self.burstiness:g} shapes an open loop: give its --rate."
+            )
         # The results would be lost after the run.
         for option, path in {"--json": self.json, "--jsonl": self.jsonl, "--html": self.html}.items():
             if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
@@ -293,8 +273,8 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
 
     def _check_numbers(self) -> None:
         for name in (
-            "speed", "length_scale", "block_size", "rate", "concurrency", "burstiness", "duration",
-            "requests", "timeout", "processes", "first",
+            "speed", "length_scale", "block_size", "rate", "concurrency", "duration", "requests", "timeout",
+            "processes", "first", "prefix_groups",
         ):  # fmt: skip
             value, option = getattr(self, name), self._flag(name)
             if value is not None and not 0 < value < math.inf:
@@ -322,13 +302,13 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
         if self.dataset is not None and (other := [name for name, value in flags.items() if value]):
             raise ValueError(f"--dataset {self.dataset} has its own prompts: leave out {', '.join(other)}.")
         is_in_input = self.context_len is None  # the prefix
-        if is_in_input and ((self.prefix_groups > 0) != (self.prefix_len > 0) or self.prefix_groups < 0):
+        if self.prefix_groups > 1 and not self.prefix_len:
             raise ValueError(
-                f"--prefix-groups {self.prefix_groups} and --prefix-len {self.prefix_len}: "
-                "give both, or none."
+                f"--advanced.prefix-groups {self.prefix_groups}: their prefixes have no tokens; give "
+                "--prefix-len."
             )
         min_tokens = self.input_distribution.least
-        if self.prefix_groups and is_in_input and min_tokens <= self.prefix_len:
+        if self.prefix_len and is_in_input and min_tokens <= self.prefix_len:
             raise ValueError(
                 f"--prefix-len {self.prefix_len}: the prefix is part of the prompt, but --input-len "
                 f"{self.input_distribution} can be as short as {min_tokens:g}."
@@ -340,7 +320,13 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
     @property
     def schedule(self) -> Arrivals | None:
         """When sessions of an open loop start."""
-        return None if self.rate is None else Arrivals(self.arrivals, self.rate, self.burstiness)
+        burstiness = None if self.burstiness == math.inf else self.burstiness
+        return None if self.rate is None else Arrivals(self.rate, burstiness)
+
+    @property
+    def prefixes(self) -> int:
+        """How many different prefixes the prompts begin with."""
+        return self.prefix_groups if self.prefix_len else 0
 
     @property
     def process_count(self) -> int:
@@ -348,11 +334,55 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
         return self.processes or max(1, min(_MOST_PROCESSES, usable_cpus() // 2))
 
 
-def _numbers(option: str, text: str) -> list[float]:
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The flags of a run of which a sweep takes several values."""
+
+    panel: ClassVar = "Sweep"
+    rate: str = opt("", "Open loops with these rates, one after the other.", "R,R,…", also="--request-rate")
+    concurrency: str = opt(
+        "",
+        "Closed loops with these numbers of users. With rates one number: the most in flight.",
+        "N,N,…",
+        also="--max-concurrency",
+    )
+    find_rate: float | None = opt(
+        None, "Search the highest rate within --slo, beginning with this one.", "PER_SECOND"
+    )
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a sweep. `searches`: the first one begins a search of the highest rate."""
+
+    points: tuple[Options, ...]
+    searches: bool
+
+    @classmethod
+    def of(cls, *, rate: str, concurrency: str, find_rate: float | None, **shared: Any) -> Self:
+        """From the flags of `Sweep` and those that all runs share. Raises ValueError like `Options`."""
+        users = [int(n) for n in _numbers("--concurrency", concurrency, whole=True)]
+        rates = _numbers("--rate", rate) if find_rate is None else [find_rate]
+        if (rate and find_rate is not None) or not (rates or users):
+            raise ValueError("a sweep needs one of --rate, --find-rate, and --concurrency alone.")
+        if not rates:
+            return cls(tuple(Options(concurrency=n, **shared) for n in users), False)
+        if len(users) > 1:
+            raise ValueError(f"--concurrency {concurrency}: with rates give one number, the most in flight.")
+        most = users[0] if users else None
+        points = tuple(Options(rate=each, concurrency=most, **shared) for each in rates)
+        if find_rate is not None and not points[0].slo:
+            raise ValueError("--find-rate needs an objective: give --slo, like ttft.p99=300,itl.p99=50.")
+        return cls(points, find_rate is not None)
+
+
+def _numbers(option: str, text: str, *, whole: bool = False) -> list[float]:
+    """Those of `text`, which may be empty."""
     try:
-        numbers = [float(x) for x in text.split(",")]
+        numbers = [float(x) for x in text.split(",")] if text else []
     except ValueError:
-        numbers = []
-    if not numbers or not all(0 < n < math.inf for n in numbers):
-        raise ValueError(f"{option} {text!r}: give positive numbers separated by commas, like 1,2,4,8.")
+        numbers = [0.0]
+    if not all(0 < n < math.inf and (n.is_integer() or not whole) for n in numbers):
+        kind = "whole numbers above 0" if whole else "positive numbers"
+        raise ValueError(f"{option} {text!r}: give {kind} separated by commas, like 1,2,4,8.")
     return numbers

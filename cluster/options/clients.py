@@ -32,7 +32,9 @@ class LocalOptions:
     """Where a cluster of this machine tells its secret to commands of the same user."""
 
     panel: ClassVar[str] = "Endpoint"
-    run_dir: Path | None = directory("--run-dir of a `baton serve` on this machine.", shown="$TMPDIR")
+    run_dir: Path | None = directory(
+        "That of a `baton serve` on this machine.", shown="$TMPDIR", advanced=True
+    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class WeightsOptions:
 
 @dataclass(frozen=True)
 class TopOptions:
-    interval: float = opt(2.0, "Time between two samples.", "S", check=between(0.1, 3600))
+    interval: float = advanced(2.0, "Time between two samples.", "S", check=between(0.1, 3600))
     once: bool = opt(False, "Take two samples, print one frame, and end.")
     wide: bool = opt(False, "Show all columns, in several tables where one is too wide.")
 
@@ -118,7 +120,7 @@ class SizingOptions:
     images: int = opt(
         0, "Images of a request, whose tokens come to those of --input-len.", "N", check=between(0, 256)
     )
-    image_size: str = opt("1920x1080", "Pixels of an image.", "WxH")
+    image_size: str = advanced("1920x1080", "Pixels of an image.", "WxH")
     agents: int | None = opt(
         None,
         "Agents at a time, as of `baton bench agents`, in place of the three options above.",
@@ -147,7 +149,7 @@ class SizingOptions:
     decode_tensor_parallel_size: int = opt(1, "GPUs of one decode worker.", "N", check=between(1))
     kv_cache_dtype: Literal["auto", "fp8"] = kv_cache_dtype()
     state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = state_dtype()
-    link_gbps: float | None = opt(
+    link_gbps: float | None = advanced(
         None,
         "What the link of each worker carries to others, and from them, in Gbit/s.",
         "GBPS",
@@ -189,9 +191,9 @@ class DoctorOptions:
 class ChatOptions:
     panel: ClassVar[str] = "Chat"
     message: str | None = argument("One question. Without it a chat starts.", default=None)
-    system: str | None = opt(None, "System message.", "TEXT")
+    system: str | None = advanced(None, "System message.", "TEXT")
     model: str | None = opt(None, "Model to ask.", "NAME", shown="the first one served")
-    max_tokens: int | None = opt(
+    max_tokens: int | None = advanced(
         None, "Most tokens of an answer.", "N", shown="2048, or the model's context", check=between(1)
     )
     temperature: float | None = opt(None, "Sampling temperature; 0 is greedy.", "T", check=between(0))

@@ -73,7 +73,7 @@ def state_dtype() -> Any:
         "Type of the states of Mamba-2 and linear attention: auto (what the checkpoint says, else float32). "
         "bfloat16 takes about half the bytes."
     )
-    return opt("auto", text)
+    return advanced("auto", text)
 
 
 Optimize = Literal["latency", "balanced", "throughput"]
@@ -105,7 +105,7 @@ class EngineOptions:
     kv_cache_dtype: Literal["auto", "fp8"] = kv_cache_dtype()
     state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = state_dtype()
     load_format: Literal["auto", "dummy"] = opt("auto", "dummy: random weights, for benchmarks.")
-    model_impl: Literal["auto", "baton", "transformers"] = opt(
+    model_impl: Literal["auto", "baton", "transformers"] = advanced(
         "auto",
         "What computes the model: a class of Baton, or the modules of transformers with Baton's attention; "
         "auto takes these only where Baton has no class.",
@@ -130,15 +130,15 @@ class EngineOptions:
     enable_expert_parallel: bool = opt(
         False, "Of a mixture of experts, each GPU holds whole experts, not a part of every expert."
     )
-    enable_lora: bool = opt(False, "With --engine vllm: load adapters (LoRA), which requests name as models.")
     lora_modules: list[str] = opt(
         [],
-        "An adapter that is loaded at the start, in a directory as PEFT writes it; repeat it for more.",
+        "With --engine vllm: an adapter (LoRA), in a directory as PEFT writes it, which requests name as a "
+        "model; repeat it for more.",
         "NAME=PATH",
     )
     max_loras: int | None = advanced(
         None,
-        "Most adapters in one step, and on the device.",
+        "Most adapters in one step, and on the device; also for those that are loaded later.",
         "N",
         shown="1, or as many as --lora-modules",
         check=between(1),

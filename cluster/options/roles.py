@@ -97,7 +97,9 @@ class RoleOptions:
 @dataclass(frozen=True)
 class FileOptions:
     panel: ClassVar[str] = "Files"
-    run_dir: Path | None = directory("Parent of a new directory for sockets and logs.", shown="$TMPDIR")
+    run_dir: Path | None = directory(
+        "Parent of a new directory for sockets and logs.", shown="$TMPDIR", advanced=True
+    )
     trace_dir: Path | None = directory("Write Chrome traces of KV transfers here.", advanced=True)
 
 
@@ -447,7 +449,9 @@ class StoreOptions:
     size: str = opt("4GiB", "Memory that this machine gives; 0: none.", "SIZE", check=check_size)
     protocol: Literal["tcp", "rdma"] = advanced("tcp", "How objects move.")
     etcd: str | None = advanced(None, "etcd with which several masters elect one that leads.", "HOST:PORT")
-    tenant: str | None = opt(None, "clear: only the KV of this key of --api-key-file.", "NAME", shown="all")
+    tenant: str | None = advanced(
+        None, "clear: only the KV of this key of --api-key-file.", "NAME", shown="all"
+    )
     api_key_file: Path | None = opt(None, "TOML file of API keys, as for routers.", **OLD_FILE)
 
 

@@ -47,7 +47,7 @@ class Announcement:
 def secret_of(url: str, run_dir: Path | None) -> bytes | None:
     """The secret of the cluster of this user and machine whose router has the URL; None if there is none.
 
-    run_dir: as `--run-dir` of its `baton serve`.
+    run_dir: as `--advanced.run-dir` of its `baton serve`.
     """
     return next((cluster.secret.encode() for cluster, _ in _clusters(url, run_dir)), None)
 

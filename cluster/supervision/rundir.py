@@ -51,15 +51,16 @@ class RunDir:
         parent = default_parent(parent)
         if len(os.fsencode(parent)) > MAX_PARENT:
             raise ValueError(
-                f"--run-dir {parent}: too long for the sockets in it; use at most {MAX_PARENT} characters"
+                f"--advanced.run-dir {parent}: too long for the sockets in it; use at most {MAX_PARENT} "
+                "characters"
             )
         try:
-            make_directory("--run-dir", parent)
+            make_directory("--advanced.run-dir", parent)
             remove_stale(parent)
             # Take the lock before the rename: another start removes unlocked directories of the final name.
             path = Path(tempfile.mkdtemp(prefix=".baton-", dir=parent))
         except OSError as error:
-            raise ValueError(cannot_write("--run-dir", parent, error)) from error
+            raise ValueError(cannot_write("--advanced.run-dir", parent, error)) from error
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         final = parent / (PREFIX + path.name.removeprefix(".baton-"))

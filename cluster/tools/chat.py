@@ -86,4 +86,4 @@ async def stream(endpoint: EndpointOptions, request: dict[str, Any], pieces: lis
     figures = f"first token after {(first - sent) * 1000:.0f} ms" if first else "no answer"
     if tokens > 1 and last > first:
         figures += f", {tokens} tokens, then {(tokens - 1) / (last - first):.1f} tokens/s"
-    print(f"\n({figures}{', cut for length: --max-tokens' if cut else ''})", end="", file=sys.stderr)
+    print(f"\n({figures}{', cut for length: --advanced.max-tokens' if cut else ''})", end="", file=sys.stderr)

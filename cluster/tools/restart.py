@@ -37,7 +37,7 @@ async def _restart(endpoint: EndpointOptions, local: LocalOptions) -> None:
     if not announcement.send(endpoint.url, local.run_dir, signal.SIGUSR1):
         raise ValueError(
             f"--url {endpoint.url}: no `baton serve` of this user runs there on this machine; correct --url, "
-            "give --run-dir if that was given to it, or --ray-address for a cluster on Ray"
+            "give --advanced.run-dir if that was given to it, or --ray-address for a cluster on Ray"
         )
     print("Restarting the workers, one after the other …", flush=True)
     while waiting:

@@ -9,7 +9,7 @@ from baton.rpc.auth import SECRET_VARIABLE, load_secret
 
 LOCAL = (
     "The secret of a `baton serve` of the same user on this machine is found by --url, the URL of its "
-    "router, and --run-dir, if that was given to it"
+    "router, and --advanced.run-dir, if that was given to it"
 )
 
 

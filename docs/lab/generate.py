@@ -7,8 +7,9 @@ A run file is what `bench.report.Report` writes (`--json`). Among its keys are:
     commit: of the version that was measured.
     command: how to repeat the run. It stands here alone, as `note` does.
     note: circumstances, and what the rows cannot say.
-    tried: null for a result. For an experiment a list of sentences: what was tried, the result, and why it
-        stayed or went. Rows of experiments stand in no table. An empty list is a result that is only linked.
+    tried: null for a result. For an experiment a list of texts: what was tried, the result, and why it
+        stayed or went. The first sentence stands on the page. Rows of experiments stand in no table. An empty
+        list is a result that is only linked.
 
 `other` of a row is the value of what `ratio_to` names, if known. `low` and `high` are the 95 % interval of
 the ratio, or of the value if there is no ratio. Without a value they are the least and the most of several
@@ -31,6 +32,8 @@ LAB = Path(__file__).parent
 BLOCK = re.compile(r"<!-- generated: (\S+) -->\n.*?<!-- end -->", re.S)
 PART = re.compile(r"(?<!\d)\.|\.(?!\d)")
 """Between the parts of a name. `qwen3.5` is one part."""
+SENTENCE = re.compile(r"(?<=\.) (?=[A-Z`])")
+VERDICT = re.compile(r"(Kept|Mended|Refuted|Removed|Not \w+)(?=[.,:])")
 SPANS = [(-1, 0), (-2, 0), (-2, -1), (-3, -1), (-3, -2), (1, 2), (2, 3), (3, 4), (1, 3), (2, 4)]
 MAX_COLUMNS = 9
 MAX_BEGINNING = 4
@@ -265,6 +268,13 @@ def of_tests(found: list[Run]) -> list[str]:
     return [*head(["run", *names]), *lines[-NEWEST:], ""]
 
 
+def in_short(text: str) -> str:
+    """The first sentence (what was tried, the result) and the verdict. The file of the run has the rest."""
+    first, *others = SENTENCE.split(text)
+    verdicts = filter(None, map(VERDICT.match, others))
+    return " ".join((first, *(f"{found[0]}." for found in verdicts)))
+
+
 def block(section: str, folder: Path) -> str:
     found = runs(folder, section)
     shown = [run for run in found if not run.tried]
@@ -276,7 +286,7 @@ def block(section: str, folder: Path) -> str:
     lines = of_tests(shown) if tests else results(shown)
     for run in found:
         links = f" ([rows](runs/{run.file}))" if run.results else ""
-        lines += [f"- {sentence}{links}" for sentence in run.tried or []]
+        lines += [f"- {in_short(text)}{links}" for text in run.tried or []]
     return "\n".join(lines).strip("\n")
 
 

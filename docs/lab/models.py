@@ -150,7 +150,13 @@ def verdict(name: str, kind: str) -> Verdict:
         check_modules(config, "")
     except ERRORS as error:
         text = words_of(error).removeprefix(": ")
-        for end in ("; vLLM serves it", "; nor does the", "; vLLM may", "; --model-impl", "; --advanced"):
+        for end in (
+            "; vLLM serves it",
+            "; nor does the",
+            "; vLLM may",
+            "; --advanced.model-impl",
+            "; --advanced",
+        ):
             text = text.partition(end)[0]
         return Verdict(
             "refused", re.sub(r".*(modules of transformers|what its modules compute|attention): ", "", text)
@@ -218,7 +224,14 @@ def by_engine(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 async def by_cluster(directory: Path, prompts: list[list[int]]) -> list[list[list[int]]]:
     """The answers of a cluster, and once more while the engine of its decode worker is killed."""
-    named = ["--model", str(directory), "--served-model-name", "small", "--model-impl", "transformers"]
+    named = [
+        "--model",
+        str(directory),
+        "--served-model-name",
+        "small",
+        "--advanced.model-impl",
+        "transformers",
+    ]
     named.append("--advanced.skip-model-check")
     with tempfile.TemporaryDirectory() as place:
         flags = ["--advanced.no-overflow", *named[:4]]

@@ -15,7 +15,10 @@ CHOICES = {
     "model_impl": ("auto", "baton", "transformers"),
 }
 DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
-ADVANCED = ("block_size", "num_blocks", "num_threads", "max_loras", "max_cpu_loras", "max_lora_rank")
+ADVANCED = (
+    "block_size", "num_blocks", "num_threads", "max_loras", "max_cpu_loras", "max_lora_rank", "model_impl",
+    "state_dtype",
+)  # fmt: skip
 """Settings whose flags begin with `--advanced.`."""
 AT_LEAST_ONE = (
     "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads",
@@ -188,8 +191,6 @@ class EngineConfig:
     divides the KV heads or is a multiple of them. On GPUs rank i runs on the i-th from `device` on."""
     enable_expert_parallel: bool = False
     """Whether each rank holds whole experts of a mixture of experts, instead of a part of every expert."""
-    enable_lora: bool = False
-    """Whether adapters (LoRA) can be loaded. Only vLLM can."""
     lora_modules: tuple[str, ...] = ()
     """NAME=PATH of each adapter that is loaded at the start."""
     max_loras: int | None = None
@@ -203,6 +204,11 @@ class EngineConfig:
     batch_invariant: bool = False
     """Whether a request gets the same bits whatever shares its steps and however its prompt is cut, also in
     bfloat16 and FP8. Workers of the same numerics then continue each other's requests exactly."""
+
+    @property
+    def loads_adapters(self) -> bool:
+        """Whether adapters (LoRA) can be loaded. Only vLLM can."""
+        return bool(self.lora_modules or self.max_loras or self.max_cpu_loras or self.max_lora_rank)
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -249,8 +255,6 @@ class EngineConfig:
             raise ValueError(
                 "--enable-expert-parallel: needs --tensor-parallel-size above 1, or leave it out"
             )
-        for name in ("lora_modules", "max_loras", "max_cpu_loras", "max_lora_rank"):
-            require(name, self.enable_lora or not getattr(self, name), "needs --enable-lora")
         most = self.max_cpu_loras
         require(
             "max_cpu_loras",

@@ -219,9 +219,8 @@ def _states(model: ModelConfig, limits: CacheLimits) -> str:
         for dtype in (shape.dtype, "bfloat16")
     )
     whole, less = map(state_bytes_per_request, specs)
-    return (
-        f"{said} (the checkpoint names no dtype; --state-dtype bfloat16 would take {less / whole:.0%} of it)"
-    )
+    remedy = f"--advanced.state-dtype bfloat16 would take {less / whole:.0%} of it"
+    return f"{said} (the checkpoint names no dtype; {remedy})"
 
 
 def layer_caches(

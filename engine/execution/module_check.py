@@ -260,7 +260,7 @@ def _compare(
         if not error <= CLOSE:
             raise ValueError(
                 f"{what}: its modules do not compute the same with Baton's attention: {name} differs by "
-                f"{error:.1g} of the largest logit; --model-impl baton or --engine vllm may serve it"
+                f"{error:.1g} of the largest logit; --advanced.model-impl baton or --engine vllm may serve it"
             )
 
 

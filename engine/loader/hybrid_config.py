@@ -97,12 +97,12 @@ def with_dtype(shape: StateConfig, settings: Settings) -> StateConfig:
 
 
 def chosen_dtype(shape: StateConfig | None, chosen: str, model: str) -> StateConfig | None:
-    """The shape with the dtype of `--state-dtype`. auto: unchanged. Raises `ValueError` if there are no
-    states."""
+    """The shape with the dtype of `--advanced.state-dtype`. auto: unchanged. Raises `ValueError` if there are
+    no states."""
     if chosen == "auto":
         return shape
     if shape is None or not shape.state_size:
-        raise ValueError(f"--state-dtype {chosen}: heads of {model} have no states; leave it out")
+        raise ValueError(f"--advanced.state-dtype {chosen}: heads of {model} have no states; leave it out")
     return replace(shape, dtype=chosen, says_dtype=True)
 
 

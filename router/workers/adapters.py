@@ -15,7 +15,7 @@ from baton.rpc import worker_pb2 as pb
 MOST = 1024
 FINGERPRINT_BYTES = 16
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
-_SAME = "Give all workers the same --enable-lora, --lora-modules and --advanced.max-cpu-loras."
+_SAME = "Give all workers the same --lora-modules, --advanced.max-loras and --advanced.max-cpu-loras."
 
 
 class LacksAdapters(RefusedWorker):

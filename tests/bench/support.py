@@ -62,7 +62,7 @@ def client_config(url: str, workload: Workload, **more: Any) -> ClientConfig:
 
 
 def open_loop(rate: float) -> dict[str, Any]:
-    return {"arrivals": Arrivals("constant", rate), "concurrency": 0}
+    return {"arrivals": Arrivals(rate, None), "concurrency": 0}
 
 
 async def run_client(

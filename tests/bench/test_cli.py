@@ -154,11 +154,13 @@ def test_only_refusals_in_a_row_end_a_run() -> None:
         (("run", "--url", "http://127.0.0.1:1"), "no answer"),
         (("run", "--rate", "0"), "--rate 0 must be a positive number"),
         (("run", "--slo", "nonsense"), "--slo 'nonsense'"),
-        (("sweep",), "one of --rates, --concurrencies and --find-rate"),
-        (("sweep", "--rates", "1,x"), "--rates '1,x'"),
+        (("sweep",), "one of --rate, --find-rate, and --concurrency"),
+        (("sweep", "--rate", "1,x"), "--rate '1,x'"),
         (("sweep", "--find-rate", "4"), "--find-rate needs an objective"),
-        (("sweep", "--rates", "1", "--rate", "3"), "Leave it out"),
-        (("sweep", "--concurrencies", "1.5"), "whole numbers"),
+        (("sweep", "--rate", "1", "--find-rate", "3"), "one of --rate, --find-rate, and --concurrency"),
+        (("sweep", "--rate", "1,2", "--concurrency", "3,4"), "with rates give one number"),
+        (("sweep", "--rates", "1,2"), "Baton does not have this. Give --rate to"),
+        (("sweep", "--concurrency", "1.5"), "whole numbers"),
         (("compare", "a.json"), "compare a.json: with what"),
         (("compare", "nowhere.json", "b.json"), "nowhere.json: no report"),
     ],
@@ -211,7 +213,7 @@ async def test_clients_end_with_their_parent() -> None:
 
 async def test_a_sweep_writes_the_rows_of_every_load(tmp_path: Path) -> None:
     code, out, err, served = await _against(
-        Behavior(ttft=0.01), "sweep", "--concurrencies", "1,3", "--duration", "0.5", *QUICK,
+        Behavior(ttft=0.01), "sweep", "--concurrency", "1,3", "--duration", "0.5", *QUICK,
         "--json", tmp_path / "r.json",
     )  # fmt: skip
     prompts = [str(s.prompt) for s in served]
@@ -228,8 +230,8 @@ async def test_a_sweep_writes_the_rows_of_every_load(tmp_path: Path) -> None:
 
 async def test_a_search_without_a_good_rate_exits_with_1(tmp_path: Path) -> None:
     code, _, err, _ = await _against(
-        Behavior(ttft=0.01), "sweep", "--find-rate", "0.02", "--arrivals", "constant", "--requests", "1",
-        "--slo", "ttft.p50=1ms", *QUICK, "--json", tmp_path / "r.json",
+        Behavior(ttft=0.01), "sweep", "--find-rate", "0.02", "--advanced.burstiness", "inf",
+        "--requests", "1", "--slo", "ttft.p50=1ms", *QUICK, "--json", tmp_path / "r.json",
     )  # fmt: skip
     assert code in (1, 3), err
     assert "max_rate" not in _rows(tmp_path / "r.json")

@@ -259,9 +259,9 @@ def _times(arrivals: Arrivals, count: int, seed: int = 7) -> np.ndarray:
 @pytest.mark.parametrize(
     ("arrivals", "variation"),
     [
-        (Arrivals("poisson", 5.0), 1.0),
-        (Arrivals("gamma", 5.0, burstiness=0.25), 2.0),
-        (Arrivals("gamma", 5.0, burstiness=4.0), 0.5),
+        (Arrivals(5.0), 1.0),
+        (Arrivals(5.0, burstiness=0.25), 2.0),
+        (Arrivals(5.0, burstiness=4.0), 0.5),
     ],
 )
 def test_arrivals_have_their_rate_and_variation(arrivals: Arrivals, variation: float) -> None:
@@ -272,7 +272,7 @@ def test_arrivals_have_their_rate_and_variation(arrivals: Arrivals, variation: f
 
 
 def test_times_depend_only_on_arrivals_and_seed() -> None:
-    assert _times(Arrivals("constant", 8.0), 5).tolist() == [0.0, 0.125, 0.25, 0.375, 0.5]
-    arrivals = Arrivals("poisson", 3.0)
+    assert _times(Arrivals(8.0, None), 5).tolist() == [0.0, 0.125, 0.25, 0.375, 0.5]
+    arrivals = Arrivals(3.0)
     assert (_times(arrivals, 2000, 1) == _times(arrivals, 2000, 1)).all()
     assert (_times(arrivals, 2000, 1) != _times(arrivals, 2000, 2)).any()

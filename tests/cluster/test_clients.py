@@ -117,7 +117,9 @@ def run_baton(*args: str, typed: str | None = None) -> Result:
 
 
 def test_one_question(url: str) -> None:
-    result = run_baton("chat", "--url", url, "--system", "be brief", "--max-tokens", "9", "how are you")
+    result = run_baton(
+        "chat", "--url", url, "--advanced.system", "be brief", "--advanced.max-tokens", "9", "how are you"
+    )
     assert result.exit_code == 0
     assert result.stdout == "HOW ARE YOU \n"
     assert re.search(r"first token after \d+ ms, 3 tokens, then [\d.]+ tokens/s", result.stderr)
@@ -135,7 +137,7 @@ def test_an_answer_has_an_end_also_without_a_limit(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(CARD, "max_model_len", 512)
     result = run_baton("chat", "--url", url, "long")
     assert [request["max_tokens"] for request in Router.requests] == [2048, 512]
-    assert "cut for length: --max-tokens" in result.stderr
+    assert "cut for length: --advanced.max-tokens" in result.stderr
 
 
 def test_a_chat_remembers_its_turns(url: str) -> None:

@@ -134,7 +134,7 @@ def short_path() -> Iterator[Path]:
 
 
 async def test_the_secret_of_a_cluster_of_this_user_is_found(cluster: Flipped, short_path: Path) -> None:
-    where = "--run-dir", str(short_path)
+    where = "--advanced.run-dir", str(short_path)
     run_dir = RunDir.create(short_path)
     without = await cluster.flip("decode-1", "prefill", *where, secret=None)
     assert without.exit_code == 2

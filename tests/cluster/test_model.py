@@ -112,7 +112,7 @@ def test_what_users_have_on_disk(tmp_path: Path) -> None:
     for file in (adapter / "adapter_config.json", weights):
         file.write_bytes(b"{}")
     refused = {
-        str(adapter): "an adapter; name its model, and the adapter with --engine vllm --enable-lora",
+        str(adapter): "an adapter; name its model, and the adapter with --engine vllm",
         str(weights): r"must be GGUF \(\*\.gguf\); of others name the folder",
         "org/name-GGUF:Q4_K_M": r"no such file or directory; .*\. Download a GGUF file of it",
         "https://hub/org/name": "a name on the hub has the form ORGANISATION/NAME",

@@ -41,7 +41,7 @@ def test_it_is_private_and_goes_away(parent: Path) -> None:
 
 def test_a_place_where_no_directory_can_be_made_is_named(parent: Path) -> None:
     (parent / "file").touch()
-    with pytest.raises(ValueError, match=r"--run-dir .*file: File exists; name a directory"):
+    with pytest.raises(ValueError, match=r"--advanced.run-dir .*file: File exists; name a directory"):
         RunDir.create(parent / "file")
 
 
@@ -52,7 +52,7 @@ def test_a_workers_socket_fits(parent: Path) -> None:
     directory.mkdir()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(directory / "engine"))
-    with pytest.raises(ValueError, match=r"--run-dir.*too long"):
+    with pytest.raises(ValueError, match=r"--advanced.run-dir.*too long"):
         RunDir.create(Path(f"{longest}x"))
 
 

@@ -57,8 +57,8 @@ def test_each_kind_of_encoder_has_an_estimate(kind: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"image_size": "big"}, "--image-size big"),
-        ({"image_size": "0x9"}, "--image-size 0x9"),
+        ({"image_size": "big"}, "--advanced.image-size big"),
+        ({"image_size": "0x9"}, "--advanced.image-size 0x9"),
         ({"image_size": "20000x10"}, "too narrow"),
         ({"agents": 4}, "agents send none"),
     ],

@@ -121,7 +121,7 @@ def requests(load: str, count: int) -> list[tuple[float, Session]]:
     if rate.endswith(USERS):
         times = iter([0.0] * count)
     else:
-        times = islice(Arrivals("poisson", float(rate)).times(seed_of(load)), count)
+        times = islice(Arrivals(float(rate)).times(seed_of(load)), count)
     return [
         (at, Session(number * SPREAD % 2**64, (Turn(prompt, (), 0.0, answer),), 0))
         for number, at in enumerate(times)

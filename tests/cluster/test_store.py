@@ -100,9 +100,9 @@ class Client:
     ("flags", "message"),
     [
         ([], "Removed 7 objects."),
-        (["--tenant", "alice"], "Removed 7 objects."),
-        (["--tenant", "bob"], "--tenant bob: this key has no salt"),
-        (["--tenant", "eve"], "--tenant eve: there is no such key; there are alice, bob"),
+        (["--advanced.tenant", "alice"], "Removed 7 objects."),
+        (["--advanced.tenant", "bob"], "--advanced.tenant bob: this key has no salt"),
+        (["--advanced.tenant", "eve"], "--advanced.tenant eve: there is no such key; there are alice, bob"),
     ],
 )
 def test_clear(flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +123,8 @@ def test_clear_without_a_store_or_a_key_file(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     result = CliRunner().invoke(app, ["store", "clear"])
     assert "--kv-store: required" in result.output
-    result = CliRunner().invoke(app, ["store", "clear", "--kv-store", URL, "--tenant", "alice"])
-    assert "--tenant: names an API key of --api-key-file" in result.output
+    result = CliRunner().invoke(app, ["store", "clear", "--kv-store", URL, "--advanced.tenant", "alice"])
+    assert "--advanced.tenant: names an API key of --api-key-file" in result.output
 
 
 def test_a_master_that_does_not_lead_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,7 +227,7 @@ async def test_a_real_router_and_its_workers(tokenizer: ModelTokenizer, tmp_path
         after = await scrape(endpoint)
         await cluster.idle()
         printed = await asyncio.to_thread(
-            CliRunner().invoke, app, ["top", "--once", "--interval", "0.1", "--url", cluster.url]
+            CliRunner().invoke, app, ["top", "--once", "--advanced.interval", "0.1", "--url", cluster.url]
         )
     assert during.router["vllm:prompt_tokens_total", ""] == 1, "its first token has come"
     seconds = after.at - before.at
@@ -251,7 +251,8 @@ async def test_in_a_pipe_it_prints_frame_after_frame_until_ctrl_c(
 ) -> None:
     async with make_cluster(tokenizer, tmp_path, text=TEXT) as cluster, asyncio.timeout(WITHIN):
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "baton.cluster.cli", "top", "--interval", "0.1", "--url", cluster.url,
+            sys.executable, "-m", "baton.cluster.cli", "top", "--advanced.interval", "0.1",
+            "--url", cluster.url,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=dict(os.environ) | {"PYTHONPATH": PACKAGES, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip

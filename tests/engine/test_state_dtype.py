@@ -54,12 +54,16 @@ def test_a_dtype_that_states_cannot_have_is_refused(tiny_of: TinyOf, tmp_path: P
 def test_a_model_without_states_of_heads_has_no_dtype_for_them(
     kind: str, tiny_of: TinyOf, tiny_engine: MakeEngine
 ) -> None:
-    with pytest.raises(ValueError, match=r"--state-dtype bfloat16: heads of .* have no states; leave it out"):
+    with pytest.raises(
+        ValueError, match=r"--advanced.state-dtype bfloat16: heads of .* have no states; leave it out"
+    ):
         tiny_engine(model=str(tiny_of(kind)), state_dtype="bfloat16")
 
 
 def test_a_gguf_file_has_no_states(shallow_model_path: Path, tiny_engine: MakeEngine) -> None:
-    with pytest.raises(ValueError, match=r"--state-dtype bfloat16: heads of .* have no states; leave it out"):
+    with pytest.raises(
+        ValueError, match=r"--advanced.state-dtype bfloat16: heads of .* have no states; leave it out"
+    ):
         tiny_engine(model=str(shallow_model_path), state_dtype="bfloat16")
 
 
@@ -71,7 +75,7 @@ def test_the_user_chooses_and_the_start_says_what_a_narrower_state_saves(
     silent_engine = tiny_engine(model=path, enable_prefix_caching=True)
     silent = caplog.text
     assert "; states: float32, " in silent
-    assert "the checkpoint names no dtype; --state-dtype bfloat16 would take" in silent
+    assert "the checkpoint names no dtype; --advanced.state-dtype bfloat16 would take" in silent
     caplog.clear()
     narrow = tiny_engine(model=path, state_dtype="bfloat16", enable_prefix_caching=True)
     assert "; states: bfloat16, " in caplog.text

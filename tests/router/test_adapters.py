@@ -160,7 +160,10 @@ async def test_an_adapter_is_a_model_of_all_workers(
     [
         ({"missing": "sql"}, "decode 0 at .*: adapter sql: there is no file /adapters/sql"),
         ({"contents": "other"}, "the files at this path differ between the hosts"),
-        ({"most": 0}, "it loads no adapters: start it with --engine vllm --enable-lora"),
+        (
+            {"most": 0},
+            "it loads no adapters: .* with --lora-modules or --advanced.max-loras",
+        ),
     ],
 )
 async def test_all_workers_load_an_adapter_or_none(

@@ -53,7 +53,7 @@ async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Pa
         assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
 
 
-NARROW = "--state-dtype", "bfloat16"
+NARROW = "--advanced.state-dtype", "bfloat16"
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [((), NARROW), (NARROW, ())], ids=["narrower", "wider"])

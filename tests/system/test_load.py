@@ -66,7 +66,7 @@ async def test_equal_hash_ids_of_a_trace_are_cached(server: Serve, tmp_path: Pat
     form = '{"timestamp": %d, "input_length": %d, "output_length": 3, "hash_ids": %s}\n'
     first.write_text(form % (0, 150, [0, 1, 2]))
     second.write_text(form % (0, 182, [0, 1, 2, 3]) + form % (9000, 64, [8]))
-    more = ("--advanced.block-size", str(CHUNK_TOKENS), "--first", "5", "--seed", "7")
+    more = ("--advanced.block-size", str(CHUNK_TOKENS), "--advanced.first", "5", "--seed", "7")
     await measured(server, tmp_path, "replay", first, *more)
     parameters, rows, [request] = await measured(server, tmp_path, "replay", second, *more)
     assert parameters["prompts"] == "ids"

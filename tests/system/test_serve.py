@@ -77,7 +77,7 @@ def test_workers_are_moved_without_a_secret_set_by_hand(served: Serve) -> None:
 
 
 def test_chat_answers_and_shows_its_figures(served: Serve) -> None:
-    question = ("--temperature", "0", "--max-tokens", "12", "What is the capital of Japan?")
+    question = ("--temperature", "0", "--advanced.max-tokens", "12", "What is the capital of Japan?")
     done = served.machine.baton("chat", "--url", served.url, *question)
     assert done.stdout, done.stderr
     assert re.search(r"first token after \d+ ms, \d+ tokens, then [\d.]+ tokens/s", done.stderr)

@@ -70,7 +70,7 @@ def cluster(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with serving(
         directory / "model", tmp_path_factory.mktemp("served"),
         "--max-model-len", "2304", "--advanced.num-blocks", "100", "--max-num-batched-tokens", "256",
-        "--enable-lora", "--lora-modules", f"one={directory / 'one'}", "--advanced.max-loras", "1",
+        "--lora-modules", f"one={directory / 'one'}", "--advanced.max-loras", "1",
         "--advanced.max-cpu-loras", "2", "--admin-key-file", str(directory / "key"),
     ) as served:  # fmt: skip
         yield served

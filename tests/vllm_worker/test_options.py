@@ -61,11 +61,11 @@ def test_drafts_have_vllms_form() -> None:
 def test_there_is_room_for_the_adapters_of_the_start() -> None:
     assert "--enable-lora" not in command_line(config(), ())
     assert "--language-model-only" in command_line(config(language_model_only=True), ())
-    two = config(enable_lora=True, lora_modules=("a=/a", "b=/b=c"), max_lora_rank=64)
+    two = config(lora_modules=("a=/a", "b=/b=c"), max_lora_rank=64)
     assert two.adapters == {"a": "/a", "b": "/b=c"}
     pairs = dict(pairwise(command_line(two, ())))
     assert (pairs["--max-loras"], pairs["--max-lora-rank"]) == ("2", "64")
-    assert dict(pairwise(command_line(config(enable_lora=True, max_loras=5), ())))["--max-loras"] == "5"
+    assert dict(pairwise(command_line(config(max_loras=5), ())))["--max-loras"] == "5"
     one = dict(pairwise(command_line(replace(two, max_loras=1), ())))
     assert (one["--max-loras"], one["--max-cpu-loras"]) == ("1", "2"), "all of the start are loaded"
     more = dict(pairwise(command_line(replace(two, max_cpu_loras=8), ())))
@@ -73,13 +73,10 @@ def test_there_is_room_for_the_adapters_of_the_start() -> None:
     for few in (replace(two, max_loras=3), replace(two, lora_modules=("a=/a", "b=/b", "c=/c"))):
         with pytest.raises(ValueError, match=r"--advanced.max-cpu-loras 2: .* raise it to at least 3"):
             replace(few, max_cpu_loras=2)
-    with pytest.raises(ValueError, match=r"--advanced\.max-cpu-loras 2: needs --enable-lora"):
-        config(max_cpu_loras=2)
+    assert "--enable-lora" in command_line(config(max_lora_rank=8), ()), "all of them are loaded later"
     for wrong in (("a",), ("=a",), ("a=",), ("a=/a", "a=/b")):
         with pytest.raises(ValueError, match="give NAME=PATH, with a name for each adapter"):
-            config(enable_lora=True, lora_modules=wrong)
-    with pytest.raises(ValueError, match=r"--lora-modules .*: needs --enable-lora"):
-        config(lora_modules=("a=/a",))
+            config(lora_modules=wrong)
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def _leave(cluster: VLLMCluster, prompt: list[int], after: int) -> None:
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [
-        ("--enable-lora", 2, "--vllm-args: --enable-lora is an option of Baton, too; give it there"),
+        ("--enable-lora", 2, "--vllm-args: --enable-lora is Baton's own: leave it out"),
         ("--pipeline-parallel-size 2", 1, "supports tensor parallelism alone: start vLLM with one stage"),
     ],
 )

@@ -43,7 +43,7 @@ def config(**fields: Any) -> WorkerConfig:
         ({"kv_host": ("",)}, "--advanced.kv-host: ''"),
         ({"kv_host": ("lo", "")}, "--advanced.kv-host: 'lo,'"),
         ({"kv_host": ("no such host",)}, "--advanced.kv-host: 'no such host' is neither"),
-        ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),
+        ({"run_dir": "/tmp/" + "x" * 100}, "--advanced.run-dir: /tmp/xx"),
         ({"deadlines": TransferDeadlines(engine_dead=0)}, "--failure-timeout: 0"),
         ({"standby": True}, "a standby: only with --replace-engine"),
         ({"replace_engine": True, "engine_args": ()}, "--replace-engine: only for Baton's engine"),

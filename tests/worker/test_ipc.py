@@ -64,7 +64,7 @@ async def test_an_engine_whose_service_does_not_read_gives_up(
 
 
 async def test_a_missing_run_directory_is_a_start_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--run-dir .*missing: No such file"):
+    with pytest.raises(ValueError, match=r"--advanced.run-dir .*missing: No such file"):
         EngineLink(str(tmp_path / "missing"))
 
 

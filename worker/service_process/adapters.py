@@ -94,7 +94,8 @@ class WorkerAdapters:
             raise Refused(self._backend.draining)
         most, names = self._description.max_adapters, set[str]()
         if asked.adapters and not most:
-            raise Refused("it loads no adapters: start it with --engine vllm --enable-lora")
+            remedy = "start it with --engine vllm, and with --lora-modules or --advanced.max-loras"
+            raise Refused(f"it loads no adapters: {remedy}")
         if len(asked.adapters) > most:
             text = f"{len(asked.adapters)} adapters are more than {most}"
             raise Refused(f"{text}: unload one, or start the workers with a larger --advanced.max-cpu-loras")

@@ -103,7 +103,7 @@ ENGINE_LOADS = (
 
 def trace_load(path: Path, first: float) -> Load:
     """The first so many seconds of a trace in Mooncake's format."""
-    flags = ("--first", f"{first:g}")
+    flags = ("--advanced.first", f"{first:g}")
     return Load(
         path.stem, "trace", ((8000, 200),), (TRACE_SPEED,), "ttft=5s,itl=50",
         context=131_072, trace=path, flags=flags,
@@ -159,7 +159,7 @@ def write_swing(path: Path, load: Load, rate: float, requests: int, seed: int) -
     may read this file, which is the same."""
     seconds = max(requests / rate, MIN_PERIODS * load.period)
     lines = []
-    for at in Arrivals("poisson", rate).times(seed):
+    for at in Arrivals(rate).times(seed):
         if at >= seconds:
             break
         tokens, output = load.lengths[int(2 * at / load.period) % 2]

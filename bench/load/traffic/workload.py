@@ -9,7 +9,7 @@ times: a user starts its next session when the last one ended.
 import itertools
 import math
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import msgspec
 import numpy as np
@@ -97,32 +97,30 @@ def _numbers(text: str) -> tuple[float, ...]:
     return numbers if all(math.isfinite(x) and x >= 0 for x in numbers) else ()
 
 
-ArrivalKind = Literal["poisson", "constant", "gamma"]
-
-
 class Arrivals(msgspec.Struct, frozen=True):
     """An open loop of `rate` sessions a second.
 
-    `gamma` draws gaps with the shape `burstiness`, as vLLM's `--burstiness`: 1 is Poisson, less is burstier,
-    more is smoother.
+    Its gaps are drawn from a gamma distribution with the shape `burstiness`, as vLLM's `--burstiness`: 1 is
+    Poisson, less is burstier, more is smoother. None: they are equal.
     """
 
-    kind: ArrivalKind
     rate: float
-    burstiness: float = 1.0
+    burstiness: float | None = 1.0
 
     def times(self, seed: int) -> Iterator[float]:
         """Seconds since the start of the run, ascending, without end."""
-        if self.kind == "constant":
+        if self.burstiness is None:
             yield from (k / self.rate for k in itertools.count())
+            return
         now = 0.0
-        for gap in _unit_gaps(seed, self.burstiness if self.kind == "gamma" else 1.0):
+        for gap in _unit_gaps(seed, self.burstiness):
             now += gap / self.rate
             yield now
 
     def __str__(self) -> str:
-        shape = f", burstiness {self.burstiness:g}" if self.kind == "gamma" else ""
-        return f"{self.kind} {self.rate:g}/s{shape}"
+        names = {1.0: "poisson", None: "constant"}
+        shape = "" if self.burstiness in names else f", burstiness {self.burstiness:g}"
+        return f"{names.get(self.burstiness, 'gamma')} {self.rate:g}/s{shape}"
 
 
 def _unit_gaps(seed: int, shape: float) -> Iterator[float]:

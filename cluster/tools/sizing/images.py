@@ -75,11 +75,13 @@ def images_of(sizing: SizingOptions, model: ModelConfig, speeds: Speeds) -> Imag
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", sizing.image_size)
     width, height = map(int, match.groups()) if match else (0, 0)
     if not width or not height:
-        raise ValueError(f"--image-size {sizing.image_size}: give width and height in pixels, as 1920x1080")
+        raise ValueError(
+            f"--advanced.image-size {sizing.image_size}: give width and height in pixels, as 1920x1080"
+        )
     try:
         rows, columns = vision.settings.grid(*vision.settings.size(height, width))
     except ValueError as error:
-        raise ValueError(f"--image-size {sizing.image_size}: {error}") from error
+        raise ValueError(f"--advanced.image-size {sizing.image_size}: {error}") from error
     tokens = rows * columns
     measured = speeds.encode_token_seconds * tokens
     return Images(sizing.images, tokens, measured or estimated(vision, tokens, speeds), bool(measured))
