@@ -294,7 +294,7 @@ class Engine:
             prompt_seconds=self.prompt_seconds,
             copies=copies,
             windows=windows_of(self.cache_arrays),
-            kept=None if self._kept is None else self._kept.parts,
+            kept={} if self._kept is None else self._kept.records,
         )
 
     def _windows(self, config: EngineConfig, started: Started) -> WindowBlocks | None:

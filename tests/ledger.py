@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from baton.engine.api.pools import Pool
 from baton.engine.kernels import Kernels
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.state.mamba2 import Prompt, TorchStateTiling
@@ -62,9 +63,10 @@ class LedgerCache:
 
     def allocate(self, places: Places, memory: CacheMemory) -> LedgerState:
         blocks, size, slots = places.num_blocks, places.block_size, places.num_slots
-        mark = memory.blocks((1, blocks, size, self.heads, 1), torch.float32)
-        stamp = memory.blocks((1, blocks, size, 2, 3), torch.float32)
-        state = LedgerState(mark, stamp, memory.slots((slots, 1, self.heads, 2), torch.float32))
+        mark = memory.tensor(Pool.BLOCKS, (1, blocks, size, self.heads, 1), torch.float32)
+        stamp = memory.tensor(Pool.BLOCKS, (1, blocks, size, 2, 3), torch.float32)
+        ledger = memory.tensor(Pool.SLOTS, (1, slots, 1, self.heads, 2), torch.float32)[0]
+        state = LedgerState(mark, stamp, ledger)
         for tensor in state if isinstance(memory, DeviceTensors) else ():  # else a part has no memory
             tensor.fill_(torch.nan)
         return state

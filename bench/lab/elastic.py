@@ -30,7 +30,8 @@ from baton.bench.lab.engine.drive import drain, greedy, prompt, steady
 from baton.bench.lab.shapes import BAMBA, SHAPES, write_shape
 from baton.bench.report import Row
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.engine.core.elastic import Amounts, Budget, Kind
+from baton.engine.api.pools import Pool
+from baton.engine.core.elastic import Amounts, Budget
 from baton.engine.execution import memory_sizing
 from baton.engine.execution.cache_limits import TOKENS_BESIDE_STATES
 from baton.engine.loader.families import cache_spec
@@ -96,7 +97,7 @@ def held_by_split(budget: Budget, load: Load, block_size: int) -> int:
     """Requests of a load that a pool would hold if its memory were split for that load."""
     stats, blocks = budget.stats, -(-(load.prompt + load.answer) // block_size)
     total_bytes = stats.kv_memory_bytes + stats.state_memory_bytes + stats.free_bytes
-    each = budget.place_bytes(Kind.SLOTS) + blocks * budget.place_bytes(Kind.BLOCKS)
+    each = budget.place_bytes(Pool.SLOTS) + blocks * budget.place_bytes(Pool.BLOCKS)
     return min(load.requests, int(total_bytes / each))
 
 
@@ -148,7 +149,7 @@ def moves(engine: Engine, budget: Budget) -> list[float]:
     for _ in range(MIN_PAIRS):
         stats = budget.stats
         most = min(GB, (stats.state_memory_bytes + stats.free_bytes) // 2)
-        blocks = pool.free + min(int(most / budget.place_bytes(Kind.BLOCKS)), budget.more_blocks)
+        blocks = pool.free + min(int(most / budget.place_bytes(Pool.BLOCKS)), budget.more_blocks)
         for wants in (Amounts(blocks), Amounts(slots=len(states.units.all_places))):
             while wants.slots and not budget.has_room(wants):
                 wants = Amounts(slots=wants.slots - 1)

@@ -29,10 +29,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import islice
 from typing import Any, NamedTuple
 
+from baton.engine.api.pools import Pool
 from baton.engine.api.stats import MemoryStats
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells
@@ -40,24 +40,16 @@ from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.window_blocks import WindowBlocks
 
 
-class Kind(IntEnum):
-    """What a unit has."""
-
-    BLOCKS = 0
-    SLOTS = 1
-    WINDOWS = 2
-
-
 class Move(NamedTuple):
     """A unit that gets its memory, or gives it up."""
 
-    kind: Kind
+    kind: Pool
     unit: int
     present: bool
 
 
 class Amounts(NamedTuple):
-    """Places, or pages of a unit, by `Kind`."""
+    """Places, or pages of a unit, by `Pool`."""
 
     blocks: int = 0
     slots: int = 0
@@ -77,7 +69,7 @@ class Lacking(NamedTuple):
 class _Share:
     """The places of one kind."""
 
-    kind: Kind
+    kind: Pool
     cells: Cells[Any]
     pages: int
     """Of a unit."""
@@ -121,7 +113,7 @@ class Budget:
         self._moved_pages = 0
         self._seconds = 0.0
         self._pool, self._windows, self._copies = pool, pool.windows, copies
-        all_cells = zip(Kind, (pool, slots, pool.windows), pages, strict=True)
+        all_cells = zip(Pool, (pool, slots, pool.windows), pages, strict=True)
         self._shares = [_Share(kind, cells, of) for kind, cells, of in all_cells if cells is not None]
         self._least_pages = max(share.pages for share in self._shares)
         self._left: float = self._least_pages  # that may move before the next step, while requests decode
@@ -147,22 +139,22 @@ class Budget:
         units = self._pool.units
         return min(pages // self.pages.blocks, len(units.absent)) * units.size
 
-    def place_bytes(self, kind: Kind) -> float:
+    def place_bytes(self, kind: Pool) -> float:
         """Of a place, on this rank."""
         [units] = [share.cells.units for share in self._shares if share.kind is kind]
         return self.pages[kind] * self._page_bytes / units.size
 
     @property
     def stats(self) -> MemoryStats:
-        pages = dict.fromkeys(Kind, 0)
+        pages = dict.fromkeys(Pool, 0)
         for share in self._shares:
             pages[share.kind] = share.cells.units.present * share.pages
         if self._copies is not None:
-            pages[Kind.SLOTS] += self._copies.units.present * self.pages.slots
+            pages[Pool.SLOTS] += self._copies.units.present * self.pages.slots
         return MemoryStats(
-            kv_memory_bytes=pages[Kind.BLOCKS] * self._page_bytes,
-            state_memory_bytes=pages[Kind.SLOTS] * self._page_bytes,
-            window_memory_bytes=pages[Kind.WINDOWS] * self._page_bytes,
+            kv_memory_bytes=pages[Pool.BLOCKS] * self._page_bytes,
+            state_memory_bytes=pages[Pool.SLOTS] * self._page_bytes,
+            window_memory_bytes=pages[Pool.WINDOWS] * self._page_bytes,
             free_bytes=self.free_pages * self._page_bytes,
             moved_bytes=self._moved_pages * self._page_bytes,
             moving_seconds=self._seconds,
@@ -224,7 +216,7 @@ class Budget:
         """Idle units beyond so many places. The rest is as in `has_room`."""
         cells = share.cells
         size, idle, more = cells.units.size, len(cells.units.idle), free - cells.grantable
-        kept = cells.idle_units(hits) if hits and share.kind is not Kind.SLOTS else 0
+        kept = cells.idle_units(hits) if hits and share.kind is not Pool.SLOTS else 0
         return max(0, min(idle - kept + more // size, (cells.movable + more - wanted) // size))
 
     def provide(self, wants: Amounts, *, most: float = math.inf) -> None:
@@ -258,7 +250,7 @@ class Budget:
         copies = self._copies
         if copies is not None:
             empty = [unit for unit in copies.units.idle if not copies.has_cached(copies.units.places(unit))]
-            self._remove(Kind.SLOTS, copies, empty, pages, moves)
+            self._remove(Pool.SLOTS, copies, empty, pages, moves)
         for share in (*self._shares[1:], self._shares[0]):
             cells, units = share.cells, share.cells.units
             spare = self._beyond(share, wants[share.kind], cells.grantable)
@@ -267,12 +259,12 @@ class Budget:
                 which = [*dict.fromkeys((*empty, *units.idle))]  # those with nothing in them first
                 self._remove(share.kind, cells, which[:spare], pages, moves)
         if copies is not None:
-            self._remove(Kind.SLOTS, copies, [*copies.units.idle], pages, moves)
+            self._remove(Pool.SLOTS, copies, [*copies.units.idle], pages, moves)
         assert self.free_pages >= pages, "the caller asked whether there is room"
 
     def _remove(
         self,
-        kind: Kind,
+        kind: Pool,
         cells: Cells[Any],
         which: Iterable[int],
         pages: int,
@@ -319,7 +311,7 @@ class Budget:
         if more and self.has_room(wants):
             self.provide(wants)
 
-    def _add(self, kind: Kind, cells: Cells[Any], moves: list[Move]) -> None:
+    def _add(self, kind: Pool, cells: Cells[Any], moves: list[Move]) -> None:
         unit = cells.units.add()
         cells.put_in(cells.units.places(unit))
         moves.append(Move(kind, unit, present=True))
@@ -351,8 +343,8 @@ class Budget:
             self._looked = pool.moves
             return
         moves: list[Move] = []
-        self._remove(Kind.BLOCKS, pool, idle, self.pages.slots, moves)
-        self._add(Kind.SLOTS, copies, moves)
+        self._remove(Pool.BLOCKS, pool, idle, self.pages.slots, moves)
+        self._add(Pool.SLOTS, copies, moves)
         self._make(moves)
 
     def assert_whole(self) -> None:

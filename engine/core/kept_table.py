@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
-from baton.engine.api.block_sums import Outcome, RecordMemory
+from baton.engine.api.pools import Outcome, RecordMemory
 
 _LENGTH = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<Q")

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from baton.engine.api.block_sums import KeptParts
 from baton.engine.api.config import TierCells
+from baton.engine.api.pools import Pool, RecordMemory
 from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks, Kept, Moved
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.kept_blocks import packed, record_bytes, unpacked
@@ -44,11 +44,11 @@ class PrefixCache:
         prompt_seconds: Callable[[int, int, int], float] = lambda *_: 0.0,
         copies: StateCopies | None = None,
         windows: Collection[Window] = (),
-        kept: KeptParts | None = None,
+        kept: Mapping[Pool, RecordMemory] = MappingProxyType({}),
     ) -> None:
         """`content_root`: root of all names. `offload_places`: cells of each tier below the device.
         `prompt_seconds`: as in `Meters`. `windows`: those of the arrays of tokens that layers keep.
-        `kept`: for records of what the next engine may use. None: the memory ends with this one."""
+        `kept`: for records of what the next engine may use. Empty: the memory ends with this one."""
         self.queries = 0
         self.hits = 0
         self.copies = copies
@@ -74,8 +74,9 @@ class PrefixCache:
         tiers = [*self._blocks_below.tiers, *self._states_below.tiers]
         self.offload: Sequence[OffloadTier] = tiers
         self._records: list[KeptTable] = []
-        for cells, memory in zip((pool, pool.windows, copies), kept or (), strict=kept is not None):
-            if cells is not None and memory is not None:
+        all_cells = {Pool.BLOCKS: pool, Pool.WINDOWS: pool.windows, Pool.SLOTS: copies}
+        for which, memory in kept.items():
+            if (cells := all_cells[which]) is not None:
                 cells.records = KeptTable(memory, record_bytes(pool.block_size))
                 self._records.append(cells.records)
         self._looked_up = [x for x in (pool, pool.windows, copies, *tiers) if x is not None]

@@ -15,14 +15,15 @@ small: they have memory for all places.
 import ctypes
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from baton.engine.models.cache_spec import CacheSpec, Places
+from baton.engine.api.pools import Pool
+from baton.engine.models.cache_spec import CacheSpec, Places, asked_by
 from baton.system.device_memory import MAPPINGS, DeviceMemory, Page, open_device_memory
 
 RESIDENT_SHARE: int = 16
@@ -82,6 +83,10 @@ class ElasticPlan:
     """In the slots behind those."""
     windows: PoolPlan
 
+    def of(self, pool: Pool) -> PoolPlan:
+        """Without copies of states."""
+        return (self.blocks, self.slots, self.windows)[pool]
+
     @property
     def free_pages(self) -> int:
         """At the start."""
@@ -110,12 +115,10 @@ def plan(
     there may ever be. `min_blocks`: for each request with states, at the start. `min_windows`: window blocks
     that there must always be. 0: layers with windows have no blocks of their own. None: the room has too few
     units."""
-    sizes = _Sizes()
-    for layer in cache:
-        layer.allocate(Places(1, block_size, 1, 1 if min_windows else None), sizes)
-    blocks, slots, windows = (
-        _Geometry(planes, page_bytes) for planes in (sizes.of_blocks, sizes.of_slots, sizes.of_windows)
-    )
+    planes: dict[Pool, list[PlaneSize]] = {pool: [] for pool in Pool}
+    for asked in asked_by(cache, Places(1, block_size, 1, 1 if min_windows else None)):
+        planes[asked.pool].append(PlaneSize(asked.shape[0], asked.nbytes // asked.shape[0]))
+    blocks, slots, windows = (_Geometry(planes[pool], page_bytes) for pool in Pool)
     most_blocks = blocks.down(room // blocks.place_bytes)
     num_slots, num_copies = slots.up(most_slots), slots.up(most_copies)
     # Each window block belongs to a block.
@@ -201,27 +204,6 @@ def unit_of(planes: Sequence[PlaneSize], page_bytes: int) -> int:
     return next(fit, math.lcm(*units))
 
 
-class _Sizes:
-    """`CacheMemory` that has none: it notes the size of each plane, for one place."""
-
-    def __init__(self) -> None:
-        self.of_blocks: list[PlaneSize] = []
-        self.of_windows: list[PlaneSize] = []
-        self.of_slots: list[PlaneSize] = []
-
-    def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self.of_blocks.append(PlaneSize(shape[0], math.prod(shape[1:]) * dtype.itemsize))
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    def windows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self.of_windows.append(PlaneSize(shape[0], math.prod(shape[1:]) * dtype.itemsize))
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self.of_slots.append(PlaneSize(1, math.prod(shape) * dtype.itemsize))
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-
 class ElasticCache:
     """Implements `CacheMemory`, and moves pages. Its memory is free when no tensor is left."""
 
@@ -233,50 +215,39 @@ class ElasticCache:
         self._device = device
         self._spare = memory.create(planned.num_pages)[::-1]
         weakref.finalize(self, memory.close).atexit = False  # pyrefly: ignore[missing-attribute]
-        self._planes: tuple[list[tuple[int, int]], ...] = ([], [], [])
-        """Of blocks, slots and window blocks: the address of the first place, and pages of a unit."""
+        self._planes: dict[int, list[tuple[int, int]]] = {pool: [] for pool in Pool}
+        """By `Pool`: the address of the first place, and pages of a unit."""
         self._pages: dict[int, Sequence[Page]] = {}
         """By the address of a unit in a plane, or of a plane that has memory for all places."""
 
-    def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._reserve(shape, dtype, 0, shape[0], math.prod(shape[2:]) * dtype.itemsize)
-
-    def windows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._reserve(shape, dtype, 2, shape[0], math.prod(shape[2:]) * dtype.itemsize)
-
-    def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._reserve(shape, dtype, 1, 1, math.prod(shape[1:]) * dtype.itemsize)
-
-    def _reserve(
-        self, shape: Sequence[int], dtype: torch.dtype, which: int, rows: int, place_bytes: int
-    ) -> Tensor:
-        memory, planned = self._memory, self._plan
-        pool = (planned.blocks, planned.slots, planned.windows)[which]
-        places = pool.places + (planned.copies.places if which == 1 else 0)
+    def tensor(self, pool: Pool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        memory, (rows, places, *each) = self._memory, shape
+        place_bytes = math.prod(each) * dtype.itemsize
         size = rows * places * place_bytes
         address = memory.reserve(size)
-        pages, remainder = divmod(pool.unit * place_bytes, memory.page_bytes)
+        pages, remainder = divmod(self._plan.of(pool).unit * place_bytes, memory.page_bytes)
         if remainder:
             self._pages[address] = memory.create(-(-size // memory.page_bytes))
             memory.map(address, self._pages[address])
         else:
             for row in range(rows):
-                self._planes[which].append((address + row * places * place_bytes, pages))
-                self._map(*self._planes[which][-1], 0)  # torch asks CUDA for the device of the first address
+                self._planes[pool].append((address + row * places * place_bytes, pages))
+                self._map(*self._planes[pool][-1], 0)  # torch asks CUDA for the device of the first address
         return tensor_at(address, shape, dtype, self._device, owner=self)
 
     def map_present(self) -> None:
         """Gives memory to what is present at the start. All tensors are there."""
         planned = self._plan
-        for which, pool in enumerate((planned.blocks, planned.slots, planned.windows)):
-            self.move((which, unit, True) for unit in range(1, pool.present_units))
+        for pool in Pool:
+            self.move((pool, unit, True) for unit in range(1, planned.of(pool).present_units))
         first = planned.slots.places // planned.slots.unit
-        self.move((1, unit, True) for unit in range(first, first + planned.copies.present_units))
+        copies = range(first, first + planned.copies.present_units)
+        self.move((Pool.SLOTS, unit, True) for unit in copies)
 
-    def move(self, moves: Iterator[tuple[int, int, bool]] | Sequence[tuple[int, int, bool]]) -> None:
+    def move(self, moves: Iterable[tuple[int, int, bool]]) -> None:
         """Makes these `Move`s of the budget, in order. Nothing touches a unit that loses its memory."""
-        for which, unit, present in moves:
-            for address, pages in self._planes[which]:
+        for pool, unit, present in moves:
+            for address, pages in self._planes[pool]:
                 (self._map if present else self._unmap)(address, pages, unit)
 
     def release(self) -> None:

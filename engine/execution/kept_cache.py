@@ -27,6 +27,7 @@ import logging
 import mmap
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -36,14 +37,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.api.block_sums import KeptParts, RecordMemory, Sums
 from baton.engine.api.config import EngineConfig
+from baton.engine.api.pools import Pool, RecordMemory, Sums
 from baton.engine.execution.cache_limits import CacheLimits
 from baton.engine.execution.elastic_cache import aligned, memory_of, tensor_at
 from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.execution.memory_sums import WORD, sums_of
 from baton.engine.layers.ranks import Ranks
-from baton.engine.models.cache_spec import CacheSpec, Places
+from baton.engine.models.cache_spec import CacheSpec, Places, asked_by
 from baton.steps.step_model import StepModel
 from baton.system.device_memory import Page
 from baton.system.kept_pages import (
@@ -165,31 +166,16 @@ class _Region:
 
 def _sizes(cache: Sequence[CacheSpec], places: Places) -> Mapping[torch.dtype, int]:
     """The bytes of each region."""
-    sizes = _Sizes()
-    for layer in cache:
-        layer.allocate(places, sizes)
-    return sizes.of_dtype
-
-
-class _Sizes:
-    """`CacheMemory` that has none: it adds up the bytes of each dtype."""
-
-    def __init__(self) -> None:
-        self.of_dtype: dict[torch.dtype, int] = {}
-
-    def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if size := aligned(prod(shape) * dtype.itemsize):
-            self.of_dtype[dtype] = self.of_dtype.get(dtype, 0) + size
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    windows = slots = blocks
+    sizes = Counter[torch.dtype]()
+    for asked in asked_by(cache, places):
+        sizes[asked.dtype] += aligned(asked.nbytes)
+    return {dtype: size for dtype, size in sizes.items() if size}
 
 
 class _Tensor(NamedTuple):
     """Where a tensor lies in the memory of each rank."""
 
-    pool: str
-    """Of its places: a field of `KeptParts`."""
+    pool: Pool
     dtype: torch.dtype
     """Its region."""
     offset: int
@@ -202,8 +188,8 @@ class _Tensor(NamedTuple):
 class KeptCache:
     """The `CacheMemory` of one engine.
 
-    Use it in this order: `blocks`, `windows` and `slots` for each tensor, `open`, then `parts`. On a GPU
-    `warm_up` comes before `open`."""
+    Use it in this order: `tensor` for each, `open`, then `records`. On a GPU `warm_up` comes before
+    `open`."""
 
     def __init__(self, keep: Keep, cache: Sequence[CacheSpec], places: Places, device: torch.device) -> None:
         """For what `cache` allocates at these places. The pages of an engine before, if there are
@@ -211,9 +197,9 @@ class KeptCache:
         self._own, *self._others = keep.memory or (None,)
         self._device = device
         self._places = {
-            "blocks": places.num_blocks,
-            "windows": places.window_blocks or 0,
-            "slots": places.num_slots,
+            Pool.BLOCKS: places.num_blocks,
+            Pool.WINDOWS: places.window_blocks or 0,
+            Pool.SLOTS: places.num_slots,
         }
         """By pool, as the next two."""
         self._record_bytes = keep.record_bytes(places.block_size)
@@ -228,24 +214,15 @@ class KeptCache:
         self._key = blake2b(_VERSION, digest_size=_KEY_BYTES)
         self._key.update(f"{self._record_bytes};".encode())
         self._mapped = memoryview(b"")
-        self._rows: dict[str, list[tuple[int, int]]] = {pool: [] for pool in self._places}
+        self._rows: dict[Pool, list[tuple[int, int]]] = {pool: [] for pool in Pool}
         """On all ranks: address, bytes of a place."""
-        self._sums: dict[str, Sums] = {pool: sums_of(rows, device) for pool, rows in self._rows.items()}
+        self._sums: dict[Pool, Sums] = {pool: sums_of(rows, device) for pool, rows in self._rows.items()}
 
-    def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._tensor("blocks", shape[0], shape, dtype)
-
-    def windows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._tensor("windows", shape[0], shape, dtype)
-
-    def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._tensor("slots", 1, shape, dtype)
-
-    def _tensor(self, pool: str, rows: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self._key.update(f"{pool} {dtype} {[*shape]};".encode())
+    def tensor(self, pool: Pool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._key.update(f"{pool.name} {dtype} {[*shape]};".encode())
         if not (size := prod(shape) * dtype.itemsize):
             return torch.empty(*shape, dtype=dtype, device=self._device)
-        region = self._regions[dtype]
+        region, rows = self._regions[dtype], shape[0]
         address = region.take(size)
         place_bytes = size // (rows * self._places[pool])
         assert self._own is None or not place_bytes % WORD, "a GPU sums words"
@@ -265,16 +242,15 @@ class KeptCache:
                 self._sums[pool]([0]).wait()
 
     @property
-    def parts(self) -> KeptParts:
-        """For the records, once the memory is open. Sums are over all layers on all ranks."""
-        records: dict[str, RecordMemory | None] = {}
+    def records(self) -> Mapping[Pool, RecordMemory]:
+        """For those of each pool, once the memory is open. Sums are over all layers on all ranks."""
+        records: dict[Pool, RecordMemory] = {}
         end = _HEAD
         for pool, count in self._places.items():
             start, end = end, end + count * self._record_bytes
-            records[pool] = RecordMemory(self._mapped[start:end], self._sums[pool]) if count else None
-        blocks = records["blocks"]
-        assert blocks is not None, "a cache has blocks"
-        return KeptParts(blocks, records["windows"], records["slots"])
+            if count:
+                records[pool] = RecordMemory(self._mapped[start:end], self._sums[pool])
+        return records
 
     def open(self, root: bytes, ranks: Ranks) -> None:
         """All tensors have memory. `root`: of the names of KV. KV of another model or layout is forgotten.

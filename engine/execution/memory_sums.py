@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import xxhash
 
-from baton.engine.api.block_sums import Outcome, Sums
+from baton.engine.api.pools import Outcome, Sums
 from baton.engine.execution.sampler import to_host
 from baton.engine.kernels.upload import upload
 

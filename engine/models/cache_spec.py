@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from baton.engine.api.pools import Pool
 from baton.engine.kernels import FP8, KV, Fp8KV, IndexedLatents, LayerState, parts
 from baton.engine.model_config import Span
 from baton.kv_names.cache_kinds import ATTENTION, HEAD_STATE, INDEX, STATE, CacheArray, CacheKind, Window
@@ -28,16 +29,8 @@ class Places(NamedTuple):
 class CacheMemory(Protocol):
     """Where a cache lies: `DeviceTensors`, or memory whose pages move (`engine.execution.elastic_cache`)."""
 
-    def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns [rows, blocks, …], not initialised."""
-        ...
-
-    def windows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns [rows, window blocks, …], not initialised."""
-        ...
-
-    def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns [slots, …], not initialised."""
+    def tensor(self, pool: Pool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns [rows, places of the pool, …], not initialised."""
         ...
 
 
@@ -46,13 +39,31 @@ class DeviceTensors(NamedTuple):
 
     device: torch.device
 
-    def blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def tensor(self, pool: Pool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=self.device)
 
-    windows = blocks
 
-    def slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=self.device)
+class Asked(NamedTuple):
+    """A tensor that a layer wants: [rows, places of the pool, …]."""
+
+    pool: Pool
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Noted:
+    """Has no memory, and notes what layers want."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+
+    def tensor(self, pool: Pool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self.asked.append(Asked(pool, shape, dtype))
+        return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 class CacheSpec(Protocol):
@@ -107,13 +118,14 @@ class AttentionCache:
     def allocate(self, places: Places, memory: CacheMemory) -> KV:
         """[rows, num_blocks, block_size, num_kv_heads, head_dim]."""
         block_size, heads, num_blocks = places.block_size, self.num_kv_heads, places.num_blocks
-        blocks = memory.blocks
+        pool = Pool.BLOCKS
         if self.span is not None and places.window_blocks is not None:
-            num_blocks, blocks = places.window_blocks, memory.windows
-        values = blocks((self.rows, num_blocks, block_size, heads, self.head_dim), self.dtype)
+            num_blocks, pool = places.window_blocks, Pool.WINDOWS
+        values = memory.tensor(pool, (self.rows, num_blocks, block_size, heads, self.head_dim), self.dtype)
         if self.dtype is not FP8:
             return values
-        return Fp8KV(values, blocks((self.rows, num_blocks, heads, block_size), torch.float32))
+        scales = memory.tensor(pool, (self.rows, num_blocks, heads, block_size), torch.float32)
+        return Fp8KV(values, scales)
 
     def planes(self, cache: KV) -> Sequence[Sequence[Tensor]]:
         values, scales = parts(cache)
@@ -202,9 +214,9 @@ class StateCache:
 
     def allocate(self, places: Places, memory: CacheMemory) -> LayerState:
         num_slots = places.num_slots
-        conv = memory.slots((num_slots, self.conv_inputs, self.channels), self.dtype)
-        heads = num_slots, self.num_heads, self.head_dim, self.state_size
-        return LayerState(conv, memory.slots(heads, self.state_dtype))
+        conv = memory.tensor(Pool.SLOTS, (1, num_slots, self.conv_inputs, self.channels), self.dtype)
+        heads = 1, num_slots, self.num_heads, self.head_dim, self.state_size
+        return LayerState(conv[0], memory.tensor(Pool.SLOTS, heads, self.state_dtype)[0])
 
     def planes(self, cache: LayerState) -> Sequence[Sequence[Tensor]]:
         inputs = self.arrays[:3]
@@ -234,7 +246,8 @@ class ModuleStateCache:
         )
 
     def allocate(self, places: Places, memory: CacheMemory) -> Sequence[Tensor]:
-        return [memory.slots((places.num_slots, *shape), dtype) for _, shape, dtype in self.states]
+        slots = 1, places.num_slots
+        return [memory.tensor(Pool.SLOTS, (*slots, *shape), dtype)[0] for _, shape, dtype in self.states]
 
     def planes(self, cache: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         heads = [array.heads for array in self.arrays]
@@ -242,6 +255,14 @@ class ModuleStateCache:
 
     def slots(self, cache: Sequence[Tensor]) -> Sequence[Tensor]:
         return cache
+
+
+def asked_by(cache: Sequence[CacheSpec], places: Places) -> Sequence[Asked]:
+    """All tensors that these layers want for so many places."""
+    noted = _Noted()
+    for layer in cache:
+        layer.allocate(places, noted)
+    return noted.asked
 
 
 def of_slots(x: Tensor) -> Tensor:

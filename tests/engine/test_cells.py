@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from baton.engine.api.block_sums import Outcome, RecordMemory
+from baton.engine.api.pools import Outcome, RecordMemory
 from baton.engine.core.cells import Cells, Rank
 from baton.engine.core.kept_table import KeptTable
 from baton.engine.core.units import Units

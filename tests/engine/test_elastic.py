@@ -12,9 +12,10 @@ import torch
 
 from baton.bench.lab.shapes import BAMBA, write_shape
 from baton.engine import Engine, EngineRequest, SamplingParams
+from baton.engine.api.pools import Pool
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.cells import Cells
-from baton.engine.core.elastic import Amounts, Budget, Kind, Lacking, Move
+from baton.engine.core.elastic import Amounts, Budget, Lacking, Move
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
@@ -41,24 +42,24 @@ class Pages:
 
     def __init__(self, budget: Budget, lives: RequestLives) -> None:
         self.lives = lives
-        self.present: set[tuple[Kind, int]] = set()
+        self.present: set[tuple[Pool, int]] = set()
         self.moved = 0  # pages
         budget.move = self.move
         budget.clock = lambda: self.moved / 1000
 
     def move(self, moves: Sequence[Move]) -> None:
-        used = {(Kind.BLOCKS, block // UNIT) for live in self.lives for block in live.blocks}
-        used |= {(Kind.SLOTS, live.states.slot // 2) for live in self.lives if live.states is not None}
+        used = {(Pool.BLOCKS, block // UNIT) for live in self.lives for block in live.blocks}
+        used |= {(Pool.SLOTS, live.states.slot // 2) for live in self.lives if live.states is not None}
         for cells, unit, present in moves:
             assert ((cells, unit) in self.present) is not present
             if present:
                 self.present.add((cells, unit))
-                self.moved += 3 if cells is Kind.BLOCKS else 8
+                self.moved += 3 if cells is Pool.BLOCKS else 8
             else:
                 assert (cells, unit) not in used
                 self.present.remove((cells, unit))
 
-    def of(self, kind: Kind) -> int:
+    def of(self, kind: Pool) -> int:
         return sum(each is kind for each, _ in self.present)
 
 
@@ -78,8 +79,8 @@ def lives() -> RequestLives:
 def pages(lives: RequestLives) -> Pages:
     assert lives.budget is not None
     pages = Pages(lives.budget, lives)
-    pages.present = {(Kind.BLOCKS, unit) for unit in range(4)} | {(Kind.SLOTS, unit) for unit in range(4)}
-    pages.present.add((Kind.SLOTS, 7))
+    pages.present = {(Pool.BLOCKS, unit) for unit in range(4)} | {(Pool.SLOTS, unit) for unit in range(4)}
+    pages.present.add((Pool.SLOTS, 7))
     return pages
 
 
@@ -98,7 +99,7 @@ def test_idle_slots_become_blocks_and_come_back(lives: RequestLives, pages: Page
     assert total == 80 == lives.pool.num_blocks
     long = start(lives, 1, 78)
     assert long is not None, "a request may need nearly all memory"
-    assert (pages.of(Kind.BLOCKS), pages.of(Kind.SLOTS)) == (20, 1)
+    assert (pages.of(Pool.BLOCKS), pages.of(Pool.SLOTS)) == (20, 1)
     second = start(lives, 2, 1)
     assert second is not None, "the first unit of slots has two"
     assert start(lives, 3, 1) is None, "no memory for a third slot"
@@ -109,7 +110,7 @@ def test_idle_slots_become_blocks_and_come_back(lives: RequestLives, pages: Page
     lives.assert_whole()
     short = [start(lives, 10 + n, 1) for n in range(14)]
     assert None not in short
-    assert (pages.of(Kind.BLOCKS), pages.of(Kind.SLOTS)) == (4, 7)
+    assert (pages.of(Pool.BLOCKS), pages.of(Pool.SLOTS)) == (4, 7)
     for live in filter(None, short):
         lives.drop(live)
     assert room(lives) == total
@@ -119,12 +120,12 @@ def test_idle_slots_become_blocks_and_come_back(lives: RequestLives, pages: Page
 def test_a_growing_request_takes_idle_slots_before_it_preempts(lives: RequestLives, pages: Pages) -> None:
     live = start(lives, 1, 30)
     assert live is not None
-    before = pages.of(Kind.SLOTS)
+    before = pages.of(Pool.SLOTS)
     while lives.memory.has_room(1, 0):
         lives.memory.provide(1)
         lives.pool.extend(live.held, 1)
     assert len(live.blocks) == 80
-    assert pages.of(Kind.SLOTS) < before
+    assert pages.of(Pool.SLOTS) < before
     lives.drop(live)
     lives.assert_whole()
 
@@ -134,7 +135,7 @@ def test_what_a_tier_copies_keeps_its_memory(lives: RequestLives, pages: Pages) 
     let = lives.pool.lease(13)
     assert room(lives) == 80
     short = [start(lives, n, 1) for n in range(13)]
-    assert (Kind.BLOCKS, 13 // UNIT) in pages.present
+    assert (Pool.BLOCKS, 13 // UNIT) in pages.present
     let()
     for live in filter(None, short):
         lives.drop(live)
@@ -161,13 +162,13 @@ def test_the_states_that_a_request_begins_with_are_no_memory_for_it(
     assert most.num_cached == 4 * BLOCK
     assert most.states is not None
     assert most.states.begins_with == slot
-    assert (pages.of(Kind.BLOCKS), pages.of(Kind.SLOTS)) == (17, 2)
-    assert (Kind.SLOTS, slot // 2) in pages.present
+    assert (pages.of(Pool.BLOCKS), pages.of(Pool.SLOTS)) == (17, 2)
+    assert (Pool.SLOTS, slot // 2) in pages.present
     lives.drop(most)
     whole = lives.start(request_of(3, prompt + [7] * (75 * BLOCK)))
     assert whole is not None, "it gives up the states, so that it can have all memory"
     assert whole.num_cached == 0
-    assert (pages.of(Kind.BLOCKS), pages.of(Kind.SLOTS)) == (20, 1)
+    assert (pages.of(Pool.BLOCKS), pages.of(Pool.SLOTS)) == (20, 1)
     lives.drop(whole)
     lives.assert_whole()
 
@@ -182,9 +183,9 @@ def test_few_copies_take_the_memory_of_cached_blocks(lives: RequestLives, pages:
     lives.memory.publish(cached, 70 * BLOCK)
     lives.drop(cached)
     assert lives.pool.cached == 70
-    before = pages.of(Kind.SLOTS)
+    before = pages.of(Pool.SLOTS)
     held = [states.allocate_copy() for _ in range(6)]
-    assert pages.of(Kind.SLOTS) == before + 2, "the first slots find two units, and then there are enough"
+    assert pages.of(Pool.SLOTS) == before + 2, "the first slots find two units, and then there are enough"
     assert held.count(None) == 2
     assert lives.pool.cached < 70
     for slot in held:
@@ -315,7 +316,7 @@ def test_random_lives_keep_every_page(lives: RequestLives, pages: Pages, seed: i
             if lives.memory.has_room(wanted, 0):
                 lives.memory.provide(wanted)
                 lives.pool.extend(live.held, wanted)
-        used = 3 * pages.of(Kind.BLOCKS) + 8 * pages.of(Kind.SLOTS)
+        used = 3 * pages.of(Pool.BLOCKS) + 8 * pages.of(Pool.SLOTS)
         assert used + budget.free_pages == 68
         lives.pool.assert_consistent()
     for live in running:
@@ -390,7 +391,7 @@ def fitting(budget: Budget, blocks: int) -> int:
     """Requests with so many blocks and a slot that would fit a pool which is split for them."""
     stats = budget.stats
     whole = stats.kv_memory_bytes + stats.state_memory_bytes + stats.free_bytes
-    each = budget.place_bytes(Kind.BLOCKS) * blocks + budget.place_bytes(Kind.SLOTS)
+    each = budget.place_bytes(Pool.BLOCKS) * blocks + budget.place_bytes(Pool.SLOTS)
     return int(whole / each)
 
 
@@ -537,7 +538,7 @@ def test_the_shape_of_bamba_holds_short_requests_and_then_long_ones(
     shares: list[float] = []
     for count, tokens in ((256, 80), (8, 128_000), (256, 80)):
         held = [lives.start(request_of(n, [n] * tokens)) for n in range(count)]
-        each = budget.place_bytes(Kind.SLOTS) + -(-tokens // 128) * budget.place_bytes(Kind.BLOCKS)
+        each = budget.place_bytes(Pool.SLOTS) + -(-tokens // 128) * budget.place_bytes(Pool.BLOCKS)
         shares.append(len([*filter(None, held)]) / min(count, int(33e9 / each)))
         for live in filter(None, held):
             lives.drop(live)

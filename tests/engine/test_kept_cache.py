@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baton.engine import CachedBlock, Engine, EngineRequest
-from baton.engine.api.block_sums import Outcome, RecordMemory
 from baton.engine.api.config import EngineConfig
+from baton.engine.api.pools import Outcome, Pool, RecordMemory
 from baton.engine.api.request import CacheChange, Hooks
 from baton.engine.core.kept_blocks import packed, record_bytes, unpacked
 from baton.engine.core.kept_table import SUMMED_AT_ONCE, KeptTable
@@ -702,17 +702,17 @@ def test_a_next_engine_writes_elsewhere_until_it_has_the_pages(memory: KeptMemor
     for tensor in of_second:
         tensor.zero_()
     assert [x.unique().tolist() for x in of_first] == [[1], [2], [3]]
-    sums = first.parts.blocks.sums([5, 6]).wait()
+    sums = first.records[Pool.BLOCKS].sums([5, 6]).wait()
     second.open(b"root", Ranks())
     assert [x.unique().tolist() for x in of_second] == [[1], [2], [3]]
     of_second[2][1, 6, 3, 1, 7] += 1
     assert of_second[2].unique().tolist() == [3, 4], "it is there, also for another stream"
-    assert [a == b for a, b in zip(second.parts.blocks.sums([5, 6]).wait(), sums, strict=True)] == [
+    assert [a == b for a, b in zip(second.records[Pool.BLOCKS].sums([5, 6]).wait(), sums, strict=True)] == [
         True,
         False,
     ]
-    second.parts.blocks.table[:4] = b"kept"
+    second.records[Pool.BLOCKS].table[:4] = b"kept"
     for root, table in ((b"root", b"kept"), (b"of another model", bytes(4))):
         third, _ = made()
         third.open(root, Ranks())
-        assert third.parts.blocks.table[:4] == table
+        assert third.records[Pool.BLOCKS].table[:4] == table

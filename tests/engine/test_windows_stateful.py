@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from baton.engine.api.pools import Pool
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
-from baton.engine.core.elastic import Kind, Move
+from baton.engine.core.elastic import Move
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.prefix_exchange import Import
 from baton.engine.core.window_blocks import WindowBlocks, WindowSpan
@@ -41,7 +42,7 @@ class WithWindows(Operations):
         for cells, unit, present in moves:
             self.done["moves"] += 1
             places = range(2 * unit, 2 * unit + 2)
-            if cells is Kind.BLOCKS:
+            if cells is Pool.BLOCKS:
                 used = set[int]().union(*(flight.blocks(self.block) for flight in self.flights))
             else:
                 for at in range(places.start * self.block, places.stop * self.block):

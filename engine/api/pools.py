@@ -1,7 +1,19 @@
-"""What records of kept memory need: room of their own, and sums over the memory that they are of."""
+"""The pools of a cache, and what records of their places need: room of their own, and sums over the memory
+that they are of."""
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
+
+
+class Pool(IntEnum):
+    """What a place has."""
+
+    BLOCKS = 0
+    SLOTS = 1
+    """States of a request, or a copy of them."""
+    WINDOWS = 2
+    """A block of layers with windows, if these have blocks of their own."""
 
 
 class Outcome(NamedTuple):
@@ -24,13 +36,3 @@ class RecordMemory(NamedTuple):
     table: memoryview
     """With room for a record of each place."""
     sums: Sums
-
-
-class KeptParts(NamedTuple):
-    """Of the records of all pools."""
-
-    blocks: RecordMemory
-    windows: RecordMemory | None
-    """Window blocks. None: all layers have the same blocks."""
-    slots: RecordMemory | None
-    """States. None: no layer has states."""
