@@ -1,13 +1,11 @@
 """What an engine gives back to its device for a while, such as for a trainer, and takes again."""
 
-from collections.abc import Collection, Mapping
-
-import torch
+from collections.abc import Collection
 
 from baton.engine.api.config import MemoryTag
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.execution.commands import Commands
-from baton.engine.execution.elastic_cache import Releasable
+from baton.engine.execution.rank_memory import RankMemory
 from baton.engine.step_loop import StepLoop
 from baton.vision.encoder import Encoder
 
@@ -22,14 +20,13 @@ class EngineMemory:
 
     def __init__(
         self,
-        memory: Mapping[MemoryTag, Releasable],
+        memory: RankMemory,
         lives: RequestLives,
         loop: StepLoop,
         followers: Commands | None,
         encoder: Encoder | None,
     ) -> None:
-        """`memory`: of `EngineConfig.enable_memory_saver`; else empty. `followers`: the other ranks.
-        `encoder`: of images. None: there is none."""
+        """`memory`: of this rank. `followers`: the other ranks. `encoder`: of images. None: there is none."""
         self.released: set[MemoryTag] = set()
         self.lost_weights = False
         self._memory = memory
@@ -37,8 +34,6 @@ class EngineMemory:
         self._loop = loop
         self._followers = followers
         self._encoder = encoder
-        self._lacking: set[MemoryTag] = set()
-        """What this rank has released. The others may lack it longer."""
 
     @property
     def is_whole(self) -> bool:
@@ -62,8 +57,6 @@ class EngineMemory:
         assert not self._loop.under_way, "a step touches the memory"
         if self._encoder is not None:
             self._encoder.give_back()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
         for tag in [tag for tag in tags if tag not in self.released]:
             if tag == "kv_cache":
                 assert not self.uses_kv(), "a request would lose its KV"
@@ -72,12 +65,9 @@ class EngineMemory:
             else:
                 self.lost_weights = True
             self.released.add(tag)
-            if tag not in self._lacking:
-                self._memory[tag].release()
-                self._lacking.add(tag)
+            self._memory.set(tag, release=True)
             if self._followers is not None:
                 self._followers.memory(tag, release=True)
-        torch.cuda.empty_cache()
 
     def resume(self, tags: Collection[MemoryTag]) -> None:
         """Takes this memory again. Raises `MemoryError` if a device has not as much; what came
@@ -85,7 +75,5 @@ class EngineMemory:
         for tag in [tag for tag in tags if tag in self.released]:
             if self._followers is not None:
                 self._followers.memory(tag, release=False)
-            if tag in self._lacking:
-                self._memory[tag].resume()
-                self._lacking.remove(tag)
+            self._memory.set(tag, release=False)
             self.released.remove(tag)

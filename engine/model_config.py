@@ -68,11 +68,23 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalRope:
-    """Layers whose rotary frequencies have another base (Gemma 3). They are not scaled."""
+class OtherAttention:
+    """Layers whose attention has another shape or rotation than that of the other layers: those with windows,
+    or those without. None: as the others. Rotary frequencies are not scaled."""
 
     layers: tuple[int, ...]
-    theta: float
+    rope_theta: float
+    rotary_dim: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+
+    def of_rank(self, ranks: int) -> "OtherAttention":
+        """The heads of one of `ranks` ranks."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        return replace(
+            self, num_heads=heads and heads // ranks, num_kv_heads=kv_heads and max(1, kv_heads // ranks)
+        )
 
 
 class Scoring(Enum):
@@ -288,18 +300,8 @@ class LatentConfig:
 class GemmaConfig:
     """What Gemma 4 has beside Gemma 3."""
 
-    wide_layers: tuple[int, ...]
-    """Those that attend to all tokens. They have heads of their own."""
-    head_dim: int
-    """Of these."""
-    num_kv_heads: int
-    """Of these."""
     k_is_v: bool
-    """Their values are their keys, before these are normalized and rotated."""
-    theta: float
-    """Of their rotation: pair i of a head turns by θ^(−2i / head_dim)."""
-    rotary_dim: int
-    """Dimensions of their heads that are rotated."""
+    """In `other_attention`, values are the keys, before these are normalized and rotated."""
     sources: tuple[int, ...]
     """Of each layer, the layer whose KV it reads."""
     double_wide: bool
@@ -322,21 +324,6 @@ class MiMoConfig:
     """Numbers of a value head. Query and key heads have `ModelConfig.head_dim`."""
     value_scale: float
     """Values are multiplied by it."""
-    local_kv_heads: int
-    """Of the layers with a window."""
-    rope: LocalRope
-    """Of the same layers."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepConfig:
-    """What Step-3.7 has beside a mixture of experts with windows, in the layers with a window."""
-
-    local_heads: int
-    """Query heads."""
-    local_rotary_dim: int
-    """As `ModelConfig.rotary_dim`."""
-    rope: LocalRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,16 +487,16 @@ class ModelConfig:
     """Dimensions of a head that are rotated. None: all; 0: attention has no positions (NoPE)."""
     multipliers: Multipliers | None = None
     """None: a model without them."""
-    local_rope: LocalRope | None = None
-    """None: all layers have the same frequencies."""
+    other_attention: OtherAttention | None = None
+    """None: all layers that attend have the same heads and frequencies."""
+    head_gates: bool = False
+    """Whether attention has a gate for each query head (Step-3.7)."""
     latent: LatentConfig | None = None
     """None: each KV head has its own keys and values. With latents, the model has one KV head, and `head_dim`
     is the size of what a token has in the cache."""
     gemma: GemmaConfig | None = None
     """None: a model of another family."""
     mimo: MiMoConfig | None = None
-    """None: a model of another family."""
-    step: StepConfig | None = None
     """None: a model of another family."""
     vision: VisionConfig | None = None
     """None: the model takes no images."""
@@ -534,19 +521,33 @@ class ModelConfig:
             return max(layer.head_dim for layer in self.modules.attention.values())
         if self.mimo is not None:
             return 1 << (self.head_dim - 1).bit_length()
-        if self.gemma is not None:  # of two sizes, the one that they refuse, if any
-            return max(self.head_dim, self.gemma.head_dim, key=lambda size: (size.bit_count() > 1, size))
-        if latent is None:
-            return self.head_dim
+        if latent is None:  # of two sizes, the one that they refuse, if any
+            sizes = [shape.head_dim for shape in self.shapes]
+            return max(sizes, key=lambda size: (size.bit_count() > 1, size))
         if any(size.bit_count() > 1 for size in (latent.rank, latent.rope_dim, latent.value_dim)):
             return self.head_dim  # which they refuse
         return latent.key_dim
 
-    def heads(self, layer: int, *, windowed: bool) -> int:
-        """Query heads of a layer, with a window or without."""
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """The shape with the heads and the rotation of this layer."""
+        other = self.other_attention
+        if other is None or layer not in other.layers:
+            return self
+        names = "num_heads", "num_kv_heads", "head_dim", "rotary_dim"
+        own: dict[str, Any] = {name: x for name in names if (x := getattr(other, name)) is not None}
+        return replace(self, rope_theta=other.rope_theta, rope_scaling=None, **own)
+
+    @property
+    def shapes(self) -> Sequence["ModelConfig"]:
+        """As `of_layer`: of most layers, and of `other_attention` if it has layers."""
+        other = self.other_attention
+        return [self] if other is None or not other.layers else [self, self.of_layer(other.layers[0])]
+
+    def heads(self, layer: int) -> int:
+        """Query heads of a layer."""
         if self.modules is not None:
             return self.modules.attention[layer].num_heads
-        return self.step.local_heads if self.step is not None and windowed else self.num_heads
+        return self.of_layer(layer).num_heads
 
     def check(self, source: str) -> None:
         """Raises `ValueError` naming `source`, the checkpoint, if this shape is not supported."""
@@ -559,12 +560,9 @@ class ModelConfig:
     @property
     def group_sizes(self) -> tuple[int, ...]:
         """Numbers of ranks over which the heads of attention and of state layers divide, ascending."""
-        state, gemma, mimo, step = self.state, self.gemma, self.mimo, self.step
-        heads = [(self.num_heads, self.num_kv_heads)]
+        state = self.state
+        heads = [(shape.num_heads, shape.num_kv_heads) for shape in self.shapes]
         heads += [] if state is None else [(state.num_heads, state.groups)]
-        heads += [] if gemma is None else [(self.num_heads, gemma.num_kv_heads)]
-        heads += [] if mimo is None else [(self.num_heads, mimo.local_kv_heads)]
-        heads += [] if step is None else [(step.local_heads, self.num_kv_heads)]
 
         def divides(ranks: int) -> bool:
             return all(
@@ -578,7 +576,7 @@ class ModelConfig:
         """The shape that one of `ranks` ranks computes with: its heads of attention and of state layers.
         Fewer KV heads than ranks are held by several ranks each, and so are fewer groups of a state layer.
         Raises `ValueError` if the heads do not divide so."""
-        state, gemma, mimo, step = self.state, self.gemma, self.mimo, self.step
+        state, other = self.state, self.other_attention
         if self.modules is not None and ranks > 1:
             raise ValueError(
                 f"--tensor-parallel-size {ranks}: modules of transformers compute {self.architecture}, on "
@@ -596,9 +594,7 @@ class ModelConfig:
             num_heads=self.num_heads // ranks,
             num_kv_heads=max(1, self.num_kv_heads // ranks),
             state=state and state.of_rank(ranks),
-            gemma=gemma and replace(gemma, num_kv_heads=max(1, gemma.num_kv_heads // ranks)),
-            mimo=mimo and replace(mimo, local_kv_heads=max(1, mimo.local_kv_heads // ranks)),
-            step=step and replace(step, local_heads=step.local_heads // ranks),
+            other_attention=other and other.of_rank(ranks),
         )
 
     def check_step(self, tokens: int, requests: int) -> None:
@@ -693,10 +689,6 @@ class ModelConfig:
         """Number of parameters with this many experts in each layer that has experts."""
         if self.modules is not None:
             return self.modules.parameters
-        if self.latent is not None:
-            attention = self.latent.parameters(self.hidden_size, self.num_heads)
-        else:
-            attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         dense, sparse, matrices = self.num_layers - len(self.without_mlp), 0.0, 2 if self.squared_relu else 3
         if self.experts is not None:
             dense -= len(self.experts.layers)
@@ -718,20 +710,21 @@ class ModelConfig:
         if self.latent is not None and (index := self.latent.index) is not None:
             indexed = self.num_layers - len(index.without)
             states += indexed * index.parameters(self.hidden_size, self.latent.query_rank or 0)
-        if (mimo := self.mimo) is not None:
-            sizes = self.hidden_size * (self.head_dim + mimo.value_dim)
-            attention = sizes * (self.num_heads + self.num_kv_heads)
-            states = len(mimo.rope.layers) * sizes * (mimo.local_kv_heads - self.num_kv_heads)
-        if (step := self.step) is not None:
-            wider = len(step.rope.layers) * (step.local_heads - self.num_heads)
-            states = self.hidden_size * (2 * self.head_dim * wider + wider + self.num_layers * self.num_heads)
+        attention = [self.of_layer(layer)._attention_parameters for layer in range(with_attention)]
         if (gemma := self.gemma) is not None:
-            states = self.layer_table_parameters + self.num_layers * gemma.layer_input * 3 * self.hidden_size
+            states += self.layer_table_parameters + self.num_layers * gemma.layer_input * 3 * self.hidden_size
             for layer, source in enumerate(gemma.sources):
-                wide, shared = layer in gemma.wide_layers, source != layer
-                of_wide, local = (gemma.head_dim, gemma.num_kv_heads), (self.head_dim, self.num_kv_heads)
-                head_dim, kv_heads = of_wide if wide else local
-                kept = 0 if shared else kv_heads * (1 if wide and gemma.k_is_v else 2)
-                states += self.hidden_size * head_dim * (2 * self.num_heads + kept) - attention
+                shape, shared = self.of_layer(layer), source != layer
+                lacking = 2 if shared else 1 if shape is not self and gemma.k_is_v else 0
+                states -= self.hidden_size * shape.head_dim * shape.num_kv_heads * lacking
                 states += mlp if shared and gemma.double_wide else 0
-        return with_attention * attention + states + dense * mlp + sparse + self.embedding_parameters
+        return sum(attention) + states + dense * mlp + sparse + self.embedding_parameters
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Of a layer of this shape."""
+        if self.latent is not None:
+            return self.latent.parameters(self.hidden_size, self.num_heads)
+        sizes = self.head_dim + (self.head_dim if self.mimo is None else self.mimo.value_dim)
+        gates = self.num_heads if self.head_gates else 0
+        return self.hidden_size * (sizes * (self.num_heads + self.num_kv_heads) + gates)

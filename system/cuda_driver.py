@@ -4,7 +4,7 @@ Calls are made with the context of the device, which torch has set for threads t
 """
 
 import ctypes
-from ctypes import byref, c_size_t, c_uint, c_ulonglong, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache
 
 HANDLE_BYTES = 64
@@ -24,8 +24,8 @@ def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     for name, *types in (
         ("cuInit", c_uint),
-        ("cuDeviceGet", c_void_p, ctypes.c_int),
-        ("cuDevicePrimaryCtxRetain", c_void_p, ctypes.c_int),
+        ("cuDeviceGet", c_void_p, c_int),
+        ("cuDevicePrimaryCtxRetain", c_void_p, c_int),
         ("cuCtxSetCurrent", c_void_p),
         ("cuMemAlloc_v2", c_void_p, c_size_t),
         ("cuMemsetD8_v2", c_ulonglong, ctypes.c_ubyte, c_size_t),
@@ -36,7 +36,19 @@ def _driver() -> ctypes.CDLL:
         ("cuIpcGetMemHandle", c_void_p, c_ulonglong),
         ("cuIpcOpenMemHandle_v2", c_void_p, _Handle, c_uint),
         ("cuIpcCloseMemHandle", c_ulonglong),
-        ("cuGetErrorName", ctypes.c_int, c_void_p),
+        ("cuDeviceGetAttribute", c_void_p, c_int, c_int),
+        ("cuMemGetAllocationGranularity", c_void_p, c_void_p, c_int),
+        ("cuMemAddressReserve", c_void_p, c_size_t, c_size_t, c_ulonglong, c_ulonglong),
+        ("cuMemAddressFree", c_ulonglong, c_size_t),
+        ("cuMemCreate", c_void_p, c_size_t, c_void_p, c_ulonglong),
+        ("cuMemRelease", c_ulonglong),
+        ("cuMemMap", c_ulonglong, c_size_t, c_size_t, c_ulonglong, c_ulonglong),
+        ("cuMemUnmap", c_ulonglong, c_size_t),
+        ("cuMemSetAccess", c_ulonglong, c_size_t, c_void_p, c_size_t),
+        ("cuMemExportToShareableHandle", c_void_p, c_ulonglong, c_int, c_ulonglong),
+        ("cuMemImportFromShareableHandle", c_void_p, c_void_p, c_int),
+        ("cuCtxSynchronize",),
+        ("cuGetErrorName", c_int, c_void_p),
     ):
         getattr(library, name).argtypes = types
     return library
@@ -53,7 +65,7 @@ def call(name: str, *args: object) -> None:
 @cache
 def _context(device: int) -> c_void_p:
     """The one that torch would use."""
-    number, context = ctypes.c_int(), c_void_p()
+    number, context = c_int(), c_void_p()
     call("cuInit", 0)
     call("cuDeviceGet", byref(number), device)
     call("cuDevicePrimaryCtxRetain", byref(context), number)

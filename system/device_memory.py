@@ -19,10 +19,12 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import byref, c_char_p, c_int, c_size_t, c_ulonglong, c_void_p
+from ctypes import byref, c_int, c_size_t, c_ulonglong, c_void_p
 from functools import cache
 from itertools import islice
 from typing import NamedTuple
+
+from baton.system.cuda_driver import CudaError, call
 
 MIB = 1 << 20
 MAPPINGS = 1 << 14
@@ -268,37 +270,13 @@ _MAPS_MEMORY, _EXPORTS_FILES = 102, 103
 """Attributes of a device."""
 
 
-@cache
-def _driver() -> ctypes.CDLL:
+def _call(name: str, *args: object) -> None:
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        call(name, *args)
     except OSError as error:
         raise MemoryError(f"CUDA's driver is not here: {error}") from None
-    for name, *types in (
-        ("cuDeviceGetAttribute", c_void_p, c_int, c_int),
-        ("cuMemGetAllocationGranularity", c_void_p, c_void_p, c_int),
-        ("cuMemAddressReserve", c_void_p, c_size_t, c_size_t, c_ulonglong, c_ulonglong),
-        ("cuMemAddressFree", c_ulonglong, c_size_t),
-        ("cuMemCreate", c_void_p, c_size_t, c_void_p, c_ulonglong),
-        ("cuMemRelease", c_ulonglong),
-        ("cuMemMap", c_ulonglong, c_size_t, c_size_t, c_ulonglong, c_ulonglong),
-        ("cuMemUnmap", c_ulonglong, c_size_t),
-        ("cuMemSetAccess", c_ulonglong, c_size_t, c_void_p, c_size_t),
-        ("cuMemExportToShareableHandle", c_void_p, c_ulonglong, c_int, c_ulonglong),
-        ("cuMemImportFromShareableHandle", c_void_p, c_void_p, c_int),
-        ("cuCtxSynchronize",),
-        ("cuGetErrorName", c_int, c_void_p),
-    ):
-        getattr(library, name).argtypes = types
-    return library
-
-
-def _call(name: str, *args: object) -> None:
-    error = getattr(_driver(), name)(*args)
-    if error:
-        text = c_char_p()
-        _driver().cuGetErrorName(error, byref(text))
-        raise MemoryError(f"{name}: {(text.value or b'unknown error').decode()}")
+    except CudaError as error:
+        raise MemoryError(str(error)) from None
 
 
 class CudaMemory(DeviceMemory):

@@ -21,9 +21,9 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from baton.engine.api.config import TierCells
+from baton.engine.api.request import CachedBlock
 from baton.engine.api.stats import OffloadStats
 from baton.engine.core.cells import Cells
 from baton.engine.core.link import Link
@@ -64,11 +64,6 @@ class CellCopy:
     epoch: int = 0  # of the cell of a copy out, when it began
 
 
-class HasTenant(Protocol):
-    @property
-    def tenant(self) -> bytes: ...
-
-
 class CellTiers:
     """The tiers of one pool, and what they share.
 
@@ -86,7 +81,7 @@ class CellTiers:
         pool: Cells[bytes],
         cell_tokens: int,
         places: Mapping[TierCells, int],
-        cached: Mapping[bytes, HasTenant],
+        cached: Mapping[bytes, CachedBlock],
         lost: list[bytes],
     ) -> None:
         """`places`: of each tier, for cells of this and of other kinds."""

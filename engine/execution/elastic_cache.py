@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,18 +34,6 @@ MOST_PAGES = 1 << 15
 """Of a GPU: creating and mapping a page takes some tens of microseconds."""
 ALIGNMENT = 512
 """Bytes. As the allocator of torch."""
-
-
-class Releasable(Protocol):
-    """Memory of a cache or of a model. A trainer on the same device may have it meanwhile. Kernels and graphs
-    see tensors whose addresses never change."""
-
-    def release(self) -> None:
-        """Gives all memory back, while nothing uses it."""
-
-    def resume(self) -> None:
-        """Has as much memory as before `release`, with undefined content. Raises `MemoryError`, and has none
-        then."""
 
 
 class PlaneSize(NamedTuple):

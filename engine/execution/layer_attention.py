@@ -59,9 +59,8 @@ def attention_shapes(
             source = cache[layer.source]
         if isinstance(source, AttentionCache) and source.kind == ATTENTION:
             assert isinstance(layer, AttentionCache | SharedCache), "the layer attends"
-            heads = config.heads(number, windowed=layer.span is not None)
             shapes[number] = AttentionShape(
-                layer.span, heads, source.num_kv_heads, source.head_dim, number in whole_layers
+                layer.span, config.heads(number), source.num_kv_heads, source.head_dim, number in whole_layers
             )
     return shapes
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from baton.engine.api.config import EngineConfig, MemoryTag
+from baton.engine.api.config import EngineConfig
 from baton.engine.execution.commands import Commands, Drop, Memory, Move, Replace, Sample, Stage
 from baton.engine.execution.cuda_ranks import CudaRanks
 from baton.engine.execution.graphs import LayerDone
@@ -59,7 +59,7 @@ class Follower:
         )
         self._runner = started.runner
         self._commands = commands(config, started, files)
-        self._memory, self._released = started.memory, set[MemoryTag]()
+        self._memory = started.memory
         self._weights = RankWeights(started.loaded, self._commands, ranks.rank)
 
     def run(self, layer_done: Callable[[Step], LayerDone]) -> None:
@@ -91,20 +91,12 @@ class Follower:
         self._runner.stop()
 
     def _set_memory(self, command: Memory) -> None:
-        """Rank 0 orders it while no step is under way. What is done already stays."""
-        reason, memory = "", self._memory[command.tag]
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        if command.release and command.tag not in self._released:
-            memory.release()
-            self._released.add(command.tag)
-            torch.cuda.empty_cache()
-        elif not command.release and command.tag in self._released:
-            try:
-                memory.resume()
-                self._released.remove(command.tag)
-            except MemoryError as error:
-                reason = str(error) or "no memory is left"
+        """Rank 0 orders it while no step is under way."""
+        reason = ""
+        try:
+            self._memory.set(command.tag, release=command.release)
+        except MemoryError as error:
+            reason = str(error) or "no memory is left"
         self._commands.answer(self.ranks.rank, command, reason)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from baton.engine.api.config import EngineConfig, MemoryTag, versioned
 from baton.engine.execution.cache_limits import CacheLimits, choose_limits, layer_caches
-from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan, Releasable, memory_of
+from baton.engine.execution.elastic_cache import ElasticCache, ElasticPlan, memory_of
 from baton.engine.execution.graphs import largest_graph
 from baton.engine.execution.image_encoder import rehearse
 from baton.engine.execution.kept_cache import (
@@ -34,6 +34,7 @@ from baton.engine.execution.kept_cache import (
 from baton.engine.execution.load_weights import load_weights
 from baton.engine.execution.memory_sizing import MemoryUse, PoolSize, memory_for, size_pool
 from baton.engine.execution.numerics import numerics_of
+from baton.engine.execution.rank_memory import RankMemory, Releasable
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.shared_weights import SharedWeights
 from baton.engine.execution.threads import set_threads
@@ -103,8 +104,8 @@ class Started:
     """Of a CPU, from which it learns what steps cost. Empty on a GPU."""
     kept: KeptCache | None
     """The memory of KV that outlives this engine. None: it ends with the engine."""
-    memory: Mapping[MemoryTag, Releasable]
-    """What can be given back to the device. Empty: nothing."""
+    memory: RankMemory
+    """What can be given back to the device."""
 
 
 def start_rank(
@@ -230,7 +231,7 @@ def start_rank(
         steps,
         cpu_steps,
         kept,
-        _releasable(config, {"kv_cache": memory, "weights": of_weights}),
+        RankMemory(_releasable(config, {"kv_cache": memory, "weights": of_weights})),
     )
 
 

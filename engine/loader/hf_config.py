@@ -10,7 +10,7 @@ from typing import Any
 from baton.engine.loader.families import FAMILIES, family_of, qwen3_vl
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.hybrid_config import with_dtype
-from baton.engine.loader.rope_config import local_rope, one_rope, rope_scaling, rope_theta, ropes, rotary_dim
+from baton.engine.loader.rope_config import one_rope, rope_scaling, rope_theta, ropes, rotary_dim
 from baton.engine.loader.settings import Settings, read_json
 from baton.engine.model_config import (
     ModelConfig,
@@ -55,7 +55,7 @@ def model_config_from_hf(
     key that is wrong or not supported."""
     architecture, settings = Settings(config, source).architecture, _settings_of_text(config, source)
     family = family_of(architecture, source)
-    rotation, local = ropes(settings)
+    rotation, _ = ropes(settings)
     for setting in _not_supported(settings, rotation, architecture, family):
         raise ValueError(f"{source}: {setting} is not supported")
     rope = Settings(rotation, source)
@@ -99,12 +99,12 @@ def model_config_from_hf(
         state=with_dtype(family.state(settings, norm_eps), settings) if family.state else None,
         rotary_dim=rotated,
         multipliers=_multipliers(settings, architecture, hidden_size, family),
-        local_rope=local_rope(settings, local, types) if architecture in GEMMA3 else None,
+        other_attention=family.other_attention(settings, types) if family.other_attention else None,
+        head_gates=family.head_gates,
         latent=latent,
         quantization=settings.get("quantization_config") or None,
         gemma=family.gemma(settings) if family.gemma else None,
         mimo=family.mimo(settings) if family.mimo else None,
-        step=family.step(settings) if family.step else None,
         vision=_vision(settings, rope, family, processor) if images else None,
         without_mlp=tuple(settings.integers("layers_without_mlp")),
         squared_relu=family.squared_relu,
@@ -294,7 +294,7 @@ def _not_supported(settings: Settings, rope: Any, architecture: str, family: Fam
                 yield name
     if settings.get(key) not in (None, activation):
         yield f"{key} {settings.get(key)!r}"
-    if settings.get("per_layer_config") and not (family.gemma or family.step):
+    if settings.get("per_layer_config") and not family.reads_layers:
         yield "per_layer_config"
     yield from family.not_supported(settings)
     if settings.get("mlp_bias"):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import LocalRope, LongRopeScaling, RopeScaling, YarnScaling
+from baton.engine.model_config import LongRopeScaling, OtherAttention, RopeScaling, YarnScaling
 
 OF_NO_SCALING = "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"
 """Settings of `rope_parameters` that say nothing about scaling."""
@@ -141,8 +141,9 @@ def rotary_dim(settings: Settings, rope: Settings, default: float, head_dim: int
     return rotated
 
 
-def local_rope(settings: Settings, local: Any, types: Sequence[str]) -> LocalRope:
-    """Of Gemma 3. `local`: from `ropes`. `types`: those of the layers."""
+def local_rope(settings: Settings, types: Sequence[str]) -> OtherAttention:
+    """Layers with a window that have a rotation of their own, as in Gemma 3. `types`: those of the layers."""
+    _, local = ropes(settings)
     whole = settings.get("rope_parameters")
     if isinstance(whole, Mapping) and whole and "full_attention" not in whole:  # transformers ignores them
         raise ValueError(
@@ -155,4 +156,4 @@ def local_rope(settings: Settings, local: Any, types: Sequence[str]) -> LocalRop
         )
     default = settings.number("rope_local_base_freq", 10000.0)
     theta = rope_theta(Settings(local, settings.source), default)
-    return LocalRope(tuple(i for i, kind in enumerate(types) if kind == "sliding_attention"), theta)
+    return OtherAttention(tuple(i for i, kind in enumerate(types) if kind == "sliding_attention"), theta)

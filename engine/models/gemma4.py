@@ -2,7 +2,6 @@
 last layers read the KV of earlier ones, and a layer may have an input of its own from the token.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ from baton.engine.kernels import HeadNorm
 from baton.engine.layers.mlp import GatedMLP
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.ranks import unsharded
-from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import GemmaConfig, ModelConfig
-from baton.engine.models.cache_spec import AttentionCache, CacheSpec, SharedCache
+from baton.engine.models.cache_spec import CacheSpec, SharedCache
 from baton.engine.models.llama import Attend, Gemma3, Llama, LlamaAttention
 
 MOST_IN_FLOAT32 = 256
@@ -96,29 +94,23 @@ class LayerInput:
         residual.add_(self.norm(self.project(gated)))
 
 
-class Gemma4(Llama):
-    norms = Gemma3.norms
-    gelu = True
-
+class Gemma4(Gemma3):
     @staticmethod
     def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
-        gemma = gemma_of(config)
         spans = config.spans or (None,) * config.num_layers
-        local = config.num_kv_heads, config.head_dim
-        caches: list[CacheSpec] = []
-        for layer, (source, span) in enumerate(zip(gemma.sources, spans, strict=True)):
-            heads = (gemma.num_kv_heads, gemma.head_dim) if layer in gemma.wide_layers else local
-            cache = AttentionCache(*heads, kv_dtype, span)
-            caches.append(cache if source == layer else SharedCache(source, span))
-        return tuple(caches)
+        return tuple(
+            cache if source == layer else SharedCache(source, spans[layer])
+            for layer, (source, cache) in enumerate(
+                zip(gemma_of(config).sources, Llama.cache_spec(config, dtype, kv_dtype), strict=True)
+            )
+        )
 
     @classmethod
     def mixer(cls, config: ModelConfig, weights: Weights, layer: int) -> Any:
-        gemma = gemma_of(config)
-        if wide := layer in gemma.wide_layers:
-            config = replace(config, head_dim=gemma.head_dim, num_kv_heads=gemma.num_kv_heads)
+        gemma, shape = gemma_of(config), config.of_layer(layer)
         name, shared = f"model.layers.{layer}.self_attn", gemma.sources[layer] != layer
-        return Gemma4Attention(config, weights, name, shared=shared, k_is_v=wide and gemma.k_is_v)
+        k_is_v = gemma.k_is_v and shape is not config
+        return Gemma4Attention(shape, weights, name, shared=shared, k_is_v=k_is_v)
 
     @classmethod
     def mlp(cls, config: ModelConfig, weights: Weights, layer: int) -> GatedMLP:
@@ -128,24 +120,15 @@ class Gemma4(Llama):
         return GatedMLP(config, weights, f"model.layers.{layer}.mlp", size, gelu=True)
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        gemma = gemma_of(config)
-        on_gpu, size = weights.device.type != "cpu", gemma.head_dim
+        gemma, other = gemma_of(config), config.other_attention
+        assert other is not None, "the loader sets it for this architecture"
+        on_gpu, size = weights.device.type != "cpu", other.head_dim or 0
         if on_gpu and weights.dtype is torch.float32 and size > MOST_IN_FLOAT32:
             raise ValueError(
                 f"{weights.source}: a GPU has no room to attend with heads of {size} in float32; use --dtype "
                 "bfloat16, or --device cpu"
             )
         super().__init__(config, weights)
-        assert self.embedding_scale is not None, "the loader sets the multipliers"
-        # The model was trained with a factor in its dtype.
-        self.embedding_scale = torch.tensor(self.embedding_scale, dtype=weights.dtype).item()
-        wide = replace(
-            config,
-            head_dim=gemma.head_dim,
-            rotary_dim=gemma.rotary_dim,
-            rope_theta=gemma.theta ** (gemma.rotary_dim / gemma.head_dim),
-        )
-        self.wide_rotary, self.wide_layers = Rotary(wide, weights), frozenset(gemma.wide_layers)
         names = [f"model.layers.{layer}" for layer in range(config.num_layers)]
         self.scalars = [weights.take(f"{name}.layer_scalar", (1,)) for name in names]
         self.inputs: LayerInputs | None = None
@@ -163,9 +146,9 @@ class Gemma4(Llama):
         residual, delta = self.embed(token_ids)
         assert delta is None, "the embedding is summed over ranks"
         inputs = self.layer_inputs(token_ids, residual)
-        local, wide = self.rotary.at(positions), self.wide_rotary.at(positions)
+        rotary = self.rotations(positions)
         for i, layer in enumerate(self.layers):
-            delta = layer(i, residual, None, wide if i in self.wide_layers else local, attend)
+            delta = layer(i, residual, None, rotary[i in self.other_layers], attend)
             assert isinstance(delta, Tensor), "the layer normalizes what it adds"
             residual.add_(delta)
             if inputs is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.layers.ranks import unsharded
-from baton.engine.layers.state_mixers import GatedDeltaMixer, Mamba2Mixer, Mix
+from baton.engine.layers.state_mixers import GatedDeltaMixer, Mamba2Mixer
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig, StateConfig
 from baton.engine.models.cache_spec import CacheSpec, StateCache
@@ -20,11 +20,6 @@ class Bamba(Llama):
 
     state_mixer: ClassVar[Callable[[ModelConfig, StateConfig, Weights, str], Any]] = Mamba2Mixer
     state_name: ClassVar[str] = "mamba"
-
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        super().__init__(config, weights)
-        assert config.state is not None, "the loader sets it for this architecture"
-        self.state_layers = frozenset(config.state.layers)
 
     @classmethod
     def cache_spec(
@@ -45,14 +40,6 @@ class Bamba(Llama):
         if state is None or layer not in state.layers:
             return super().mixer(config, weights, layer)
         return cls.state_mixer(config, state, weights, f"model.layers.{layer}.{cls.state_name}")
-
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, mix: Mix) -> Tensor:
-        residual, delta = self.embed(token_ids)
-        rotary = self.rotary.at(positions)
-        for i, layer in enumerate(self.layers):
-            caller = mix if i in self.state_layers else attend
-            delta = layer(i, residual, delta, rotary, caller)
-        return self.norm(residual, delta)
 
 
 class GraniteMoeHybrid(Bamba):

@@ -1,8 +1,7 @@
 """Llama (2, 3.x), models with its architecture (SmolLM2, Mistral, Phi-3), and those that differ in
 a few places."""
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -143,12 +142,16 @@ class Llama:
     @staticmethod
     def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
         spans = config.spans or (None,) * config.num_layers
-        return tuple(AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype, span) for span in spans)
+        shapes = map(config.of_layer, range(config.num_layers))
+        return tuple(
+            AttentionCache(shape.num_kv_heads, shape.head_dim, kv_dtype, span)
+            for shape, span in zip(shapes, spans, strict=True)
+        )
 
     @classmethod
     def mixer(cls, config: ModelConfig, weights: Weights, layer: int) -> Any:
         """The attention of a layer, or what takes its place."""
-        return cls.attention(config, weights, f"model.layers.{layer}.self_attn")
+        return cls.attention(config.of_layer(layer), weights, f"model.layers.{layer}.self_attn")
 
     @classmethod
     def mlp(cls, config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE | None:
@@ -176,7 +179,10 @@ class Llama:
         self.head = weights.part_built("head", OutputProjection(config, weights, self.embedding))
         factors = config.multipliers
         self.embedding_scale = factors.embedding / factors.residual if factors else None
-        self.rotary = Rotary(config, weights)
+        self.rotary, *self.other_rotary = (self.rotation(shape, weights) for shape in config.shapes)
+        other = config.other_attention
+        self.other_layers = frozenset(() if other is None else other.layers)
+        self.state_layers = frozenset(() if config.state is None else config.state.layers)
         self.layers = [
             weights.part_built(f"layers.{i}", self.layer(config, weights, i))
             for i in range(config.num_layers)
@@ -185,6 +191,15 @@ class Llama:
             weights, "model.norm", config.hidden_size, config.rms_norm_eps, summed=self.norms.summed
         )
 
+    @staticmethod
+    def rotation(config: ModelConfig, weights: Weights) -> Rotary:
+        """Of the layers with this shape."""
+        return Rotary(config, weights)
+
+    def rotations(self, positions: Tensor) -> list[Tensor]:
+        """As `Rotary.at`: of most layers, and of `other_layers` if there are some."""
+        return [rotary.at(positions) for rotary in (self.rotary, *self.other_rotary)]
+
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `Embedding`."""
         residual, delta = self.embedding(token_ids)
@@ -192,12 +207,14 @@ class Llama:
             (residual if delta is None else delta).mul_(self.embedding_scale)
         return residual, delta
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Returns the hidden states [tokens, hidden_size] of a step's tokens."""
+    def __call__(self, token_ids: Tensor, positions: Tensor, *callers: Any) -> Tensor:
+        """Returns the hidden states [tokens, hidden_size] of a step's tokens. `callers`: what layers attend
+        with, and what layers with states call."""
         residual, delta = self.embed(token_ids)
-        rotary = self.rotary.at(positions)
+        rotary = self.rotations(positions)
         for i, layer in enumerate(self.layers):
-            delta = layer(i, residual, delta, rotary, attend)
+            caller = callers[i in self.state_layers]
+            delta = layer(i, residual, delta, rotary[i in self.other_layers], caller)
         return self.norm(residual, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -256,22 +273,7 @@ class Qwen3(Llama):
     attention = Qwen3Attention
 
 
-class LocalRotation(Llama):
-    """The layers that attend within a window rotate with frequencies of their own."""
-
-    local_layers: Collection[int]
-    local_rotary: Rotary
-
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        of_local = self.local_rotary.at(positions)
-
-        def attend_in(layer: int, qkv: Tensor, rotary: Tensor, *others: Any) -> Tensor:
-            return attend(layer, qkv, of_local if layer in self.local_layers else rotary, *others)
-
-        return super().__call__(token_ids, positions, attend_in)
-
-
-class Gemma3(LocalRotation):
+class Gemma3(Llama):
     """Gemma 3, the text model: with RMSNorm of each query and key head, with norms after attention and after
     the MLP too, and with GeGLU."""
 
@@ -286,13 +288,9 @@ class Gemma3(LocalRotation):
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
-        local = config.local_rope
-        assert local is not None, "the loader sets it for this architecture"
         assert self.embedding_scale is not None, "the loader sets the multipliers"
         # The model was trained with a factor in its dtype.
         self.embedding_scale = torch.tensor(self.embedding_scale, dtype=weights.dtype).item()
-        self.local_layers = frozenset(local.layers)
-        self.local_rotary = Rotary(replace(config, rope_theta=local.theta, rope_scaling=None), weights)
 
 
 class Olmo2Attention(LlamaAttention):

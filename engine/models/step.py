@@ -1,15 +1,12 @@
 """Step-3.7, the text model: windows in most layers, with more query heads and another rotation there, a gate
 for each head of attention, and experts of which some layers bound their activations."""
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from baton.engine.layers.ranks import unsharded
-from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.weights import Weights
-from baton.engine.model_config import ModelConfig, StepConfig
-from baton.engine.models.llama import Attend, LocalRotation, Qwen3Attention
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.llama import Attend, Llama, Qwen3Attention
 
 
 class StepAttention(Qwen3Attention):
@@ -26,23 +23,5 @@ class StepAttention(Qwen3Attention):
         return self.out((out * projected[:, -heads:, None].sigmoid()).flatten(1))
 
 
-class Step(LocalRotation):
-    @classmethod
-    def mixer(cls, config: ModelConfig, weights: Weights, layer: int) -> StepAttention:
-        if layer in step_of(config).rope.layers:
-            config = replace(config, num_heads=step_of(config).local_heads)
-        return StepAttention(config, weights, f"model.layers.{layer}.self_attn")
-
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        super().__init__(config, weights)
-        step = step_of(config)
-        self.local_layers = frozenset(step.rope.layers)
-        local = replace(
-            config, rope_theta=step.rope.theta, rotary_dim=step.local_rotary_dim, rope_scaling=None
-        )
-        self.local_rotary = Rotary(local, weights)
-
-
-def step_of(config: ModelConfig) -> StepConfig:
-    assert config.step is not None, "the loader sets it for this architecture"
-    return config.step
+class Step(Llama):
+    attention = StepAttention

@@ -16,7 +16,7 @@ from baton.engine import EngineConfig
 from baton.engine.loader import check_model, choose_format
 from baton.engine.loader.hf import HFCheckpoint
 from baton.engine.loader.hf_config import model_config_from_hf, read_config
-from baton.engine.model_config import LocalRope, RopeScaling, Span
+from baton.engine.model_config import OtherAttention, RopeScaling, Span
 from baton.router.text.model_files import context_length
 from tests.engine.checkpoints import assert_refused, config_of, edited_copy, edited_tensors, is_refused, load
 from tests.engine.conftest import TinyOf, save_tiny
@@ -302,8 +302,8 @@ def test_published_checkpoints_of_step_have_other_words(tiny_of: TinyOf) -> None
         "attention_other_setting": {"num_attention_heads": 8},
     }
     assert model_config_from_hf({**config, "text_config": published}, {}, "a") == expected
-    assert expected.step is not None
-    assert (expected.step.local_heads, expected.step.local_rotary_dim, expected.rotary_dim) == (8, 16, 8)
+    local = expected.of_layer(1)
+    assert (local.num_heads, local.rotary_dim, expected.rotary_dim) == (8, 16, 8)
     assert expected.experts is not None
     assert expected.experts.limits == ((0.0, 0.0), (0.5, 0.0), (0.0, 0.7))
 
@@ -341,12 +341,11 @@ def test_published_checkpoints_of_mimo_have_other_words(tiny_of: TinyOf) -> None
         "topk_method": "noaux_tc",
     }
     assert model_config_from_hf(published, {}, "a") == expected
-    assert expected.mimo is not None
-    assert (expected.mimo.rope.layers, expected.mimo.rope.theta) == ((1, 2), 100.0)
+    assert expected.other_attention == OtherAttention((1, 2), 100.0, num_kv_heads=4)
     defaults = {**config, "layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 7}
     shape = model_config_from_hf(defaults, {}, "a")
-    assert shape.mimo is not None
-    assert shape.mimo.rope.layers == (1, 2, 3, 4, 6)
+    assert shape.other_attention is not None
+    assert shape.other_attention.layers == (1, 2, 3, 4, 6)
     assert shape.experts is not None
     assert shape.experts.layers == (1, 2, 3, 4, 5, 6)
 
@@ -389,7 +388,7 @@ def test_published_configurations_of_gemma3_leave_out_what_transformers_knows(tm
     assert model == model_config_from_hf({**whole, "architectures": published["architectures"]}, {}, "whole")
     assert (model.num_heads, model.num_kv_heads, model.head_dim, model.vocab_size) == (8, 4, 256, 262208)
     assert model.spans == (Span(1024),) * 5 + (None, Span(1024))
-    assert model.local_rope == LocalRope((0, 1, 2, 3, 4, 6), 1e4)
+    assert model.other_attention == OtherAttention((0, 1, 2, 3, 4, 6), 1e4)
     assert (model.rope_theta, model.rope_scaling) == (1e6, RopeScaling("linear", 8.0))
     assert model.tie_embeddings
     (tmp_path / "config.json").write_text(json.dumps(published))
@@ -480,9 +479,9 @@ def test_transformers_writes_the_layers_of_gemma4_that_differ(wide: int, tmp_pat
     assert written["per_layer_config"] == full
     check_model(EngineConfig(str(tmp_path)))
     others = {"global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True}
-    read = model_config_from_hf({**written, **others}, {}, "a").gemma
+    read = model_config_from_hf({**written, **others}, {}, "a").other_attention
     assert read is not None
-    assert (read.wide_layers, read.head_dim, read.num_kv_heads) == (tuple(range(1, 12, 2)), wide, 2)
+    assert (read.layers, read.head_dim, read.num_kv_heads) == (tuple(range(1, 12, 2)), wide, 2)
 
 
 def test_layers_that_differ_are_refused_where_no_model_class_reads_them(tiny_of: TinyOf) -> None:

@@ -299,7 +299,7 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads(
 ) -> None:
     now, pool = 0.0, BlockPool(1, BLOCK)
     [tier] = CellTiers(
-        pool, BLOCK, {TierCells(Tier.HOST, False): 8}, {b"a": SimpleNamespace(tenant=b"")}, []
+        pool, BLOCK, {TierCells(Tier.HOST, False): 8}, {b"a": CachedBlock(b"a", [], 0, b"", b"", [])}, []
     ).tiers
     monkeypatch.setattr(offload_tier, "time", SimpleNamespace(monotonic=lambda: now))
     assert tier.pays(1, 0.1), "nothing is known"

@@ -1,6 +1,6 @@
 """What Baton knows of the models of one architecture."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ from baton.engine.model_config import (
     GemmaConfig,
     LatentConfig,
     MiMoConfig,
+    OtherAttention,
     StateConfig,
-    StepConfig,
     VisionConfig,
 )
 from baton.engine.models.llama import Llama
@@ -47,8 +47,12 @@ class Family:
     """As in `ModelConfig`. None: a model of another family."""
     mimo: Callable[[Settings], MiMoConfig] | None = None
     """The same."""
-    step: Callable[[Settings], StepConfig] | None = None
-    """The same."""
+    other_attention: Callable[[Settings, Sequence[str]], OtherAttention] | None = None
+    """From all settings and the types of layers. None: all layers of such a model attend alike."""
+    head_gates: bool = False
+    """As in `ModelConfig`."""
+    reads_layers: bool = False
+    """Whether `per_layer_config` is read, or says what other settings say, too."""
     vision: Callable[[Settings, Settings, ImageSettings], VisionConfig] | None = None
     """How the model takes images, from all settings, those of the rotation, and those of the processor. None:
     no such model takes any."""

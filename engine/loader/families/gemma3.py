@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from baton.engine.loader.families.family import Family
 from baton.engine.loader.rearranged import Rearranged
+from baton.engine.loader.rope_config import local_rope
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import VisionConfig
 from baton.engine.models.vision import Gemma3WithImages
@@ -55,6 +56,7 @@ FAMILY = Family(
     model=Gemma3WithImages,
     checkpoint=Gemma3Checkpoint,
     settings=lambda settings: {**DEFAULTS, **settings.values},
+    other_attention=local_rope,
     vision=vision_config,
     needs_vision=False,
 )

@@ -15,7 +15,7 @@ from baton.engine.loader.families.gemma3 import tower_of
 from baton.engine.loader.rearranged import Piece, Rearranged
 from baton.engine.loader.rope_config import rope_theta, rotary_dim
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import GemmaConfig, VisionConfig
+from baton.engine.model_config import GemmaConfig, OtherAttention, VisionConfig
 from baton.engine.models.gemma4 import gemma_of
 from baton.engine.models.vision import Gemma4WithImages
 from baton.vision.images import ImageSettings
@@ -78,14 +78,12 @@ def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
     return {**fields, "rope_parameters": local, "wide_rope": full}
 
 
-def gemma_config(settings: Settings) -> GemmaConfig:
-    """Raises `ValueError` naming the key that is wrong or not supported."""
-    source, integer, types = settings.source, settings.integer, settings.get("layer_types")
-    count = integer("num_hidden_layers")
+def wide_attention(settings: Settings, types: Sequence[str]) -> OtherAttention:
+    """Of the layers that attend to all tokens. Raises as `gemma_config`."""
+    source, integer = settings.source, settings.integer
     wide = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
     head_dim, kv_heads = integer("global_head_dim", 512), integer("num_key_value_heads")
-    k_is_v = bool(settings.get("attention_k_eq_v", False))
-    if k_is_v and settings.get("num_global_key_value_heads") is not None:
+    if settings.get("attention_k_eq_v", False) and settings.get("num_global_key_value_heads") is not None:
         kv_heads = integer("num_global_key_value_heads")
     if "per_layer_config" in settings.values:  # how transformers 5 writes these; it then ignores the others
         shape = _wide_shape(settings, wide)
@@ -94,19 +92,23 @@ def gemma_config(settings: Settings) -> GemmaConfig:
     rope = Settings(settings.values["wide_rope"], source)
     if rope.get("rope_type", "proportional") != "proportional":
         raise ValueError(f"{source}: rope_type {rope.get('rope_type')!r} of full attention is not supported")
+    rotated = rotary_dim(Settings({}, source), rope, 0.25, head_dim)
+    # Pair i of a head turns by θ^(−2i / head_dim).
+    theta = rope_theta(rope, 1e6) ** (rotated / head_dim)
+    return OtherAttention(wide, theta, rotated, num_kv_heads=kv_heads, head_dim=head_dim)
+
+
+def gemma_config(settings: Settings) -> GemmaConfig:
+    """Raises `ValueError` naming the key that is wrong or not supported."""
+    source, integer = settings.source, settings.integer
     has_inputs = settings.get("hidden_size_per_layer_input", 256) not in (None, 0)
     size = integer("hidden_size_per_layer_input", 256) if has_inputs else 0
     vocabulary = integer("vocab_size_per_layer_input", 262144) if size else 262144
     if size and vocabulary < integer("vocab_size"):
         raise ValueError(f"{source}: vocab_size_per_layer_input {vocabulary} is less than vocab_size")
     return GemmaConfig(
-        wide,
-        head_dim,
-        kv_heads,
-        k_is_v,
-        rope_theta(rope, 1e6),
-        rotary_dim(Settings({}, source), rope, 0.25, head_dim),
-        _sources(settings, types, count),
+        bool(settings.get("attention_k_eq_v", False)),
+        _sources(settings, settings.get("layer_types"), integer("num_hidden_layers")),
         bool(settings.get("use_double_wide_mlp", False)),
         size,
         vocabulary,
@@ -172,6 +174,8 @@ FAMILY = Family(
     checkpoint=Gemma4Checkpoint,
     settings=in_words_of_others,
     gemma=gemma_config,
+    other_attention=wide_attention,
+    reads_layers=True,
     vision=vision_config,
     needs_vision=False,
     not_supported=not_supported,

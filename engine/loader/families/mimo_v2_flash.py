@@ -1,7 +1,7 @@
 """MiMo-V2-Flash: windows of 128 tokens with sinks in most layers, which have other KV heads and rotate with
 other frequencies than the rest. Values have fewer numbers than keys."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,9 +17,9 @@ from baton.engine.loader.latent_config import latent_experts
 from baton.engine.loader.rearranged import FP8_FORMS, Piece, Rearranged, in_heads
 from baton.engine.loader.rope_config import local_rope, ropes
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import MiMoConfig, ModelConfig
-from baton.engine.models.cache_spec import AttentionCache, CacheSpec
-from baton.engine.models.llama import Attend, LlamaAttention, LocalRotation
+from baton.engine.model_config import MiMoConfig, ModelConfig, OtherAttention
+from baton.engine.models.cache_spec import CacheSpec
+from baton.engine.models.llama import Attend, Llama, LlamaAttention
 
 KINDS = ("full_attention", "sliding_attention")
 ROTATED = 0.334
@@ -53,28 +53,19 @@ class MiMoAttention(LlamaAttention):
         return self.out(out[..., : self.value_dim].flatten(1))
 
 
-class MiMo(LocalRotation):
+class MiMo(Llama):
     @staticmethod
     def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
-        spans, local = config.spans or (None,) * config.num_layers, mimo_of(config)
-        heads = [config.num_kv_heads, local.local_kv_heads]
-        return tuple(
-            AttentionCache(heads[layer in local.rope.layers], config.kernel_head_dim, kv_dtype, span)
-            for layer, span in enumerate(spans)
-        )
+        return Llama.cache_spec(replace(config, head_dim=config.kernel_head_dim), dtype, kv_dtype)
 
     @classmethod
     def mixer(cls, config: ModelConfig, weights: Weights, layer: int) -> MiMoAttention:
-        mimo = mimo_of(config)
-        if is_local := layer in mimo.rope.layers:
-            config = replace(config, num_kv_heads=mimo.local_kv_heads)
-        return MiMoAttention(config, weights, f"model.layers.{layer}.self_attn", sinks=is_local)
+        shape, name = config.of_layer(layer), f"model.layers.{layer}.self_attn"
+        return MiMoAttention(shape, weights, name, sinks=shape is not config)
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        super().__init__(config, weights)
-        padded, rope = replace(config, head_dim=config.kernel_head_dim), mimo_of(config).rope
-        self.rotary, self.local_layers = Rotary(padded, weights), frozenset(rope.layers)
-        self.local_rotary = Rotary(replace(padded, rope_theta=rope.theta, rope_scaling=None), weights)
+    @staticmethod
+    def rotation(config: ModelConfig, weights: Weights) -> Rotary:
+        return Rotary(replace(config, head_dim=config.kernel_head_dim), weights)
 
 
 class MiMoCheckpoint(Rearranged):
@@ -83,9 +74,10 @@ class MiMoCheckpoint(Rearranged):
     left_out = "model.mtp."
 
     def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
-        words, mimo = name.split("."), mimo_of(self.config)
-        if words[-2:-1] == ["k_proj"] and words[2].isdecimal() and int(words[2]) in mimo.rope.layers:
-            rows = torch.arange(mimo.local_kv_heads * self.config.head_dim)
+        words = name.split(".")
+        if words[-2:-1] == ["k_proj"] and words[2].isdecimal():
+            shape = self.config.of_layer(int(words[2]))
+            rows = torch.arange(shape.num_kv_heads * shape.head_dim)
             yield from self._by_rows(stored, {name: in_heads(rows, self._order)})
         else:
             yield from super()._split(name, stored)
@@ -117,18 +109,23 @@ def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
     return fields
 
 
+def local_attention(settings: Settings, types: Sequence[str]) -> OtherAttention:
+    """Raises as `mimo_config`."""
+    kv_heads = settings.integer("swa_num_key_value_heads", 2 * settings.integer("num_key_value_heads"))
+    return replace(local_rope(settings, types), num_kv_heads=kv_heads)
+
+
 def mimo_config(settings: Settings) -> MiMoConfig:
     """Raises `ValueError` naming the key that is wrong or not supported."""
-    integer, source, types = settings.integer, settings.source, settings.get("layer_types")
+    integer, source = settings.integer, settings.source
     heads, size, values = integer("num_attention_heads"), integer("head_dim"), integer("v_head_dim")
     local = integer("swa_num_key_value_heads", 2 * integer("num_key_value_heads"))
     rope, of_local = ropes(settings)
-    local_rotation = local_rope(settings, of_local, types)
     if rope.get("partial_rotary_factor", ROTATED) != of_local.get("partial_rotary_factor", ROTATED):
         raise ValueError(f"{source}: partial_rotary_factor must be the same in all layers")
     if heads % local or values > size or size % 2:
         raise ValueError(f"{source}: {heads} heads of {size} with values of {values} on {local} is no shape")
-    return MiMoConfig(values, settings.number("attention_value_scale", 1.0), local, local_rotation)
+    return MiMoConfig(values, settings.number("attention_value_scale", 1.0))
 
 
 def not_supported(settings: Settings) -> Iterator[str]:
@@ -146,5 +143,6 @@ FAMILY = Family(
     rotated=ROTATED,
     experts=lambda settings: replace(latent_experts(settings, first_dense=1), shared_intermediate_size=0),
     mimo=mimo_config,
+    other_attention=local_attention,
     not_supported=not_supported,
 )

@@ -1,6 +1,7 @@
 """Checkpoints of Step-3.7, and their settings: of the text model."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,8 +12,8 @@ from baton.engine.loader.latent_config import layers_with_experts
 from baton.engine.loader.rearranged import Piece, Rearranged, in_heads, rotated_first
 from baton.engine.loader.rope_config import local_rope, ropes, rotary_dim
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import ExpertsConfig, Scoring, StepConfig
-from baton.engine.models.step import Step, step_of
+from baton.engine.model_config import ExpertsConfig, OtherAttention, Scoring
+from baton.engine.models.step import Step
 
 WORDS = {
     "num_key_value_heads": "num_attention_groups",
@@ -36,22 +37,22 @@ class StepCheckpoint(Rearranged):
     adds_one = True
 
     def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
-        config, step, words = self.config, step_of(self.config), name.split(".")
+        words = name.split(".")
         layer = int(words[2]) if words[:2] == ["model", "layers"] else 0
-        if layer >= config.num_layers:
+        if layer >= self.config.num_layers:
             return
-        is_local, part = layer in step.rope.layers, words[-2] if len(words) > 1 else ""
+        config, part = self.config.of_layer(layer), words[-2] if len(words) > 1 else ""
         if part.endswith("_proj") and words[-3] == "experts":
             before = ".".join(words[:-2])
             one = [f"{before}.{{}}.{part}.weight"]
             yield from self._by_expert(stored, self._files.shape(stored), one, self._read_expert)
             return
-        heads = {"q": step.local_heads if is_local else config.num_heads, "k": config.num_kv_heads}
+        heads = {"q": config.num_heads, "k": config.num_kv_heads}
         if part in ("q_proj", "k_proj", "q_norm", "k_norm"):
-            rotated = step.local_rotary_dim if is_local else config.rotary_dim
-            assert rotated is not None, "the loader sets it for this architecture"
+            assert config.rotary_dim is not None, "the loader sets it for this architecture"
             rows = torch.arange(config.head_dim * (heads[part[0]] if part.endswith("proj") else 1))
-            yield from self._by_rows(stored, {name: in_heads(rows, rotated_first(config.head_dim, rotated))})
+            order = rotated_first(config.head_dim, config.rotary_dim)
+            yield from self._by_rows(stored, {name: in_heads(rows, order)})
         else:
             shape = self._files.shape(stored)
             yield name, Piece(stored, shape, lambda parts: self._files.read(stored, parts))
@@ -84,21 +85,21 @@ def in_words_of_others(settings: Settings) -> Mapping[str, Any]:
     return fields
 
 
-def step_config(settings: Settings) -> StepConfig:
+def local_attention(settings: Settings, types: Sequence[str]) -> OtherAttention:
     """Raises `ValueError` naming the key that is wrong or not supported."""
-    local, heads = ropes(settings)[1], settings.integer("num_attention_heads")
+    heads = settings.integer("num_attention_heads")
     local_heads = settings.integer("num_sliding_attention_heads", heads)
     if local_heads % settings.integer("num_key_value_heads"):
         raise ValueError(
             f"{settings.source}: num_sliding_attention_heads {local_heads} do not share KV heads"
         )
-    rope = local_rope(settings, local, settings.values["layer_types"])
-    turned = rotary_dim(Settings({}, ""), Settings(local, settings.source), 1.0, settings.integer("head_dim"))
-    return StepConfig(local_heads, turned, rope)
+    rope, local = local_rope(settings, types), Settings(ropes(settings)[1], settings.source)
+    turned = rotary_dim(Settings({}, ""), local, 1.0, settings.integer("head_dim"))
+    return replace(rope, num_heads=local_heads, rotary_dim=turned)
 
 
 def experts(settings: Settings) -> ExpertsConfig:
-    """Raises as `step_config`."""
+    """Raises as `local_attention`."""
     layers = layers_with_experts(settings, first_dense=3)
     of_experts, of_shared = (_limits(settings, name, layers) for name in LISTS[2:])
     return experts_config(
@@ -134,7 +135,9 @@ FAMILY = Family(
     settings=in_words_of_others,
     rotated=1.0,
     experts=experts,
-    step=step_config,
+    other_attention=local_attention,
+    head_gates=True,
+    reads_layers=True,
     further="",
     not_supported=not_supported,
 )
