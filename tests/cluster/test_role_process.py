@@ -84,13 +84,6 @@ async def test_a_role_that_crashed_waits_before_its_next_start(start: Start, clo
     await until(process, lambda s: s.phase == "starting")
 
 
-@pytest.mark.all
-async def test_a_crash_loop_is_told(start: Start) -> None:
-    process = start(MISBEHAVIOUR="crash")
-    state = await until(process, lambda s: s.crash_loop)
-    assert state.restarts == 5
-
-
 async def test_a_crash_at_start_is_no_crash_loop(start: Start, tmp_path: Path) -> None:
     process = start(MISBEHAVIOUR="crash", GOOD_AFTER=str(tmp_path / "mark"))
     state = (await until_ready(process)).state
@@ -102,14 +95,6 @@ async def test_an_invalid_line_on_the_ready_pipe_ends_only_the_role(start: Start
     process = start(MISBEHAVIOUR="garbage")
     state = await until(process, lambda s: s.phase == "waiting")
     assert "invalid line to its ready pipe" in state.error
-
-
-async def test_stop_ends_it_without_a_restart(start: Start) -> None:
-    process = start()
-    state = await until_ready(process)
-    await process.stop(signal.SIGTERM, WITHIN)
-    assert process.state.phase == "stopped"
-    assert gone(state.pid)
 
 
 @pytest.mark.parametrize(("stage", "error"), [("ready", "was killed by SIGABRT"), ("loading weights", "")])

@@ -21,7 +21,7 @@ from baton.cluster.supervision.supervisor import Supervisor
 from baton.processes.restarts import Phase, RestartPolicy
 from tests.within import WITHIN, eventually, within
 
-from .conftest import FAKE, AnyRole, Up, gone, until_ready, up
+from .conftest import FAKE, AnyRole, Up, until_ready, up
 
 
 def spec(role: RoleName, index: int = 0, **environment: str) -> RoleSpec:
@@ -88,10 +88,6 @@ async def running(tmp_path: Path) -> AsyncIterator[Cluster]:
     await cluster.running
 
 
-async def test_the_router_is_told_of_every_ready_worker(running: Cluster) -> None:
-    assert running.listed() == set(running.supervisor.worker_addresses())
-
-
 async def test_a_dead_worker_leaves_the_file_and_comes_back_with_its_new_address(running: Cluster) -> None:
     before = running.listed()
     victim = running.member("decode 1")
@@ -151,22 +147,6 @@ async def test_a_crash_loop_is_told_with_its_reason_while_the_others_serve(
     running.supervisor.resize("prefill", 1)
     await eventually(lambda: running.names() == ["prefill 0", "decode 0", "decode 1", "router 0"])
     assert running.listed() == before, "a worker that does not serve goes first"
-
-
-@pytest.mark.all
-async def test_a_pool_grows_and_shrinks(running: Cluster) -> None:
-    running.supervisor.resize("decode", 4)
-    await eventually(lambda: len(running.listed()) == 5)
-    assert running.names()[-2:] == ["decode 2", "decode 3"]
-    leaving = running.member("decode 3")
-    running.supervisor.resize("decode", 3)
-    await eventually(lambda: "decode 3" not in running.names())
-    assert gone(leaving.pid)
-    assert len(running.listed()) == 4
-    assert ("decode 3", "stopped") in running.events
-    running.supervisor.resize("decode", 4)
-    await eventually(lambda: len(running.listed()) == 5)
-    assert running.member("decode 3").said["incarnation"] != leaving.said["incarnation"]
 
 
 async def test_a_leaving_worker_is_off_the_list_before_it_is_stopped(tmp_path: Path) -> None:

@@ -84,22 +84,6 @@ async def test_streams_go_on_and_answers_are_of_the_new_weights(trained: Trained
 
 
 @pytest.mark.long
-async def test_a_trainer_calls_the_router_and_answers_name_its_version(trained: Trained) -> None:
-    url, headers = trained.cluster.url, {"Authorization": "Bearer trainer"}
-    update = {"model_path": str(trained.after), "weight_version": "7"}
-    async with new_session() as http:
-        async with http.get(url + "/get_world_size", headers=headers) as response:
-            assert await response.json() == {"world_size": 2}
-        async with http.post(url + "/update_weights_from_disk", json=update, headers=headers) as response:
-            answer = await response.json()
-            assert response.status == 200, answer
-        version = answer["weight_version"]
-        assert version.startswith("7-")
-        async with http.post(url + "/v1/completions", json={"prompt": "Hello", "max_tokens": 4}) as response:
-            assert (await response.json())["usage"]["weights_version"] == {"first": version, "last": version}
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("clear_cache", ["true", "false"])
 async def test_frozen_streams_go_on_with_new_weights_and_later_ones_have_nothing_of_the_old(
     trained: Trained, clear_cache: str
