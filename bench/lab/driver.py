@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from baton.bench.lab.harness.hosts import NoHosts
 from baton.bench.report import Report, gpus
 from baton.cluster.gpus import visible_gpus
 
@@ -162,7 +163,11 @@ class Bench:
         run.command = shlex.join(["python", "-m", f"baton.bench.{self.name}", *words])
         with tempfile.TemporaryDirectory(prefix=f"baton-{self.name}-") as directory:
             run.directory = Path(directory)
-            self.measure(run)
+            try:
+                self.measure(run)
+            except NoHosts as error:
+                print(error, file=sys.stderr)
+                sys.exit(EXIT_CANNOT_MEASURE)
         return run.finish() or EXIT_FAILED * run.failed
 
     def run(self, args: argparse.Namespace) -> Run:

@@ -26,14 +26,13 @@ import numpy as np
 import torch
 
 from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run, in_turns
-from baton.bench.lab.shapes import SEEING, SHAPES, write_shape
+from baton.bench.lab.shapes import SEEING_ON, SHAPES, write_shape
 from baton.bench.report import Row
 from baton.engine.execution.image_encoder import tower_graphs
 from baton.engine.loader.hf_config import read_config
 from baton.vision.tower import Tower
 from baton.vision.turns import Turns
 
-SHAPE = {"cpu": "small-qwen3-vl", "cuda": SEEING}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 REPLAYED_ON = ("cuda",)
 WARM = 3
@@ -124,9 +123,7 @@ BENCH = Bench(
     measure,
     __doc__,
     options=(
-        Option(
-            "--model-shape", default={"cpu": "small-qwen3-vl", "cuda": SEEING}, choices=SHAPES, metavar="NAME"
-        ),
+        Option("--model-shape", default=SEEING_ON, choices=SHAPES, metavar="NAME"),
         Option("--pixels", "of the image", {"cpu": "320x240", "cuda": "1920x1080"}, metavar="WIDTHxHEIGHT"),
         Option("--images", default=20, short=MIN_PAIRS),
     ),

@@ -63,12 +63,11 @@ from baton.bench.lab.driver import Bench, Option, Run, parameters_of
 from baton.bench.lab.harness.sides import SERVE, SIDE, Side, in_order, started, two_sides
 from baton.bench.lab.harness.streams import Case, Stream, new_session, post
 from baton.bench.lab.harness.workers import samples
-from baton.bench.lab.shapes import SEEING, SHAPES, write_shape
+from baton.bench.lab.shapes import SEEING_ON, SHAPES, write_shape
 from baton.bench.load.target.tokenization import WORDS
 from baton.bench.report import Row, paired_ratio
 from baton.steps.quantiles import percentile
 
-SHAPE = {"cpu": "small-qwen3-vl", "cuda": SEEING}
 TEXT_TOKENS = 200
 IMAGES = 4
 """Of a request of the highest rate."""
@@ -511,7 +510,7 @@ BENCH = Bench(
     __doc__,
     options=(
         SIDE,
-        Option("--model-shape", "{model}", SHAPE, choices=SHAPES, metavar="NAME"),
+        Option("--model-shape", "{model}", SEEING_ON, choices=SHAPES, metavar="NAME"),
         Option("--pixels", "of an image", {"cpu": "320x240", "cuda": "1920x1080"}, metavar="WIDTHxHEIGHT"),
         Option("--at-once", "images", "32", metavar="N,…"),
         Option("--ttft", "of p99", 2000.0, metavar="MS"),

@@ -29,9 +29,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.bench.lab.driver import EXIT_CANNOT_MEASURE, LOGS, Bench, Option, Run
+from baton.bench.lab.driver import LOGS, Bench, Option, Run
 from baton.bench.lab.harness.cluster import LocalCluster, served, status
-from baton.bench.lab.harness.hosts import Hosts, NoHosts
+from baton.bench.lab.harness.hosts import Hosts
 from baton.bench.lab.harness.streams import Case, Stream, new_session, read, with_ends
 from baton.bench.lab.shapes import DENSE
 from baton.bench.report import Row
@@ -175,12 +175,7 @@ def half(run: Run, network: Hosts) -> None:
 
 
 def measure(run: Run) -> None:
-    try:
-        network = Hosts(2)
-    except NoHosts as e:
-        print(e, file=sys.stderr)
-        sys.exit(EXIT_CANNOT_MEASURE)
-    with network:
+    with Hosts(2) as network:
         (table if run.args.gbps else half)(run, network)
 
 

@@ -30,6 +30,8 @@ WINDOWED = GPT_OSS, GEMMA
 
 SEEING = "qwen3-vl-8b"
 """A model that takes images."""
+SEEING_ON = {"cpu": "small-qwen3-vl", "cuda": SEEING}
+"""By device, what benches of images measure by default."""
 
 SHAPES: dict[str, dict[str, Any]] = MODELS | {
     file.stem: json.loads(file.read_text()) for file in sorted(Path(__file__).with_name("models").iterdir())

@@ -19,7 +19,7 @@ from baton.bench.load.traffic.client import ClientConfig
 from baton.bench.load.traffic.dataset import read_dataset
 from baton.bench.load.traffic.fleet import Harvest
 from baton.bench.load.traffic.trace import read_trace, spread, trace_sessions, until
-from baton.bench.load.traffic.workload import Dataset, Listed, Synthetic, Workload
+from baton.bench.load.traffic.workload import Listed, Synthetic, Workload
 from baton.bench.report import Report, Row
 from baton.system.words import counted
 
@@ -131,7 +131,7 @@ def client_of(
 ) -> ClientConfig:
     """What one client does for the whole run. A run without any bound gets the default duration; a trace ends
     by itself."""
-    most = len(workload.sessions) if isinstance(workload, Dataset) else workload.count
+    most = len(workload.sessions) if isinstance(workload, Listed) else None
     bounds = [n for n in (options.requests, most) if n is not None]
     closed = options.rate is None and workload.count is None
     return ClientConfig(
@@ -228,9 +228,9 @@ async def workload_of(options: Options, tokenization: Tokenization) -> Workload:
             if (asked := options.output_distribution).kind != "fixed":
                 raise ValueError(f"--output-len {asked}: with --dataset give a number.")
             length = round(asked.least)
-        return Dataset(
-            await asyncio.to_thread(read_dataset, options.dataset, first=options.requests, output_len=length)
-        )
+        first = options.requests
+        read = await asyncio.to_thread(read_dataset, options.dataset, first=first, output_len=length)
+        return Listed(read, timed=False)
     if options.trace is not None:
         lines = await asyncio.to_thread(read_trace, options.trace)
         arriving = lines if options.clumps else spread(lines)
@@ -269,9 +269,8 @@ def _check_lengths(options: Options, workload: Workload, max_model_len: int | No
     """Raises ValueError before the run if the server would refuse some requests as too long."""
     if max_model_len is None:
         return
-    count = min(workload.count or _CHECKED_SESSIONS, options.requests or sys.maxsize)
-    if isinstance(workload, Dataset):
-        count = min(count, len(workload.sessions))
+    most = len(workload.sessions) if isinstance(workload, Listed) else _CHECKED_SESSIONS
+    count = min(most, options.requests or sys.maxsize)
     # The last turn has the history before it.
     lengths = [
         sum(turn.input_tokens + turn.output_tokens for turn in workload.session(i).turns)

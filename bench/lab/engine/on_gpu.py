@@ -168,22 +168,22 @@ SPARSE_CASES = {
     )
     for form, of_latents in LATENT_CASES.items()
 }
+CASES: Mapping[str, Mapping[str | None, Case]] = {
+    **{shape: {None: HYBRID_CASE} for shape in HYBRIDS},
+    **{shape: {None: WINDOWED_CASE} for shape in WINDOWED},
+    SEEING: {None: SEEING_CASE},
+    LATENT: LATENT_CASES,
+    SPARSE: SPARSE_CASES,
+    MOE: MOE_CASES,
+}
+"""By shape and --quantization. The dense shape has cases of its own."""
 
 
 def case_of(args: argparse.Namespace) -> Case | None:
     """None if the shape is not measured in this format."""
-    if args.model_shape in HYBRIDS:
-        return None if args.quantization or args.kv_cache_dtype else HYBRID_CASE
-    if args.model_shape in WINDOWED:
-        return None if args.quantization or args.kv_cache_dtype else WINDOWED_CASE
-    if args.model_shape == SEEING:
-        return None if args.quantization or args.kv_cache_dtype else SEEING_CASE
-    if args.model_shape in (LATENT, SPARSE):
-        cases = SPARSE_CASES if args.model_shape == SPARSE else LATENT_CASES
-        return None if args.kv_cache_dtype else cases.get(args.quantization)
-    if args.model_shape == MOE:
-        return None if args.kv_cache_dtype else MOE_CASES.get(args.quantization)
-    return DENSE_CASES.get((args.quantization, args.kv_cache_dtype))
+    if args.model_shape == DENSE:
+        return DENSE_CASES.get((args.quantization, args.kv_cache_dtype))
+    return None if args.kv_cache_dtype else CASES[args.model_shape].get(args.quantization)
 
 
 def measure(run: Run) -> None:

@@ -32,8 +32,8 @@ from functools import partial
 
 import torch
 
-from baton.bench.lab.driver import EXIT_CANNOT_MEASURE, Bench, Option, Run, in_turns
-from baton.bench.lab.harness.hosts import Hosts, NoHosts
+from baton.bench.lab.driver import Bench, Option, Run, in_turns
+from baton.bench.lab.harness.hosts import Hosts
 from baton.bench.lab.kv import exported
 from baton.bench.lab.kv.pair import BLOCK, Pair, Settings
 from baton.bench.lab.kv.raw_sockets import MIB, RawPair
@@ -109,12 +109,7 @@ def without_sockets(run: Run, variant: str, settings: Settings) -> None:
 
 
 def over_links(run: Run, settings: Settings) -> None:
-    try:
-        network = Hosts(2, cards=2)
-    except NoHosts as e:
-        print(e, file=sys.stderr)
-        sys.exit(EXIT_CANNOT_MEASURE)
-    with network, network.hosts[1].inside():
+    with Hosts(2, cards=2) as network, network.hosts[1].inside():
         sender, here = network.hosts
         with (
             closing(RawPair(settings.lanes, sender, here.address)) as raw,

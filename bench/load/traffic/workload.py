@@ -1,9 +1,9 @@
 """What is sent and when: pure functions of a specification and a seed.
 
 Sessions of one or more turns follow from their index. `Synthetic` draws them from distributions. `Listed`
-holds the requests of a trace, `Dataset` those of a file with texts. `Arrivals` has the times of an open loop.
-Every client process computes the same sessions and times, and takes its share of them. A closed loop has no
-times: a user starts its next session when the last one ended.
+holds those of a trace or of a file with texts. `Arrivals` has the times of an open loop. Every client process
+computes the same sessions and times, and takes its share of them. A closed loop has no times: a user starts
+its next session when the last one ended.
 """
 
 import itertools
@@ -213,34 +213,21 @@ class Synthetic(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listed(msgspec.Struct, frozen=True, tag=True):
-    """Sessions of one turn. Each is sent once, at its `at`."""
+    """The sessions of a file, each sent once: at its `at` if they are `timed`, else when the load says."""
 
     sessions: tuple[Session, ...]
+    timed: bool = True
 
     @property
     def keeps_sessions(self) -> bool:
-        return any(session.bound is not None for session in self.sessions)
+        return any(session.bound is not None or len(session.turns) > 1 for session in self.sessions)
 
     @property
-    def count(self) -> int:
-        return len(self.sessions)
+    def count(self) -> int | None:
+        return len(self.sessions) if self.timed else None
 
     def session(self, index: int) -> Session:
         return self.sessions[index]
 
 
-class Dataset(msgspec.Struct, frozen=True, tag=True):
-    """The sessions of a file. The load decides when each is sent, and how many of them."""
-
-    count: ClassVar[None] = None
-    sessions: tuple[Session, ...]
-
-    @property
-    def keeps_sessions(self) -> bool:
-        return any(len(session.turns) > 1 for session in self.sessions)
-
-    def session(self, index: int) -> Session:
-        return self.sessions[index]
-
-
-Workload = Synthetic | Listed | Dataset
+Workload = Synthetic | Listed
