@@ -25,28 +25,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from baton.bench.lab.driver import Run
+from baton.bench.lab.harness.changes import beside, tell
 from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle, served
-from baton.bench.lab.harness.streams import (
-    Case,
-    Stream,
-    Verdict,
-    answers,
-    expected,
-    judge,
-    leaked,
-    new_session,
-    read,
-    until,
-    worded,
-    zeros,
-)
+from baton.bench.lab.harness.streams import Case, Stream, Verdict, answers, expected, judge, worded
 from baton.bench.lab.shapes import DENSE, SHAPES
 from baton.bench.load.target.tokenization import Segment
 from baton.bench.report import Row
@@ -61,9 +48,7 @@ from baton.weights import Memory, Spent, Weights
 STREAMS, AT_ONCE = 8, 48
 ANSWER = {"cpu": 32, "cuda": 250}
 LONG_ANSWER = {"cpu": 6000, "cuda": 7000}
-"""Tokens, at most, of the streams that run while weights change. Another one follows a stream that ends."""
-BEGUN, GONE_ON = 4, 32
-"""Tokens that each of them has then, and those that it still gets after the change."""
+"""Tokens, at most, of the streams that run while weights change."""
 MEMORY_LOOK_S = 0.005
 KINDS = {"cpu": ("float32",), "cuda": ("bf16", "fp8")}
 """What workers compute with; the first one is that of the tensors."""
@@ -161,39 +146,15 @@ async def change(
     *,
     keep_kv: bool,
 ) -> Change:
-    device = "cuda" if next(iter(state.values())).is_cuda else "cpu"
-    streams, over = list[Stream](), asyncio.Event()
-    async with new_session() as http:
-
-        async def one_after_another(case: Case) -> None:
-            while not over.is_set() and not any(stream.error or stream.cut for stream in streams):
-                streams.append(stream := Stream(case))
-                await read(http, cluster.url, case, into=stream)
-
-        long = [replace(case, max_tokens=LONG_ANSWER[device]) for case in cases[:STREAMS]]
-        reading = [asyncio.create_task(one_after_another(case)) for case in long]
-
-        def begun() -> bool:
-            assert not any(stream.error or stream.cut for stream in streams), "before the change"
-            return len(streams) >= len(long) and all(len(stream.token_ids) >= BEGUN for stream in streams)
-
-        await until(begun, reading)
+    async def update() -> float:
         with memory.looked_at():
             began = time.monotonic()
             await asyncio.to_thread(weights.update, state, keep_kv=keep_kv)
-            end = time.monotonic()
-        over.set()
-        running = [(stream, len(stream.token_ids)) for stream in streams if not stream.ended]
-        await until(
-            lambda: all(s.ended or len(s.token_ids) >= count + GONE_ON for s, count in running), reading
-        )
-        for task in reading:
-            task.cancel()
-        for ended in await asyncio.gather(*reading, return_exceptions=True):
-            if isinstance(ended, BaseException) and not isinstance(ended, asyncio.CancelledError):
-                raise ended
-    gaps = (b - a for stream in streams for a, b in pairwise(stream.arrivals) if b > began)
-    return Change(streams, max(gaps, default=0.0), end - began, weights.spent)
+            return time.monotonic() - began
+
+    longest = LONG_ANSWER["cuda" if next(iter(state.values())).is_cuda else "cpu"]
+    seconds, streams, gap = await beside(cluster.url, cases[:STREAMS], longest, update)
+    return Change(streams, gap, seconds, weights.spent)
 
 
 def measure(run: Run) -> None:
@@ -244,15 +205,11 @@ def _measure(kind: str, run: Run) -> None:
         leaks = leaks_when_idle(cluster.url)
     run.detail |= {f"{label}.leaks": leaks, "tokens": len(requests) * ANSWER[run.device]}
     ran = [stream for each in results for stream in each.streams]
-    failed = sum(bool(stream.error) or stream.cut for stream in ran)
-    failed += sum(s.finish_reason is not None and len(s.token_ids) < s.case.max_tokens for s in ran)
-    failed += sum(each.failed for each in verdicts)
-    different = sum(each.different + each.lost_or_repeated for each in verdicts)
     if run.on_gpus:
         nbytes = 2 * max(each.spent.nbytes for each in results)
         to = {"ratio": memories.beyond / nbytes, "ratio_to": "weights", "goal": 0.1}
         run.add(Row(f"{label}.memory", memories.beyond / 1e9, "GB", **to))
-    zeros(run, label, different=(different, "tokens"), failed=(failed, "answers"), leaked=leaked(leaks))
+    tell(run, label, ran, verdicts, leaks)
 
 
 def _tell(run: Run, label: str, done: Change, memory: Memory) -> None:

@@ -7,7 +7,7 @@ prompts are sent again.
     different    tokens, of answers that begin after a change, which differ from those of a cluster that
                  started with the same weights, and has no prefix cache
     failed       answers that ended too soon, or with an error
-    gap          the longest gap of a running stream around a change; …_kept: in a pause that keeps its KV
+    gap          the longest gap of a stream since a change began; …_kept: in a pause that keeps its KV
     pause        how long no worker served
     read         how long a worker read and checked weights, beside its steps
 
@@ -17,30 +17,16 @@ With `--trainer` a trainer in another process gives the weights (`bench.trainer`
 import asyncio
 import shutil
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import baton.bench.lab.trainer as trainer
 from baton.bench.lab.driver import Bench, Option, Run
+from baton.bench.lab.harness.changes import beside, tell
 from baton.bench.lab.harness.cluster import LocalCluster, leaks_when_idle, served
-from baton.bench.lab.harness.streams import (
-    Case,
-    Stream,
-    Verdict,
-    answers,
-    cases,
-    expected,
-    judge,
-    leaked,
-    new_session,
-    read,
-    until,
-    zeros,
-)
+from baton.bench.lab.harness.streams import Case, Stream, Verdict, answers, cases, expected, judge
 from baton.cluster.model import embedded_path
 from baton.engine.gguf_header import GGUFHeader
 from baton.rpc.pause import workers_at
@@ -48,8 +34,6 @@ from baton.rpc.weights import Replaced, named, replace_weights
 
 ANSWER, LONG_ANSWER = 64, 256
 """Tokens of an answer after a change, and of one that runs while weights change."""
-BEGUN = 4
-"""Tokens that each stream has when weights change."""
 ON_CPU = ("--dtype", "float32", "--advanced.num-blocks", "1200")
 NAMED = ("--served-model-name", "embedded")
 SWAPPED = "blk.0.ffn_up.weight", "blk.1.ffn_up.weight"
@@ -72,17 +56,14 @@ def changed(source: Path, target: Path) -> Path:
     return target
 
 
-async def change(
-    cluster: LocalCluster, path: Path, version: str, *, keeps_kv: bool
-) -> tuple[Replaced, float]:
-    """Also returns the time.monotonic() at which all workers had the weights, and no token of them."""
+async def change(cluster: LocalCluster, path: Path, version: str, *, keeps_kv: bool) -> Replaced:
     addresses = [worker.lives[-1]["address"] for worker in cluster.workers]
     weights, secret = named(str(path), version), cluster.secret.encode()
     if not keeps_kv:
-        return await replace_weights(addresses, weights, secret, None), time.monotonic()
+        return await replace_weights(addresses, weights, secret, None)
     async with workers_at(addresses, secret, None) as workers:
         await workers.pause("keep", 600, keep_kv=True)
-        done = await replace_weights(addresses, weights, secret, None), time.monotonic()
+        done = await replace_weights(addresses, weights, secret, None)
         await workers.resume()
     return done
 
@@ -106,21 +87,12 @@ class Changes:
         for number in range(changes):
             path, expected_answers = right[number % 2]
             keeps_kv = number % 4 >= 2 if changes > 2 else number % 2 == 1
-            streams = [Stream(replace(case, max_tokens=LONG_ANSWER)) for case in requests]
-            async with new_session() as http:
-                reading = [asyncio.create_task(read(http, cluster.url, s.case, into=s)) for s in streams]
-
-                def begun(streams: Sequence[Stream] = streams) -> bool:
-                    assert not any(stream.error or stream.cut for stream in streams), "before the change"
-                    return all(len(stream.token_ids) >= BEGUN for stream in streams)
-
-                await until(begun, reading)
-                done, moment = await change(cluster, path, f"bench-{number}", keeps_kv=keeps_kv)
-                self.replaced.append(done)
-                await asyncio.gather(*reading)
-            later = await answers(cluster.url, requests, len(requests))
+            making = partial(change, cluster, path, f"bench-{number}", keeps_kv=keeps_kv)
+            done, streams, gap = await beside(cluster.url, requests, LONG_ANSWER, making)
+            self.replaced.append(done)
             self.running += streams
-            self.gaps[keeps_kv].append(max(stream.gap_around(moment) or 0.0 for stream in streams))
+            self.gaps[keeps_kv].append(gap)
+            later = await answers(cluster.url, requests, len(requests))
             self.verdicts.append(judge(later, expected_answers))
 
 
@@ -141,12 +113,7 @@ def measure(run: Run) -> None:
         asyncio.run(changes.make(cluster, right, run.args.changes))
         leaks = leaks_when_idle(cluster.url)
     run.detail = {"leaks": leaks}
-    failed = sum(stream.failed or len(stream.token_ids) != LONG_ANSWER for stream in changes.running)
-    failed += sum(each.failed for each in changes.verdicts)
-    different = sum(each.different + each.lost_or_repeated for each in changes.verdicts)
-    zeros(
-        run, "weights.cpu", different=(different, "tokens"), failed=(failed, "answers"), leaked=leaked(leaks)
-    )
+    tell(run, "weights.cpu", changes.running, changes.verdicts, leaks)
     for name, gaps in (("gap", changes.gaps[False]), ("gap_kept", changes.gaps[True])):
         if gaps:
             run.add_median(f"weights.cpu.{name}", gaps, "s")

@@ -387,6 +387,24 @@ def batch(first: int, count: int, tokens: int) -> list[EngineRequest]:
     ]
 
 
+def run_at_once(
+    engine: Engine, plain: Engine, requests: list[EngineRequest], begun: Callable[[], None] = lambda: None
+) -> None:
+    """All have room at the same time, and the tokens that `plain` gives. Then the pool is whole. `begun` is
+    called when all have begun."""
+    total, found = engine.blocks_free, dict[bytes, list[int]]()
+    for request in requests:
+        assert engine.start(request) is not None, "there is room for all at the same time"
+        found[request.id] = []
+    begun()
+    while engine.loop.has_work:
+        for output in engine.loop.step().outputs:
+            found[output.id].append(output.token)
+    assert [*found.values()] == tokens_of(plain, requests)
+    engine.assert_whole()
+    assert engine.blocks_free == total
+
+
 def fitting(budget: Budget, blocks: int) -> int:
     """Requests with so many blocks and a slot that would fit a pool which is split for them."""
     stats = budget.stats
@@ -408,15 +426,7 @@ def test_short_requests_then_long_ones_then_short_ones(path: Path, tiny_engine: 
     long = int(0.9 * fitting(budget, -(-LONG // engine.block_size)))
     assert 4 < long < SEATS
     for requests in (batch(100, SEATS, SHORT), batch(200, long, LONG), batch(300, SEATS, SHORT)):
-        found: dict[bytes, list[int]] = {request.id: [] for request in requests}
-        for request in requests:
-            assert engine.start(request) is not None, "there is room for all at the same time"
-        while engine.loop.has_work:
-            for output in engine.loop.step().outputs:
-                found[output.id].append(output.token)
-        assert [*found.values()] == tokens_of(plain, requests)
-        engine.assert_whole()
-        assert engine.blocks_free == total
+        run_at_once(engine, plain, requests)
     assert engine.stats().preemptions == 0
     assert budget.stats.moved_bytes > 200_000
     assert addresses == [x.data_ptr() for x in of_slots(engine)]
@@ -440,16 +450,7 @@ def test_windows_get_what_requests_need(
     addresses = [x.data_ptr() for layer in engine.caches for x in layer]
     fewest, found_windows = pool.windows.present, []
     for requests in (batch(100, SEATS, SHORT), batch(200, 6, LONG), batch(300, SEATS, SHORT)):
-        found: dict[bytes, list[int]] = {request.id: [] for request in requests}
-        for request in requests:
-            assert engine.start(request) is not None, "there is room for all at the same time"
-        found_windows.append(pool.windows.present)
-        while engine.loop.has_work:
-            for output in engine.loop.step().outputs:
-                found[output.id].append(output.token)
-        assert [*found.values()] == tokens_of(plain, requests)
-        engine.assert_whole()
-        assert engine.blocks_free == total
+        run_at_once(engine, plain, requests, begun=lambda: found_windows.append(pool.windows.present))
     assert fewest < found_windows[0] < found_windows[1], "both found fewer than they needed"
     assert pool.windows.present > found_windows[1], "the last ones had as many window blocks as blocks"
     assert engine.stats().preemptions == 0

@@ -57,12 +57,9 @@ def test_fp8_weights_and_activations(
     if not on_gpu:
         monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     engine = engine_of(quantization="fp8", device=DEVICE, dtype="bfloat16" if on_gpu else "float32")
-    exact = quality(reference, reference)
     # On a GPU: cuBLAS, then the kernel for few rows.
     for chunk in (640, 48) if on_gpu else (640,):
-        found = quality(logits(engine, chunk), reference)
-        assert found.perplexity <= 1.02 * exact.perplexity
-        assert found.equal >= 0.92
+        assert_close(logits(engine, chunk), reference, 1.02, 0.92)
 
 
 @pytest.mark.long
@@ -77,9 +74,14 @@ def test_int4_weights_rounded_on_load(
     engine = engine_of(quantization="int4", device=DEVICE, dtype="bfloat16" if on_gpu else "float32")
     # On a GPU: products in FP8, the kernel for few rows, and the one for up to 2 rows.
     for chunk, decoded in ((640, 0), (48, 64), (24, 0)) if on_gpu else ((640, 0),):
-        found = quality(logits(engine, chunk, decoded), reference)
-        assert found.perplexity <= 1.09 * quality(reference, reference).perplexity
-        assert found.equal >= 0.8
+        assert_close(logits(engine, chunk, decoded), reference, 1.09, 0.8)
+
+
+def assert_close(found: Tensor, reference: Tensor, perplexity: float, equal: float) -> None:
+    """`perplexity`: at most so many times that of the reference. `equal`: share of its greedy tokens."""
+    measured = quality(found, reference)
+    assert measured.perplexity <= perplexity * quality(reference, reference).perplexity
+    assert measured.equal >= equal
 
 
 def output_in_fp8(self: Int4OnLoad, weights: Weights, stack: Stack, embedding: Tensor) -> LinearMethod:
@@ -89,15 +91,13 @@ def output_in_fp8(self: Int4OnLoad, weights: Weights, stack: Stack, embedding: T
 @pytest.mark.long
 def test_packed_weights(engine_of: Callable[..., Engine], short_reference: Tensor) -> None:
     """The default on a CPU. The end of the text is decoded, which has kernels of its own."""
-    found = quality(logits(engine_of(dtype="auto", device="cpu"), decoded=24, stop=SHORT), short_reference)
-    assert found.perplexity <= 1.01 * quality(short_reference, short_reference).perplexity
-    assert found.equal >= 0.94
+    assert_close(
+        logits(engine_of(dtype="auto", device="cpu"), decoded=24, stop=SHORT), short_reference, 1.01, 0.94
+    )
 
 
 def test_kv_in_fp8(engine_of: Callable[..., Engine], short_reference: Tensor) -> None:
-    found = quality(logits(engine_of(kv_cache_dtype="fp8"), SHORT // 2, stop=SHORT), short_reference)
-    assert found.perplexity <= 1.02 * quality(short_reference, short_reference).perplexity
-    assert found.equal >= 0.94
+    assert_close(logits(engine_of(kv_cache_dtype="fp8"), SHORT // 2, stop=SHORT), short_reference, 1.02, 0.94)
 
 
 @pytest.mark.gpu
@@ -105,9 +105,7 @@ def test_kv_in_fp8_on_a_gpu(engine_of: Callable[..., Engine], reference: Tensor)
     """Prompts, then decodes."""
     engine = engine_of(dtype="bfloat16", quantization="none", kv_cache_dtype="fp8", device=DEVICE)
     for decoded in (0, 160):
-        found = quality(logits(engine, decoded=decoded), reference)
-        assert found.perplexity <= 1.02 * quality(reference, reference).perplexity
-        assert found.equal >= 0.92
+        assert_close(logits(engine, decoded=decoded), reference, 1.02, 0.92)
 
 
 @pytest.mark.long
@@ -128,9 +126,7 @@ def test_kv_that_is_converted(
             here.scales.copy_(rows.scales.view(exact.shape[:-1]).transpose(2, 3))
         else:
             here.copy_(exact)
-    found = quality(torch.cat((first, logits(target, first=half))), reference)
-    assert found.perplexity <= 1.02 * quality(reference, reference).perplexity
-    assert found.equal >= 0.94
+    assert_close(torch.cat((first, logits(target, first=half))), reference, 1.02, 0.94)
 
 
 @pytest.mark.gpu
@@ -138,6 +134,4 @@ def test_packed_weights_on_a_gpu(engine_of: Callable[..., Engine], reference: Te
     """The default from Hopper on. More than 32 rows multiply in FP8, so they have the bounds of FP8."""
     engine = engine_of(dtype="auto", device=DEVICE)
     for chunk, perplexity, equal in ((640, 1.02, 0.92), (48, 1.02, 0.92), (24, 1.01, 0.94)):
-        found = quality(logits(engine, chunk), reference)
-        assert found.perplexity <= perplexity * quality(reference, reference).perplexity
-        assert found.equal >= equal
+        assert_close(logits(engine, chunk), reference, perplexity, equal)
