@@ -168,13 +168,13 @@ SPARSE_CASES = {
     )
     for form, of_latents in LATENT_CASES.items()
 }
-CASES: Mapping[str, Mapping[str | None, Case]] = {
-    **{shape: {None: HYBRID_CASE} for shape in HYBRIDS},
-    **{shape: {None: WINDOWED_CASE} for shape in WINDOWED},
-    SEEING: {None: SEEING_CASE},
-    LATENT: LATENT_CASES,
-    SPARSE: SPARSE_CASES,
-    MOE: MOE_CASES,
+CASES: Mapping[tuple[str, str | None], Case] = {
+    **{(shape, None): HYBRID_CASE for shape in HYBRIDS},
+    **{(shape, None): WINDOWED_CASE for shape in WINDOWED},
+    (SEEING, None): SEEING_CASE,
+    **{(LATENT, form): case for form, case in LATENT_CASES.items()},
+    **{(SPARSE, form): case for form, case in SPARSE_CASES.items()},
+    **{(MOE, form): case for form, case in MOE_CASES.items()},
 }
 """By shape and --quantization. The dense shape has cases of its own."""
 
@@ -183,7 +183,7 @@ def case_of(args: argparse.Namespace) -> Case | None:
     """None if the shape is not measured in this format."""
     if args.model_shape == DENSE:
         return DENSE_CASES.get((args.quantization, args.kv_cache_dtype))
-    return None if args.kv_cache_dtype else CASES[args.model_shape].get(args.quantization)
+    return None if args.kv_cache_dtype else CASES.get((args.model_shape, args.quantization))
 
 
 def measure(run: Run) -> None:
