@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from baton.bench.lab.harness.hosts import NoHosts
 from baton.bench.report import Report, gpus
 from baton.cluster.gpus import visible_gpus
 
@@ -29,6 +28,10 @@ MIN_PAIRS = 5
 DEVICES = ("cpu", "cuda")
 _NOT_REPORTED = ("json", "logs", "reports")
 """Arguments that decide nothing of what is measured."""
+
+
+class CannotMeasure(Exception):
+    """This machine lacks what a bench needs. The text says what."""
 
 
 @dataclass(slots=True)
@@ -165,7 +168,7 @@ class Bench:
             run.directory = Path(directory)
             try:
                 self.measure(run)
-            except NoHosts as error:
+            except CannotMeasure as error:
                 print(error, file=sys.stderr)
                 sys.exit(EXIT_CANNOT_MEASURE)
         return run.finish() or EXIT_FAILED * run.failed

@@ -18,11 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+from baton.bench.lab.driver import CannotMeasure
+
 CLONE_NEWNET = 0x40000000  # linux/sched.h; the os module has it from Python 3.12 on
 
 
-class NoHosts(Exception):
-    """This machine cannot make hosts. The text says what it lacks. A command prints it and ends with 2."""
+class NoHosts(CannotMeasure):
+    """This machine cannot make hosts. The text says what it lacks."""
 
 
 def _run(*command: str) -> None:
