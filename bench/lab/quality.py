@@ -14,11 +14,14 @@ the same tokens:
 `….max` is the largest of all tokens.
 
     float32    the dtype of transformers
-    killed     the same, while the engine of the decode worker is killed in the middle of the answers
-    drafts     the same with drafts by lookup
+    bfloat16   the default on a GPU
+    killed     while the engine of the decode worker is killed in the middle of the answers
+    drafts     with drafts by lookup
     fp8_kv     KV in 8 bits on both workers
     fp8        weights of 8 bits, the rest in bfloat16
     int4       weights of 4 bits, the rest in bfloat16
+
+What has no dtype here is in float32 on CPUs, and in bfloat16 on GPUs. Transformers computes on the CPU.
 
 `--tasks FILE` takes other questions, a line of JSON each: {"query": …, "choices": […], "gold": index}.
 lm-eval makes the same three of a multiple-choice task. A query and a choice are put together as they are.
@@ -36,7 +39,7 @@ import aiohttp
 import numpy as np
 import torch
 
-from baton.bench.lab.driver import Bench, Option, Run
+from baton.bench.lab.driver import LOGS, Bench, Option, Run
 from baton.bench.lab.harness.cluster import LocalCluster, served
 from baton.bench.lab.harness.streams import Case, Stream, greedy, new_session, read, until
 from baton.bench.report import Row
@@ -47,13 +50,25 @@ from baton.system.lines import bounded_lines
 
 TASKS = Path(__file__).with_name("quality_tasks.jsonl")
 SIMPLE = ("--advanced.num-blocks", "600", "--no-enable-prefix-caching")
-FORMS: dict[str, tuple[str, ...]] = {
-    "float32": ("--dtype", "float32"),
-    "killed": ("--dtype", "float32"),
-    "drafts": ("--dtype", "float32", "--speculative-config", '{"method": "ngram"}'),
-    "fp8_kv": ("--dtype", "float32", "--kv-cache-dtype", "fp8"),
-    "fp8": ("--dtype", "bfloat16", "--quantization", "fp8"),
-    "int4": ("--dtype", "bfloat16", "--quantization", "int4"),
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+"""By device, of forms that name none."""
+
+
+class Form(NamedTuple):
+    """`flags`: of both workers."""
+
+    flags: tuple[str, ...] = ()
+    dtype: str | None = None
+
+
+FORMS = {
+    "float32": Form(dtype="float32"),
+    "bfloat16": Form(dtype="bfloat16"),
+    "killed": Form(),
+    "drafts": Form(("--speculative-config", '{"method": "ngram"}')),
+    "fp8_kv": Form(("--kv-cache-dtype", "fp8")),
+    "fp8": Form(("--quantization", "fp8"), dtype="bfloat16"),
+    "int4": Form(("--quantization", "int4"), dtype="bfloat16"),
 }
 STATEMENTS, KL_ANSWERS = 3, 8
 ALTERNATIVES = 20
@@ -189,7 +204,7 @@ def measure(run: Run) -> None:
         name = path.name.removesuffix(".gguf") if run.args.model else EMBEDDED_NAME
         reference = Reference(path)
         tasks = questions(run.args.tasks or TASKS, reference.tokenizer.encode, 6 if run.short else None)
-        for form in [run.args.only] if run.args.only else FORMS:
+        for form in run.args.only or FORMS:
             compare(run, form, f"quality.{name}.{form}".lower(), path, tasks, reference)
 
 
@@ -199,9 +214,9 @@ def compare(
     """`name`: of the rows."""
     fixed = fixed_answers(tasks, reference.tokenizer.encode)
     patient = ("--advanced.worker-wait", str(WAIT_SECONDS), "--request-timeout", str(WAIT_SECONDS))
-    with served(
-        run, *SIMPLE, model=str(path), on_cpu=FORMS[form], name=name, router_flags=patient
-    ) as cluster:
+    flags, dtype = FORMS[form]
+    flags = (*SIMPLE, *flags, "--dtype", dtype or DTYPES[run.device])
+    with served(run, *flags, model=str(path), on_cpu=(), name=name, router_flags=patient) as cluster:
         streams = asyncio.run(answered(cluster, fixed, kill=form == "killed"))
         answers = [
             ([*question.query, *stream.token_ids], len(question.query))
@@ -240,9 +255,9 @@ BENCH = Bench(
             metavar="PATH",
         ),
         Option("--tasks", "questions (default: 48 of its own)", type=Path, metavar="FILE"),
-        Option("--only", "this form of serving", choices=FORMS),
+        Option("--only", "this form of serving; may be repeated", action="append", choices=FORMS),
+        LOGS,
     ),
-    devices=("cpu",),
 )
 
 if __name__ == "__main__":

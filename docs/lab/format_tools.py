@@ -375,6 +375,10 @@ TORCHAO: dict[str, Write] = {
 # ModelOpt
 
 
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+"""The values of its codes without a sign."""
+
+
 def optimized(config: str) -> Write:
     def write(plain: Path, folder: Path) -> None:
         import modelopt.torch.quantization as mtq
@@ -387,11 +391,22 @@ def optimized(config: str) -> Write:
         from safetensors.torch import load_file
 
         stored = load_file(folder / "model.safetensors")
-        scales = {n.removesuffix("_scale"): t for n, t in stored.items() if n.endswith(".weight_scale")}
-        values = {n.removesuffix(".weight"): stored[n].float() * scale for n, scale in scales.items()}
-        save_exact(plain, folder, values if config == "FP8_DEFAULT_CFG" else {})
+        names = [name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")]
+        values = {} if config == "INT4_AWQ_CFG" else {name: scaled(stored, name) for name in names}
+        save_exact(plain, folder, values)
 
     return write
+
+
+def scaled(stored: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The values of a matrix of FP8 or NVFP4 times their scales."""
+    weight, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"].float()
+    if weight.dtype != torch.uint8:
+        return weight.float() * scale
+    codes = torch.stack((weight & 15, weight >> 4), -1).flatten(1).long()
+    values = FP4[codes & 7] * (1 - 2.0 * (codes >> 3))
+    scales = (scale * stored[f"{name}.weight_scale_2"]).repeat_interleave(16, 1)
+    return values * scales
 
 
 MODELOPT: dict[str, Write] = {

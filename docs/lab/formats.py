@@ -185,7 +185,7 @@ def rows(tool: str, at: Path, plain_model: Path) -> Iterator[Row]:
     log = at / "log"
     with log.open("w") as file:
         if missing:
-            subprocess.run(command, check=True, env=variables, stdout=file, stderr=file, timeout=1800)
+            subprocess.run(command, check=True, env=variables, stdout=file, stderr=file, timeout=3600)
     for kind in kinds:
         failed = to / f"{kind}.error"
         found = f"not written: {plain(failed.read_text(), to)}" if failed.exists() else verdict(to / kind)
