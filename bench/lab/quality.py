@@ -200,12 +200,17 @@ async def answered(cluster: LocalCluster, cases: Sequence[Case], *, kill: bool =
 
 
 def measure(run: Run) -> None:
+    """A form that fails leaves the others their rows."""
     for path in run.args.model or [embedded_path()]:
         name = path.name.removesuffix(".gguf") if run.args.model else EMBEDDED_NAME
         reference = Reference(path)
         tasks = questions(run.args.tasks or TASKS, reference.tokenizer.encode, 6 if run.short else None)
         for form in run.args.only or FORMS:
-            compare(run, form, f"quality.{name}.{form}".lower(), path, tasks, reference)
+            try:
+                compare(run, form, f"quality.{name}.{form}".lower(), path, tasks, reference)
+            except RuntimeError as error:
+                run.failed = True
+                print(f"{form}: {error}", file=sys.stderr)
 
 
 def compare(

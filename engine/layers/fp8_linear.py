@@ -141,9 +141,9 @@ def exact(weight: Scaled) -> Tensor:
 
 def by_block(scales: Tensor) -> Tensor:
     """[…, groups, out] with groups of columns → […, groups, out / FP8_GROUP], if the rows of each block have
-    the same scales. Other scales stay as they are."""
+    the same scales. Other scales stay as they are, and so do declared ones, which have no values."""
     groups, out = scales.shape[-2:]
-    if groups == 1 or out % FP8_GROUP:
+    if groups == 1 or out % FP8_GROUP or scales.is_meta:
         return scales
     blocks = scales[..., ::FP8_GROUP].contiguous()
     return blocks if torch.equal(blocks.repeat_interleave(FP8_GROUP, dim=-1), scales) else scales

@@ -120,9 +120,10 @@ def draft_head(engine: EngineConfig, checkpoint: Checkpoint, weight_format: Plai
 
 
 def planned_format(engine: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> PlainFormat:
-    """As `choose_format`. A format that depends on the module knows how much of the model it keeps how."""
+    """As `choose_format`, for plans of memory: a format that depends on the module knows how much of the
+    model it keeps how, if the checkpoint has files."""
     weight_format = choose_format(engine, checkpoint.config, device)
-    if not isinstance(weight_format, ByModule):
+    if not isinstance(weight_format, ByModule) or not checkpoint.names():
         return weight_format
     _, weights = _declared(checkpoint, weight_format, sampled=False)
     return replace(weight_format, parameters=weights.kept)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, MODELS, STEP_MODEL
 from baton.cluster.tools.sizing.answer import Answer, Pools, Search, Targets, answer, predicted
 from baton.cluster.tools.sizing.command import HUB_NAMES
-from baton.cluster.tools.sizing.speeds import H200, REFERENCE, SHAPE, Speeds, measured, shape
+from baton.cluster.tools.sizing.speeds import H200, REFERENCE, SHAPE, Speeds, measured, opened
+from baton.cluster.tools.sizing.worker_needs import TooLarge, computed
+from baton.engine.api.config import EngineConfig
+from baton.engine.execution.cache_limits import STEP_BYTES, weight_bytes
+from baton.engine.loader import planned_format
 from baton.engine.loader.hf_config import model_config_from_hf
+from tests.engine.quantized import save_quantized
 
 SPEEDS = Speeds(H200, REFERENCE)
 STEPS = SPEEDS.steps
@@ -71,7 +77,7 @@ def test_a_model_of_twice_the_layers_takes_nearly_twice_as_long() -> None:
 
 
 def test_a_mixture_of_experts_reads_only_the_experts_that_its_tokens_choose() -> None:
-    model = shape("qwen3-30b-a3b")
+    model = opened("qwen3-30b-a3b").config
     assert model.num_parameters == pytest.approx(30.5e9, rel=0.01)
     assert model.parameters_read(1) == pytest.approx(3.35e9, rel=0.01), "the active parameters"
     assert model.parameters_read(1000) == pytest.approx(model.num_parameters)
@@ -85,7 +91,7 @@ def test_a_mixture_of_experts_reads_only_the_experts_that_its_tokens_choose() ->
 
 
 def test_a_llama4_has_the_published_numbers_of_parameters() -> None:
-    scout, maverick = shape("llama-4-scout"), shape("llama-4-maverick")
+    scout, maverick = opened("llama-4-scout").config, opened("llama-4-maverick").config
     assert scout.num_parameters == pytest.approx(107.8e9, rel=0.001), "109 billion with those for images"
     assert maverick.num_parameters == pytest.approx(400.7e9, rel=0.001)
     for model in (scout, maverick):
@@ -95,13 +101,13 @@ def test_a_llama4_has_the_published_numbers_of_parameters() -> None:
 
 
 def test_a_latent_is_held_by_each_rank() -> None:
-    flash, v3 = shape("glm-4.7-flash"), shape("deepseek-v3")
+    flash, v3 = opened("glm-4.7-flash").config, opened("deepseek-v3").config
     assert v3.num_parameters == pytest.approx(671e9, rel=0.001)
     assert v3.parameters_read(1) == pytest.approx(38.0e9, rel=0.05), "the active parameters"
     assert flash.num_parameters == pytest.approx(29.9e9, rel=0.01)
     speeds = [Speeds(H200, flash, ranks=ranks) for ranks in (1, 4)]
     assert [x.kv_bytes_per_token for x in speeds] == [47 * 1152, 4 * 47 * 1152]
-    mixture = Speeds(H200, shape("qwen3-30b-a3b"))
+    mixture = Speeds(H200, opened("qwen3-30b-a3b").config)
     assert speeds[0].kv_bytes_per_token == pytest.approx(0.55 * mixture.kv_bytes_per_token, rel=0.01)
 
 
@@ -114,9 +120,9 @@ def test_an_index_bounds_the_latents_that_a_layer_reads() -> None:
 
 
 def test_windows_bound_the_kv_that_a_layer_reads() -> None:
-    model = shape("gpt-oss-20b")
+    model = opened("gpt-oss-20b").config
     assert model.num_parameters == pytest.approx(20.9e9, rel=0.01)
-    assert shape("gpt-oss-120b").num_parameters == pytest.approx(116.8e9, rel=0.01)
+    assert opened("gpt-oss-120b").config.num_parameters == pytest.approx(116.8e9, rel=0.01)
     for positions, part in ((100, 1.0), (128_000, 0.5)):
         speeds, plain = (
             Speeds(H200, each, positions=positions) for each in (model, replace(model, spans=()))
@@ -327,12 +333,32 @@ def test_rows_of_the_planned_model_are_not_scaled(tmp_path: Path) -> None:
 
 def test_a_shape_from_a_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["llama-3.1-8b"] | {"num_hidden_layers": 16}))
-    assert shape(str(tmp_path)).num_layers == 16
+    assert opened(str(tmp_path)).config.num_layers == 16
     with pytest.raises(ValueError, match="--model nothing"):
-        shape("nothing")
+        opened("nothing")
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config\.json: must be a JSON object"):
-        shape(str(tmp_path))
+        opened(str(tmp_path))
+
+
+def test_a_plan_counts_each_module_in_its_format(tmp_path: Path) -> None:
+    """As an engine that starts does: Q, K and V in several formats are one plain product."""
+    save_quantized(tmp_path, "mixed", hidden_size=512, intermediate_size=512)
+    checkpoint = opened(str(tmp_path))
+    stored = planned_format(EngineConfig(str(tmp_path)), checkpoint, torch.device("cuda"))
+    planned = weight_bytes(checkpoint.config, stored, torch.bfloat16)
+    options = {"quantization": "auto", "dtype": "auto", "kv_cache_dtype": "auto", "max_model_len": 64}
+    for bytes_more, fits in ((1000, True), (-1000, False)):
+        memory = ceil((STEP_BYTES + planned + bytes_more) / 0.9)
+        command = ["plan", "--model", str(tmp_path), "--gpu-memory", str(memory), "--rate", "0.001"]
+        printed = CliRunner().invoke(app, command)
+        assert ("leave no room for KV" not in printed.output) is fits, printed.output
+        arguments = options, (None, None), 1, memory / (1 << 30), (0.9, 1, 0.0)
+        if fits:
+            assert computed(str(tmp_path), *arguments).ranks == (1, 1)
+        else:
+            with pytest.raises(TooLarge):
+                computed(str(tmp_path), *arguments)
 
 
 def test_the_command() -> None:

@@ -11,7 +11,7 @@ from baton.cluster.cli import app
 from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing.answer import Targets
 from baton.cluster.tools.sizing.images import Choice, Images, choose, encoded_within, estimated, images_of
-from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds, shape
+from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds, opened
 from baton.engine.model_config import ModelConfig, VisionConfig
 from tests.vision.towers import SETTINGS, TOWERS
 
@@ -28,7 +28,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(seeing: Path) -> ModelConfig:
-    return shape(str(seeing))
+    return opened(str(seeing)).config
 
 
 @pytest.mark.all

@@ -74,6 +74,20 @@ def test_memory_sizing_counts_what_is_kept(kind: str, model_impl: str, tmp_path:
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_planned_for_a_gpu_elsewhere(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the headers of its files alone, with the products of a Hopper GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    save_quantized(tmp_path, kind, hidden_size=256, intermediate_size=256)
+    config = EngineConfig(str(tmp_path))
+    checkpoint = open_checkpoint(config, CPU)
+    stored = planned_format(config, checkpoint, torch.device("cuda"))
+    plain = checkpoint.config.num_parameters * torch.bfloat16.itemsize
+    assert weight_bytes(checkpoint.config, stored, torch.bfloat16) < plain or "dequantized" in stored.name
+
+
 def test_memory_sizing_counts_experts_and_routers_of_modules_as_plain_on_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,11 +17,11 @@ from baton.cluster.tools.sizing.answer import (
     predicted,
 )
 from baton.cluster.tools.sizing.images import choose, encoding, images_of, with_images
-from baton.cluster.tools.sizing.speeds import H200, Speeds, as_kept, measured, shape
+from baton.cluster.tools.sizing.speeds import H200, Speeds, as_kept, measured, opened
 from baton.cluster.tools.tables import console, table
 from baton.engine.api.config import EngineConfig
 from baton.engine.kernels import FP8
-from baton.engine.loader import choose_format
+from baton.engine.loader import planned_format
 from baton.engine.loader.families import cache_spec
 from baton.engine.loader.hybrid_config import chosen_dtype
 from baton.engine.models import cache_bytes_per_token
@@ -34,7 +34,8 @@ def run(sizing: SizingOptions) -> int:
     gpu = H200 if sizing.measured is None else measured(H200, sizing.measured)
     if sizing.gpu_memory is not None:
         gpu = replace(gpu, memory=size_in_bytes(sizing.gpu_memory))
-    model = shape(sizing.model)
+    checkpoint = opened(sizing.model)
+    model = checkpoint.config
     model = replace(model, state=chosen_dtype(model.state, sizing.state_dtype, sizing.model))
     if model.state is not None and not gpu.planned:
         raise ValueError(
@@ -42,7 +43,7 @@ def run(sizing: SizingOptions) -> int:
             "with python -m baton.bench.engine --model-shape SHAPE --json FILE in a clone of Baton, and give "
             "--measured FILE"
         )
-    weight_format = choose_format(EngineConfig(sizing.model), model, torch.device("cuda"))
+    weight_format = planned_format(EngineConfig(sizing.model), checkpoint, torch.device("cuda"))
     sizes = sizing.prefill_tensor_parallel_size, sizing.decode_tensor_parallel_size
     kv_dtype = FP8 if sizing.kv_cache_dtype == "fp8" else torch.bfloat16
     for pool, ranks in zip(("prefill", "decode"), sizes, strict=True):

@@ -29,11 +29,14 @@ import torch
 from baton.cluster.model import reach_hub, resolve
 from baton.cluster.options.optimize import HOST_PART
 from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, MODELS, STEP_MODEL
+from baton.engine.api.config import EngineConfig
 from baton.engine.execution.cache_limits import STEP_BYTES, TOKENS_BESIDE_STATES, TOKENS_OF_WINDOW
 from baton.engine.execution.memory_sizing import COPY_SHARE, COPY_TOKENS
-from baton.engine.layers.weights import PlainFormat
+from baton.engine.layers.weights import Checkpoint, PlainFormat
+from baton.engine.loader import open_checkpoint
 from baton.engine.loader.families import cache_spec
-from baton.engine.loader.hf_config import model_config_from_hf, read_config
+from baton.engine.loader.hf import DummyCheckpoint
+from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import ModelConfig, Span
 from baton.engine.models import (
     attention_caches,
@@ -48,6 +51,7 @@ from baton.simulator.step_worker import measured as measured_steps
 from baton.simulator.steps import H200_8B, Machine, modelled, padded
 from baton.steps.step_model import StepModel, interpolated
 
+CPU = torch.device("cpu")
 ELEMENT_BYTES = 2  # bfloat16
 BLOCK = 128  # positions of a block on a GPU
 CONTEXT = 1064  # tokens per request in the measured decode steps
@@ -449,17 +453,18 @@ def _attention_width(model: ModelConfig) -> int:
     return model.num_heads * head_dim
 
 
-def shape(name: str) -> ModelConfig:
-    """The configuration of a known shape, a Hugging Face directory, or a name on the hub.
-
-    Reads no weights. Raises ValueError with the flag or the file.
-    """
+def opened(name: str) -> Checkpoint:
+    """A known shape, a directory, a GGUF file, or a name on the hub: its configuration, and the headers of
+    the files that are here. Reads no weights. Raises ValueError with the flag or the file."""
     if name in MODELS:
-        return model_config_from_hf(MODELS[name], {}, name)
+        return DummyCheckpoint(model_config_from_hf(MODELS[name], {}, name), name, 0, CPU)
     if "/" not in name and not Path(name).exists():
         raise ValueError(
-            f"--model {name}: must be {', '.join(MODELS)}, a directory with config.json, or a name on the hub"
+            f"--model {name}: must be {', '.join(MODELS)}, a directory with config.json, a GGUF file, or a "
+            "name on the hub"
         )
     location = resolve(name).location
     reach_hub(location)
-    return read_config(locate(location, None))
+    path = locate(location, None)
+    here = path.is_file() or any(path.glob("*.safetensors"))
+    return open_checkpoint(EngineConfig(str(path), load_format="auto" if here else "dummy"), CPU)

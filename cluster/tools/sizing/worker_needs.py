@@ -69,17 +69,18 @@ def computed(
     """
     import torch
 
-    from baton.cluster.tools.sizing.speeds import H200, Speeds, as_kept, shape
+    from baton.cluster.tools.sizing.speeds import H200, Speeds, as_kept, opened
     from baton.engine.api.config import EngineConfig
     from baton.engine.kernels import FP8
-    from baton.engine.loader import choose_format
+    from baton.engine.loader import planned_format
 
     utilization, seats, longest_step = numbers
-    model = shape(location)
+    checkpoint = opened(location)
+    model = checkpoint.config
     if model.state is not None:
         raise NotImplementedError("no speeds were measured for state layers")
     config = EngineConfig(location, quantization=str(options["quantization"]), dtype=str(options["dtype"]))
-    weight_format = choose_format(config, model, torch.device("cuda"))
+    weight_format = planned_format(config, checkpoint, torch.device("cuda"))
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     kv_dtype = FP8 if options["kv_cache_dtype"] == "fp8" else torch.bfloat16
     gpu = replace(H200, memory=int(gpu_gib * (1 << 30)))
