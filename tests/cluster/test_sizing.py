@@ -347,7 +347,12 @@ def test_a_plan_counts_each_module_in_its_format(tmp_path: Path) -> None:
     checkpoint = opened(str(tmp_path))
     stored = planned_format(EngineConfig(str(tmp_path)), checkpoint, torch.device("cuda"))
     planned = weight_bytes(checkpoint.config, stored, torch.bfloat16)
-    options = {"quantization": "auto", "dtype": "auto", "kv_cache_dtype": "auto", "max_model_len": 64}
+    options: dict[str, object] = {
+        "quantization": "auto",
+        "dtype": "auto",
+        "kv_cache_dtype": "auto",
+        "max_model_len": 64,
+    }
     for bytes_more, fits in ((1000, True), (-1000, False)):
         memory = ceil((STEP_BYTES + planned + bytes_more) / 0.9)
         command = ["plan", "--model", str(tmp_path), "--gpu-memory", str(memory), "--rate", "0.001"]
