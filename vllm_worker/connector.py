@@ -14,7 +14,6 @@ worker has the transfer process (`attachment`), and a router draws the ids of pr
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -69,6 +68,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -167,6 +167,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.address = reachable.address
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._settings.attach:
+            from baton.vllm_worker.scheduler import bound_steps
+
+            bound_steps()
         self._pins = Pins(gpu_block_pool, [table_of(group.kv_cache_spec) for group in self._groups])
 
     def on_new_request(self, request: Request) -> None:
@@ -181,7 +185,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if self._settings.attach and "chunks" in params:
             self._prefixes[request.request_id] = request
-            self._steps.expect_prefix(request.request_id)
         if self._has_states and not self._settings.attach and params.get("do_remote_decode"):
             _leave_out_the_last(request)
         image_tokens = [feature.mm_position.length for feature in request.mm_features or ()]
@@ -191,13 +194,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 self._beginning[request.request_id] = request
             if "measures" in params:
                 self._steps.measure(*params["measures"])
-            now, tokens = time.monotonic(), 0 if "decode_id" in params else request.num_prompt_tokens
-            due = now + params.get("first_token_within", math.inf)
-            gap_cost = params.get("gap_cost", 0.0) if request.max_tokens > 1 else None
-            # One whose prompt was computed here takes no part of other prompts' steps.
-            priority = math.inf if "first_token" in params else request.priority
-            self._steps.expect(request.request_id, tokens, due, gap_cost, priority)
-            self._bound_prompts(now)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """KV has come for requests, and the token that follows their prompts. vLLM computes on from there.
@@ -222,12 +218,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id in connector_output.finished_sending or ():
             if self._pins is not None:
                 self._pins.end(request_id)
-        self._bound_prompts(now)
 
-    def _bound_prompts(self, now: float) -> None:
-        """vLLM reads the bound when it schedules a step."""
-        if self._settings.attach:
-            self._config.scheduler_config.long_prefill_token_threshold = self._steps.bound(now)
+    def bound_step(self, scheduler: Scheduler) -> None:
+        """vLLM schedules a step now, and reads its bounds."""
+        requests = [request for request in scheduler.requests.values() if not request.is_finished()]
+        if (bounds := self._steps.bound(time.monotonic(), requests)) is not None:
+            scheduler.max_num_scheduled_tokens = bounds.step
+            scheduler.scheduler_config.long_prefill_token_threshold = bounds.prompt
 
     def get_finished_count(self) -> int:
         return 1  # rank 0 speaks for all
@@ -244,10 +241,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         count = self._scheduler.to_fetch(request.request_id, num_computed_tokens)
         if self._scheduler.waits(request.request_id, num_computed_tokens + count):
             return None, False  # vLLM asks again in each step, until the request is aborted
-        # One whose prompt was computed here goes on beside those of others.
-        if request.request_id not in self._beginning and not self._steps.may_begin(
-            request.request_id, num_computed_tokens
-        ):
+        # One whose prompt was computed elsewhere, or here before, goes on beside those of others.
+        is_prompt = request.request_id not in self._beginning and request.request_id not in self._prefixes
+        if is_prompt and not self._steps.may_begin:
             return None, False
         return count, count > 0
 
@@ -258,14 +254,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._steps.begun(request.request_id)
         self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         scheduler, steps, counts = self._scheduler, self._steps, scheduler_output.num_scheduled_tokens
         for request_id in scheduler_output.preempted_req_ids or ():
             scheduler.preempted(request_id)
-            steps.preempted(request_id)
         for new in scheduler_output.scheduled_new_reqs:
             if (request := self._beginning.pop(new.req_id, None)) is not None:
                 scheduler.begins_with(new.req_id, request.output_token_ids[0])
@@ -302,7 +296,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             return True, None
         self._beginning.pop(request.request_id, None)
         self._prefixes.pop(request.request_id, None)
-        self._steps.finished(request.request_id)
         match request.status:
             case RequestStatus.FINISHED_LENGTH_CAPPED:
                 return self._scheduler.finished(request.request_id, request.output_token_ids[0])

@@ -327,8 +327,9 @@ class VLLMEngine:
             params = {
                 **params,
                 # As in `LiveRequest.due`.
-                "first_token_within": -math.inf if request.output_ids else request.first_token_within,
+                "due": -math.inf if request.output_ids else time.monotonic() + request.first_token_within,
                 "gap_cost": request.gap_cost,
+                "uncached": 1 if live.begun else live.uncached,
             }
             fields["extra_args"] = {"kv_transfer_params": params}
             # Decodes first, then by priority; of these, requests that have waited elsewhere.

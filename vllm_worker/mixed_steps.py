@@ -1,8 +1,8 @@
 """Bounds vLLM's steps with prompts, as Baton's engine bounds its own. Pure.
 
-vLLM has one bound that may change with each step: how many tokens of each prompt are in it. It would compute
-all prompts side by side, and each as late as the last one. So a prompt begins when those before it leave room
-for all of it, or are computed (`may_begin`). vLLM cannot stop a prompt that has begun, so one of a lower
+vLLM would compute all prompts side by side, each as late as the last one. It reads two bounds in each step:
+the tokens of the step, and the most of each prompt (`Bounds`). So prompts come one after another, and the
+next one begins with what the step has left. vLLM cannot stop a prompt that has begun. So one with a lower
 priority number is computed beside it.
 
 Where no CUDA graph holds a whole step with a chunk, Python launches the attention of each layer. Then a small
@@ -23,7 +23,9 @@ import math
 import statistics
 from bisect import bisect_right
 from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from baton.engine.api.stats import EncoderStats, StepStats
 from baton.engine.core.meters import (
@@ -34,7 +36,6 @@ from baton.engine.core.meters import (
     Batch,
     ChunkLimit,
     Meters,
-    may_join,
     prompt_limit,
 )
 from baton.steps.averages import Average
@@ -52,12 +53,19 @@ MOST_DECODES = 4_096
 NOT_ENCODED = EncoderStats(0, 0, 0.0, 0, 0, 0, 0.0, 0.0)
 
 
-@dataclass(slots=True)
-class _Prompt:
-    tokens: int
-    due: float
-    gap_cost: float | None
+class Bounds(NamedTuple):
+    """Of the step that is scheduled next."""
+
+    step: int
+    """Most tokens."""
+    prompt: int
+    """Most tokens of each prompt. 0: as many as the step has."""
+
+
+class _Prompt(NamedTuple):
     left: int
+    position: int
+    due: float
     priority: float
 
 
@@ -84,31 +92,32 @@ def _medians(samples: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 class MixedSteps:
-    """Times are in seconds of any clock."""
+    """Times are in seconds of any clock.
+
+    Attributes:
+        may_begin: whether the step that is scheduled next may begin a prompt.
+    """
 
     def __init__(
         self, usual: int, most: int, target: float | None, target_steps: float = LONG, graph: int = 0,
         drafts: int = 0, chunk: int = 0,
     ) -> None:  # fmt: skip
-        """`usual`: vLLM's bound for steps without decodes. 0: none. `most`: 0 if vLLM computes each prompt in
-        one step. `graph`: tokens of the largest CUDA graph. 0: none. `drafts`: of a decode in a step. vLLM's
-        bound holds for decodes, too. `chunk`: as of `least_chunk`. The others are those of `ChunkLimit`."""
+        """`usual`: vLLM's bound for prompts in steps without decodes. 0: none. `most`: tokens of a step. 0 if
+        vLLM computes each prompt in one step. `graph`: tokens of the largest CUDA graph. 0: none. `drafts`:
+        of a decode in a step. vLLM's bound holds for decodes, too. `chunk`: as of `least_chunk`. The others
+        are those of `ChunkLimit`."""
         self._most = most
         self._usual = usual
-        self._room = FULL_STEP  # for the prompts of the next step
         self._rows = 1 + drafts
         self._chunk = chunk
+        self.may_begin = True
         self._largest = beside_decodes = min(usual or most, most, graph or most)
         self._limits = target, beside_decodes, target_steps
         self._graph = graph or math.inf
         self._start(None)
         self._context = 0  # of the last step
-        self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token
-        self._begun: dict[str, _Prompt] = {}  # of these, those with blocks
-        # The gap costs of requests that decode, and of those that will when their KV has come.
-        self._decoding: dict[str, float] = {}
-        self._coming: dict[str, float] = {}
-        self._prefixes = set[str]()
+        self._batch = Batch(0, 0, 0)  # of the step that was bounded last
+        self._prompt_tokens: dict[str, int] = {}  # by request id. Without prefixes that come, and pins
         self._step = _Step()  # that is scheduled now
         self._under_way: deque[_Step] = deque()
         self._over_at = 0.0
@@ -178,67 +187,16 @@ class MixedSteps:
         given = replace(NOT_ENCODED, images_encoded=images, tokens=tokens)
         return replace(given, seconds=seconds, encode_token_seconds=token)
 
-    def expect(
-        self, request_id: str, tokens: int, due: float, gap_cost: float | None, priority: float = 0
-    ) -> None:
-        """vLLM has a new request, and computes so many tokens of its prompt. 0: another worker does.
-        `due`: when its first token should come. `gap_cost`: as in `EngineRequest`. None: vLLM samples
-        one token only. `priority`: vLLM's, of which the lowest goes first."""
-        if tokens:
-            self._prompts[request_id] = _Prompt(tokens, due, gap_cost, tokens, priority)
-        else:
-            self._coming[request_id] = gap_cost or 0.0
-
-    def expect_prefix(self, request_id: str) -> None:
-        """vLLM has a request whose KV comes from another worker's cache. The token behind it is no decode."""
-        self._prefixes.add(request_id)
-
-    def may_begin(self, request_id: str, cached: int) -> bool:
-        """Whether the step that is scheduled now may begin a prompt, of which vLLM has `cached` tokens."""
-        if self._measured is not None or (prompt := self._prompts.get(request_id)) is None:
-            return True
-        if any(not step.decodes and step.prompt_tokens > self._graph for step in self._under_way):
-            return False  # its launch would delay the end of that step
-        ahead = [each.left for each in self._begun.values() if each.priority <= prompt.priority]
-        behind = len(self._begun) - len(ahead)
-        return may_join(prompt.tokens - cached, sum(ahead), self._room // (1 + behind))
-
-    def begun(self, request_id: str) -> None:
-        """vLLM has given the request its blocks. The step that is scheduled now computes it."""
-        if (prompt := self._prompts.get(request_id)) is not None:
-            self._begun[request_id] = prompt
-
-    def preempted(self, request_id: str) -> None:
-        """It begins again."""
-        self._begun.pop(request_id, None)
-
-    def finished(self, request_id: str) -> None:
-        self._prompts.pop(request_id, None)
-        self._begun.pop(request_id, None)
-        self._decoding.pop(request_id, None)
-        self._coming.pop(request_id, None)
-        self._prefixes.discard(request_id)
-
     def scheduled(self, request_id: str, computed: int, count: int) -> None:
         """The step computes `count` tokens of the request after the first `computed`."""
-        if request_id in self._prefixes:
-            return
-        if count > self._rows or (count > 1 and request_id in self._prompts):
+        if (prompt_tokens := self._prompt_tokens.get(request_id)) is None:
+            return  # the token behind a prefix that came reads a long context, and is no decode
+        if count > self._rows or (count > 1 and computed < prompt_tokens):
             self._step.prompt_tokens += count
             self._step.positions += count * (computed + count / 2)
         else:
             self._step.decodes += 1
             self._step.context += computed + 1
-        if (gap_cost := self._coming.pop(request_id, None)) is not None:
-            self._decoding[request_id] = gap_cost
-        if (prompt := self._prompts.get(request_id)) is None:
-            return
-        prompt.left = prompt.tokens - computed - count
-        if prompt.left <= 0:
-            del self._prompts[request_id]
-            self._begun.pop(request_id, None)
-            if prompt.gap_cost is not None:
-                self._decoding[request_id] = prompt.gap_cost
 
     def encodes(self, image_tokens: int) -> None:
         """The step encodes images with so many tokens."""
@@ -284,7 +242,7 @@ class MixedSteps:
             if len(self._decodes) < ALIKE and seconds < (limit.fastest_seconds or math.inf):
                 return
         elif step.decodes:
-            self._launches.add(max(0.0, seconds - self._expected(step)))
+            self._launches.add(max(0.0, seconds - self._step_seconds(step)))
         elif step.prompt_tokens < LEAST:
             return  # vLLM may have compiled functions: that is no speed
         position = step.positions / step.prompt_tokens if step.prompt_tokens else 0.0
@@ -298,45 +256,81 @@ class MixedSteps:
 
     def _encoded(self, step: _Step, seconds: float) -> None:
         if self._alone:
-            spent = max(0.0, seconds - self._expected(step))
+            spent = max(0.0, seconds - self._step_seconds(step))
             self._encode_seconds += spent
             self._encoding.add(spent / step.image_tokens)
 
-    def _expected(self, step: _Step) -> float:
+    def _step_seconds(self, step: _Step) -> float:
         """Seconds of a step for its decodes and the tokens of prompts."""
         prompts, limit = step.prompt_tokens * self._alone, self._meters.chunk_limit
         return prompts + (limit.decode_seconds(Batch(step.decodes, step.context, 0)) if step.decodes else 0.0)
 
-    def bound(self, now: float) -> int:
-        """Most tokens of each prompt in a step that is scheduled now. 0: all that the step has room for. So a
-        step that should only decode has as many tokens of each prompt as of a decode."""
-        rows, limit = len(self._decoding) + len(self._coming), self._meters.chunk_limit
-        prompts = self._prompts.values()
-        least = min((prompt.priority for prompt in self._begun.values()), default=-math.inf)
-        joins = any(prompt.priority < least for prompt in prompts)  # beside those that have begun
-        shares = max(1, len(self._begun) + joins)
-        if not rows or not self._most:
-            self._room = self._alone_step or FULL_STEP
-            return self._alone_step and max(self._alone_step // shares, self._chunk, self._rows)
+    def bound(self, now: float, requests: Collection[Any]) -> Bounds | None:
+        """Of the step that is scheduled now. None: vLLM's own. `requests`: vLLM's, all that have not ended.
+
+        Their kv_transfer_params say when a first token is due, as `now`, and `gap_cost` as in
+        `EngineRequest`. `uncached` are the tokens that vLLM's cache lacked when the request came."""
+        decodes, begun, waiting, coming, costly = list[float](), list[_Prompt](), list[_Prompt](), 0, False
+        self._prompt_tokens.clear()
+        for request in requests:
+            params, status = request.kv_transfer_params or {}, request.status.name
+            if "chunks" in params or "pin_id" in params:
+                continue
+            self._prompt_tokens[request.request_id] = request.num_prompt_tokens
+            computed = request.num_computed_tokens
+            left = request.num_tokens_with_spec + request.num_output_placeholders - computed
+            gap_cost, uncached = params.get("gap_cost", 0.0), params.get("uncached", left)
+            prompt = _Prompt(left, computed, params.get("due", math.inf), request.priority)
+            costly |= gap_cost > 0
+            if status != "RUNNING":
+                if "decode_id" in params and status != "PREEMPTED":
+                    coming += 1
+                else:
+                    waiting.append(prompt._replace(left=max(1, min(left, uncached))))
+            elif left > self._rows:
+                begun.append(prompt)
+            elif request.max_tokens > 1:
+                decodes.append(gap_cost)
+        if not self._most:
+            return None
+        prompts = [*begun, *sorted(waiting, key=lambda prompt: prompt.priority)]
+        position = prompts[0].position if prompts else 0
+        self._batch = Batch(len(decodes), self._context, position, sum(decodes))
+        rows = (len(decodes) + coming) * self._rows
+        in_graph = int(min(self._most, self._graph)) - rows
         if self._measured is not None:
-            return max(self._rows, int(min(self._most, self._graph - rows * self._rows)))
-        begins = now + sum(map(self._expected, self._under_way))
-        # Smaller steps up to the due time would spare gaps. If those cost nothing, that only delays prompts.
-        costly = any((*self._decoding.values(), *self._coming.values()))
-        waiting = [(prompt.left, prompt.due if costly else now) for prompt in prompts]
-        tokens = limit.tokens(self._batch, waiting, begins)
+            return Bounds(self._most, max(self._rows, in_graph) if rows else self._usual)
+        least = min((prompt.priority for prompt in begun), default=-math.inf)
+        joins = any(prompt.priority < least for prompt in waiting)  # beside those that have begun
+        shares = max(1, len(begun) + joins)
+        if rows:
+            # Smaller steps up to the due time would spare gaps. If those cost nothing, that only delays
+            # prompts.
+            left = [(prompt.left, prompt.due if costly else now) for prompt in prompts]
+            room = self._beside_decodes(left, now, in_graph, self._chunk * shares)
+        else:
+            room = self._alone_step or max(FULL_STEP, prompts[0].left if prompts else 0)
+            room = max(room, self._chunk * shares)
+        each = max(self._rows, self._chunk, room // shares)
+        others = len(requests) - len(self._prompt_tokens)
+        taken = sum(min(prompt.left, each) for prompt in begun)
+        # The launch of a prompt would delay the end of a step that no graph holds.
+        launches = any(not step.decodes and step.prompt_tokens > self._graph for step in self._under_way)
+        self.may_begin = taken < room and not launches
+        return Bounds(min(self._most, rows + others + max(room, taken)), each)
+
+    def _beside_decodes(
+        self, prompts: list[tuple[int, float]], now: float, in_graph: int, chunks: int
+    ) -> int:
+        """Tokens of prompts in a step with decodes. `in_graph`: for which the largest graph has room.
+        `chunks`: those of the smallest chunks that vLLM takes."""
+        limit, begins = self._meters.chunk_limit, now + sum(map(self._step_seconds, self._under_way))
+        tokens = limit.tokens(self._batch, prompts, begins)
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
-        tokens = int(min(tokens, self._graph - rows * self._rows))
-        self._room = tokens = prompt_limit(max(tokens, self._chunk * shares), 1, self._in_a_row, ())
-        return max(self._rows, tokens // shares)
-
-    @property
-    def _batch(self) -> Batch:
-        """What the next step computes."""
-        first = next(iter(self._prompts.values()), None)
-        position, gap_cost = first.tokens - first.left if first else 0, sum(self._decoding.values())
-        return Batch(len(self._decoding), self._context, position, gap_cost)
+        if in_graph >= LEAST:
+            tokens = min(tokens, in_graph)
+        return prompt_limit(max(tokens, chunks), self._batch.rows, self._in_a_row, ())
 
     @property
     def _alone(self) -> float:

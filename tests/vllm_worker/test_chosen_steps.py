@@ -9,7 +9,8 @@ from baton.engine.core.meters import LONG
 from baton.simulator.steps import H200_8B
 from baton.steps.step_model import StepModel
 from baton.vllm_worker.chosen_steps import CONTEXTS, DECODES, PROMPT, Chosen, Round, rounds
-from baton.vllm_worker.mixed_steps import MixedSteps
+from baton.vllm_worker.mixed_steps import Bounds, MixedSteps
+from tests.vllm_worker.test_mixed_steps import requested
 
 SIZES: dict[str, Any] = {
     "seats": 256, "budget": 8192, "graph": 512, "longest": 49152, "block": 16, "room": 400_000,
@@ -54,22 +55,19 @@ class VLLM:
             )
             while computed.keys() - {SIDE}:
                 self._step(computed)
-            self.steps.finished(str(SIDE))
             cached |= {each.number: each.tokens for each in requests}
         self.steps.measure(len(chosen), None)
 
     def _come(self, computed: dict[Chosen, int], cached: dict[Chosen, int]) -> None:
-        for each in cached:
-            self.steps.expect(str(each), each.tokens, self.now, 0.0 if each.answer > 1 else None)
         computed |= cached
 
     def _step(self, computed: dict[Chosen, int]) -> None:
         """`computed`: tokens of each request."""
-        left, bound = SIZES["budget"], self.steps.bound(self.now) or SIZES["budget"]
+        left, most = self._bound(computed)
         decodes = context = 0
         chunks: list[tuple[int, int]] = []
         for each, start in [*computed.items()]:
-            count = 1 if start >= each.tokens else min(each.tokens - start, bound, left)
+            count = 1 if start >= each.tokens else min(each.tokens - start, most or left, left)
             left -= count
             self.steps.scheduled(str(each), start, count)
             computed[each] += count
@@ -86,8 +84,16 @@ class VLLM:
         self.steps.over(number, self.now)
         for each, end in [*computed.items()]:
             if end >= each.tokens + each.answer - 1:
-                self.steps.finished(str(each))
                 del computed[each]
+
+    def _bound(self, computed: dict[Chosen, int]) -> Bounds:
+        requests = [
+            requested(str(x), x.tokens, max(1, x.tokens - start), most=x.answer)
+            for x, start in computed.items()
+        ]
+        bounds = self.steps.bound(self.now, requests)
+        assert bounds is not None
+        return bounds
 
     @property
     def learned(self) -> StepModel:
@@ -110,7 +116,7 @@ def test_steps_cost_what_is_measured() -> None:
         chunks = [(tokens, position)] if tokens else []
         right = vllm.seconds(rows, context, chunks)
         assert model.step(rows, context, tokens, position) == pytest.approx(right, rel=0.1), (rows, tokens)
-    assert vllm.steps.bound(vllm.now) == 512
+    assert vllm.steps.bound(vllm.now, []) == (512, 512)
     in_steps = sum(vllm.seconds(0, 0, [(512, start)]) for start in range(0, 8_192, 512))
     assert model.prefill(8_192) == pytest.approx(in_steps, rel=0.1)
 
@@ -120,7 +126,7 @@ def test_prompts_have_large_steps_where_those_are_faster() -> None:
     vllm = VLLM(fixed=0.01)
     vllm.measure(rounds(**SIZES))
     assert vllm.learned.tokens == (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    assert vllm.steps.bound(vllm.now) == 0
+    assert vllm.steps.bound(vllm.now, [requested("p", 6_000, 6_000, runs=False)]) == (6_000, 6_000)
 
 
 def test_steps_that_compiled_are_forgotten() -> None:
@@ -144,7 +150,7 @@ def test_the_table_stays_and_factors_follow() -> None:
     vllm = VLLM()
     vllm.measure(rounds(**SIZES))
     table = vllm.learned
-    vllm.steps.expect("d", 100, vllm.now, 1.0)
+    vllm.steps.bound(vllm.now, [requested("d", 100, 1, gap_cost=1.0)])
     for i in range(100):
         vllm.steps.scheduled("d", 99 + i, 1)
         number = vllm.steps.begins(vllm.now)
@@ -154,9 +160,8 @@ def test_the_table_stays_and_factors_follow() -> None:
     assert costs.step_table == table
     assert costs.step_factors[0] == pytest.approx(1.5, rel=0.05)
     assert costs.gap_target_seconds == pytest.approx(LONG * table.decode_seconds[0])
-    vllm.steps.finished("d")
     vllm.now += 100 * table.step(1, 200)  # nothing runs
-    vllm.steps.expect("e", 100, vllm.now, 1.0)
+    vllm.steps.bound(vllm.now, [requested("e", 100, 100)])
     vllm.steps.scheduled("e", 0, 100)
     vllm.steps.begins(vllm.now)
     [costs] = vllm.steps.news()
@@ -166,7 +171,7 @@ def test_the_table_stays_and_factors_follow() -> None:
 def test_routers_are_told_when_all_is_measured() -> None:
     vllm = VLLM()
     vllm.steps.measure(0, "prompts")
-    vllm.steps.expect("p", 512, 0.0, None)
+    vllm.steps.bound(0.0, [requested("p", 512, 512)])
     vllm.steps.scheduled("p", 0, 512)
     vllm.steps.over(vllm.steps.begins(0.0), 0.1)
     assert not vllm.steps.news()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.checks import step_model
 from baton.rpc import worker_pb2 as pb
-from baton.vllm_worker.mixed_steps import ALIKE, NOT_ENCODED, MixedSteps
+from baton.vllm_worker.mixed_steps import ALIKE, NOT_ENCODED, Bounds, MixedSteps
 from baton.vllm_worker.stats import Load
 from baton.worker.service_process.status import reported_step_model, same_names
 from tests.router.fleets import fleet_of, seen_worker
@@ -32,57 +34,105 @@ COSTLY = 1e9
 """Gaps that cost so much leave prompts as much time as decodes take, or the gap target."""
 
 
+def requested(
+    request_id: str, prompt: int, left: int, *, runs: bool = True, most: int = 100, priority: float = 0,
+    **params: Any,
+) -> Any:  # fmt: skip
+    """As vLLM's Request. `prompt`: tokens of the prompt. `left`: those that are in no step yet."""
+    tokens = max(prompt, 1)
+    return SimpleNamespace(
+        request_id=request_id, num_prompt_tokens=prompt, num_computed_tokens=tokens - left,
+        num_tokens_with_spec=tokens, num_output_placeholders=0, max_tokens=most, priority=priority,
+        status=SimpleNamespace(name="RUNNING" if runs else "WAITING"), kv_transfer_params=params,
+    )  # fmt: skip
+
+
 class VLLM:
-    """Computes prompts in chunks, each as large as the bound allows, beside one request that decodes."""
+    """Computes prompts as the bounds allow, beside requests that decode.
+
+    Attributes:
+        decoding: ids of these, with the tokens that they have, and their gap costs.
+        waiting: requests whose KV comes, and prefixes.
+        slow: seconds in which a step with a chunk is launched.
+    """
 
     def __init__(self, usual: int = 0, target: float | None = None, graph: int = 0, chunk: int = 0) -> None:
-        self.now = 0.0
-        self.slow = 0.0  # seconds in which a step with a chunk is launched
+        self.now = self.slow = 0.0
         self.steps = MixedSteps(usual, MOST, target, graph=graph, chunk=chunk)
         self.left: dict[str, int] = {}
         self.total: dict[str, int] = {}
+        self.params: dict[str, dict[str, Any]] = {}
+        self.begun, self.priorities = set[str](), dict[str, float]()
+        self.decoding: dict[str, tuple[int, float]] = {}
+        self.waiting: list[Any] = []
 
     def ask(
-        self,
-        request_id: str,
-        tokens: int,
-        within: float = math.inf,
-        *,
-        decodes: bool = True,
-        priority: int = 0,
-        gap_cost: float = COSTLY,
-    ) -> None:
-        self.steps.expect(request_id, tokens, self.now + within, gap_cost if decodes else None, priority)
-        self.left[request_id] = self.total[request_id] = tokens
+        self, request_id: str, tokens: int, within: float = math.inf, *, priority: float = 0,
+        gap_cost: float = COSTLY, cached: int = 0,
+    ) -> None:  # fmt: skip
+        """The request ends with its first token."""
+        uncached = tokens - cached
+        self.left[request_id], self.total[request_id] = uncached, tokens
+        self.params[request_id] = {"due": self.now + within, "gap_cost": gap_cost, "uncached": uncached}
+        self.priorities[request_id] = priority
 
-    def step(self, *, decodes: bool = True) -> dict[str, int]:
+    def decodes(self, request_id: str, gap_cost: float = COSTLY) -> None:
+        self.decoding[request_id] = 100, gap_cost
+
+    def comes(self, request_id: str) -> None:
+        self.waiting.append(requested(request_id, 100, 100, runs=False, gap_cost=COSTLY, decode_id=""))
+
+    def bound(self) -> Bounds:
+        requests = [requested(x, n, 1, gap_cost=cost) for x, (n, cost) in self.decoding.items()]
+        for name, left in self.left.items():
+            runs, tokens = name in self.begun, self.total[name]
+            left, priority = left if runs else tokens, self.priorities[name]
+            requests.append(requested(name, tokens, left, runs=runs, priority=priority, **self.params[name]))
+        bounds = self.steps.bound(self.now, [*requests, *self.waiting])
+        assert bounds is not None
+        return bounds
+
+    def step(self) -> dict[str, int]:
         """Returns the tokens of each prompt in the step."""
-        bound, counts = self.steps.bound(self.now) or MOST, dict[str, int]()
-        begun = [x for x, left in self.left.items() if left < self.total[x]]
-        for request_id in [*begun, *(x for x in self.left if x not in begun)]:
-            left = self.left[request_id]
-            if request_id not in begun:
-                if not self.steps.may_begin(request_id, self.total[request_id] - left):
-                    continue
-                self.steps.begun(request_id)
-            counts[request_id] = min(left, bound)
+        (budget, most), waiting = self.bound(), len(self.waiting)
+        counts = dict.fromkeys(self.decoding, 1)
+        budget -= len(counts)
+        order = [x for x in self.left if x in self.begun]
+        if self.steps.may_begin:
+            order += sorted((x for x in self.left if x not in self.begun), key=self.priorities.__getitem__)
+        for request_id in order:
+            if request_id not in self.begun:  # those that wait come first
+                budget, waiting = budget - waiting, 0
+            if count := min(self.left[request_id], most or budget, budget):
+                counts[request_id] = count
+                budget -= count
+        assert budget >= waiting, "there is a token for each"
+        computed = {x: self.total[x] - left for x, left in self.left.items()}
+        computed |= {x: tokens for x, (tokens, _) in self.decoding.items()}
         for request_id, count in counts.items():
-            self.steps.scheduled(request_id, self.total[request_id] - self.left[request_id], count)
-        self.left = {x: left - counts.get(x, 0) for x, left in self.left.items() if left > counts.get(x, 0)}
-        if decodes:
-            self.steps.scheduled("d", 100, 1)
-        number = self.steps.begins(self.now)
-        seconds = STEP * decodes + TOKEN * sum(counts.values())
-        self.now += max(seconds, self.slow) if counts and decodes else seconds
+            self.steps.scheduled(request_id, computed[request_id], count)
+        number, chunks = self.steps.begins(self.now), {x: n for x, n in counts.items() if x in self.left}
+        self.begun |= chunks.keys()
+        seconds = STEP * bool(self.decoding) + TOKEN * sum(chunks.values())
+        self.now += max(seconds, self.slow) if chunks and self.decoding else seconds
         self.steps.over(number, self.now)
-        return counts
+        for request_id, count in chunks.items():
+            self.left[request_id] -= count
+            if not self.left[request_id]:
+                self.end(request_id)
+        return chunks
+
+    def end(self, request_id: str) -> None:
+        self.left.pop(request_id, None)
+        self.decoding.pop(request_id, None)
+        self.begun.discard(request_id)
 
     def learned(self, gap_cost: float = COSTLY) -> VLLM:
         """It knows its costs, and decodes a request."""
-        for name, tokens in (("l", MOST), ("d", 2)):
-            self.ask(name, tokens, decodes=name == "d", gap_cost=gap_cost)
-            self.step(decodes=False)
-        self.steps.finished("l")
+        self.ask("l", MOST, gap_cost=gap_cost)
+        while self.left:
+            self.step()
+        self.decodes("d", gap_cost)
         for _ in range(ALIKE):
             self.step()
         return self
@@ -90,58 +140,96 @@ class VLLM:
 
 def test_a_step_without_decodes_has_vllms_own_bound() -> None:
     vllm = VLLM(usual=512)
-    vllm.ask("a", 700, decodes=False)
-    assert vllm.step(decodes=False) == {"a": 512}
-    assert vllm.step(decodes=False) == {"a": 188}
-    assert vllm.steps.bound(vllm.now) == 512, "no token but the first"
+    vllm.ask("a", 700)
+    assert vllm.step() == {"a": 512}
+    assert vllm.step() == {"a": 188}
+    assert vllm.bound() == (512, 512)
 
 
-def test_a_prompt_waits_for_those_before_it() -> None:
+def test_prompts_are_computed_one_after_another() -> None:
     """Side by side each would be as late as the last one."""
     vllm = VLLM(usual=512)
     for name, tokens in {"a": 900, "b": 300, "c": 100, "d": 2000}.items():
-        vllm.ask(name, tokens, decodes=False)
-    steps = [vllm.step(decodes=False) for _ in range(3)]
-    assert steps == [{"a": 512}, {"a": 388, "c": 100}, {"b": 300}], "one that fits beside the rest goes on"
-    vllm.steps.finished("d")
-    assert vllm.steps.may_begin("handed over", 0), "it decodes"
+        vllm.ask(name, tokens)
+    steps = [vllm.step() for _ in range(4)]
+    assert steps == [{"a": 512}, {"a": 388, "b": 124}, {"b": 176, "c": 100, "d": 236}, {"d": 512}]
+
+
+def test_without_a_bound_of_vllm_a_step_ends_with_the_first_prompt() -> None:
+    """As far as its other tokens are known to be cached. Small prompts share a step."""
+    vllm = VLLM()
+    vllm.ask("a", 1500, cached=600)
+    vllm.ask("b", 700)
+    assert vllm.step() == {"a": 900}
+    vllm.ask("c", 700)
+    assert vllm.step() == {"b": 700}
+    for name, tokens in {"d": 200, "e": 300}.items():
+        vllm.ask(name, tokens)
+    vllm.left["c"] = 10
+    assert vllm.step() == {"c": 10, "d": 200, "e": 300}
+
+
+def test_the_first_prompt_is_the_one_that_vllm_takes_first() -> None:
+    vllm = VLLM()
+    vllm.ask("a", 1500)
+    vllm.ask("b", 700, priority=-1)
+    vllm.waiting.append(requested("pin", 2, 2, runs=False, priority=-2, pin_id="00"))
+    assert vllm.step() == {"b": 700}
+    assert vllm.step() == {"a": 1500}
+
+
+def test_a_request_of_one_token_never_decodes() -> None:
+    """vLLM may not know yet that it has ended."""
+    vllm = VLLM(usual=512).learned()
+    vllm.end("d")
+    ended = requested("p", 100, 1, most=1)
+    assert vllm.steps.bound(vllm.now, [ended]) == (512, 512)
 
 
 def test_a_prompt_of_a_lower_priority_number_waits_for_no_other() -> None:
     """It shares the bound with a prompt that has begun."""
     vllm = VLLM(usual=512)
-    vllm.ask("long", 100_000, decodes=False)
-    assert vllm.step(decodes=False) == {"long": 512}
-    vllm.ask("alike", 300, decodes=False)
+    vllm.ask("long", 100_000)
+    assert vllm.step() == {"long": 512}
+    vllm.ask("alike", 300)
     for name in ("first", "second"):
-        vllm.ask(name, 300, decodes=False, priority=-1)
-    steps = [vllm.step(decodes=False) for _ in range(5)]
-    first, second = ([{"long": 256, name: part} for part in (256, 44)] for name in ("first", "second"))
-    assert steps == [*first, *second, {"long": 512}]
+        vllm.ask(name, 300, priority=-1)
+    steps = [vllm.step() for _ in range(3)]
+    assert steps == [
+        {"long": 256, "first": 256},
+        {"long": 256, "first": 44, "second": 212},
+        {"long": 256, "second": 88, "alike": 168},
+    ]
 
 
-def test_a_prompt_that_begins_again_lets_others_begin() -> None:
-    """vLLM has taken its blocks."""
+def test_no_prompt_begins_in_the_place_of_a_request_whose_kv_comes() -> None:
+    """Nor in that of a prefix, which vLLM must find in the step to fetch it."""
     vllm = VLLM(usual=512)
-    for name in "ab":
-        vllm.ask(name, 900, decodes=False)
-    assert vllm.step(decodes=False) == {"a": 512}
-    assert not vllm.steps.may_begin("b", 0)
-    vllm.steps.preempted("a")
-    assert vllm.steps.may_begin("b", 0)
+    vllm.ask("a", 2000)
+    assert vllm.step() == {"a": 512}
+    vllm.ask("b", 100)
+    vllm.waiting.append(requested("prefix", 1000, 1000, runs=False, chunks=["00"]))
+    assert vllm.bound() == (513, 512)
+    assert vllm.step() == {"a": 512}
+    vllm.comes("e")
+    bounds = vllm.bound()
+    assert bounds.step == bounds.prompt + 2
+    assert [*vllm.step()] == ["a"]
 
 
 def test_no_prompt_begins_while_a_step_without_a_graph_is_computed() -> None:
     """To launch another takes so long that the end of that step is heard late."""
     vllm = VLLM(graph=600)
     for name in "ab":
-        vllm.ask(name, 700, decodes=False)
-    vllm.steps.begun("a")
+        vllm.ask(name, 700)
+    vllm.bound()
     vllm.steps.scheduled("a", 0, 700)
     number = vllm.steps.begins(vllm.now)
-    assert not vllm.steps.may_begin("b", 0)
+    vllm.bound()
+    assert not vllm.steps.may_begin
     vllm.steps.over(number, vllm.now + 1.0)
-    assert vllm.steps.may_begin("b", 0)
+    vllm.bound()
+    assert vllm.steps.may_begin
 
 
 def test_a_step_with_decodes_takes_as_long_as_the_targets_allow() -> None:
@@ -155,8 +243,9 @@ def test_a_step_with_decodes_takes_as_long_as_the_targets_allow() -> None:
     before, counts = vllm.now, vllm.step()
     assert vllm.now - before == pytest.approx(3.5 * STEP, rel=0.3), "a late prompt"
     assert [*counts] == ["a"], "the prompt before it takes the whole bound"
-    vllm.steps.finished("d")
-    assert vllm.steps.bound(vllm.now) == 0, "nothing decodes"
+    left = vllm.left["a"]
+    vllm.end("d")
+    assert vllm.step() == {"a": left}, "nothing decodes"
 
 
 def test_a_prompt_beside_decodes_whose_gaps_cost_nothing_does_not_wait_for_its_due_time() -> None:
@@ -182,8 +271,9 @@ def test_a_target_in_seconds_is_kept() -> None:
 
 def test_requests_whose_kv_comes_count_as_decodes() -> None:
     vllm = VLLM()
-    vllm.steps.expect("d", 0, math.inf, COSTLY)
-    assert vllm.steps.bound(0.0) == LEAST
+    vllm.comes("d")
+    vllm.ask("a", 1000)
+    assert vllm.step() == {"a": LEAST}
 
 
 def test_the_token_behind_a_prefix_that_came_is_no_decode() -> None:
@@ -192,10 +282,9 @@ def test_the_token_behind_a_prefix_that_came_is_no_decode() -> None:
     for prefixes in (0, 1):
         vllm = VLLM().learned()
         for _ in range(prefixes):
-            vllm.steps.expect_prefix("prefix")
             vllm.steps.scheduled("prefix", 50_000, 1)
         vllm.step()
-        vllm.steps.finished("prefix")
+        vllm.bound()
         [said] = vllm.steps.news()
         contexts.append(said.decode_context)
     assert contexts == [101, 101]
@@ -206,6 +295,13 @@ def test_after_many_mixed_steps_one_has_a_token_of_each_prompt() -> None:
     vllm.ask("a", 100_000)
     counts = [vllm.step()["a"] for _ in range(MIXED_STEPS + 2)]
     assert counts[MIXED_STEPS] == 1
+    vllm = VLLM().learned()
+    vllm.ask("a", 100_000)
+    for _ in range(MIXED_STEPS):
+        vllm.step()
+    vllm.end("d")
+    vllm.comes("e")
+    assert vllm.step()["a"] > 1, "no decode runs"
     assert min(counts[:MIXED_STEPS]) > 1
     assert counts[-1] > 1
 
@@ -213,38 +309,45 @@ def test_after_many_mixed_steps_one_has_a_token_of_each_prompt() -> None:
 def test_a_prompt_goes_on_where_vllm_computes_whole_blocks() -> None:
     """Of states in a prefix cache. The block is larger than what targets and graphs allow."""
     vllm = VLLM(target=0.02, graph=256, chunk=544).learned()
-    for name in "ab":
-        vllm.ask(name, 1000)
+    vllm.ask("a", 1000)
     assert vllm.step() == {"a": 544}
     assert vllm.step() == {"a": 456}, "the rest is no whole block"
-    assert vllm.step() == {"b": 544}
+    vllm = VLLM(usual=256, chunk=544)
+    vllm.ask("a", 1000)
+    assert vllm.step() == {"a": 544}
+    vllm.ask("b", 1000, priority=-1)
+    assert vllm.step() == {"a": 456, "b": 544}
 
 
 def test_a_preempted_request_goes_on_where_vllm_computes_whole_blocks() -> None:
-    """It computes its prompt and its output again, and no other prompt waits."""
+    """It computes its prompt and its output again, also one whose KV had come."""
     vllm = VLLM(target=0.02, graph=256, chunk=544).learned()
-    vllm.ask("p", 1000)
-    while vllm.left:
-        vllm.step()
-    vllm.step()
-    vllm.left["p"], vllm.total["p"] = 1001, 1001
-    assert vllm.step() == {"p": 544}
+    request = requested("p", 1001, 1001, runs=False, decode_id="")
+    request.status.name = "PREEMPTED"
+    decode = requested("d", 100, 1, gap_cost=COSTLY)
+    bounds = vllm.steps.bound(vllm.now, [decode, request])
+    assert bounds == (545, 544)
+    assert vllm.steps.may_begin
 
 
-def test_a_prompt_with_a_cached_prefix_is_computed_sooner() -> None:
-    vllm = VLLM().learned()
-    vllm.ask("a", 1000)
-    vllm.left["a"] = 40
-    vllm.step()
-    vllm.ask("b", 1000)
-    assert vllm.step()["b"] > LEAST
+def test_a_prompt_with_a_cached_prefix_leaves_time_to_others() -> None:
+    """Fewer tokens than a step has room for wait before it is due."""
+    counts = list[dict[str, int]]()
+    for cached in (0, 960):
+        vllm = VLLM().learned()
+        vllm.ask("a", 1000, cached=cached, within=0.06)
+        vllm.ask("b", 1000)
+        counts.append(vllm.step())
+    assert counts[0]["a"] > 100
+    assert counts[1]["a"] == 40
+    assert 0 < counts[1]["b"] < 100
 
 
 def test_a_prompt_of_few_tokens_alone_shows_no_speed() -> None:
     """vLLM may have compiled functions for it, for seconds."""
     steps = MixedSteps(0, MOST, None)
     for tokens, seconds in ((2, 5.0), (MOST, MOST * TOKEN)):
-        steps.expect("a", tokens, 0.0, None)
+        steps.bound(0.0, [requested("a", tokens, tokens)])
         steps.scheduled("a", 0, tokens)
         steps.over(steps.begins(10.0 * tokens), 10.0 * tokens + seconds)
     [costs] = steps.news()
@@ -255,15 +358,15 @@ def test_a_prompt_of_few_tokens_alone_shows_no_speed() -> None:
 def test_a_decode_with_its_drafts_is_no_prompt() -> None:
     """vLLM's bound holds for decodes, too, and vLLM dies if it cuts the first drafts of a request off."""
     steps = MixedSteps(0, MOST, None, drafts=3)
-    steps.expect("handed over", 0, 0.0, COSTLY)
-    assert steps.bound(0.0) >= 4
+    comes = requested("handed over", 100, 100, runs=False, decode_id="")
+    assert steps.bound(0.0, [comes]) == (4 + LEAST, LEAST)
 
     clock = itertools.count()
 
     def fastest(*scheduled: tuple[str, int, int]) -> float:
         """Of the steps that only decoded, after many such steps."""
         for _ in range(ALIKE):
-            steps.expect("prompt", 6, 0.0, None)
+            steps.bound(0.0, [requested("prompt", 6, 6), requested("handed over", 100, 4)])
             for each in scheduled:
                 steps.scheduled(*each)
                 now = next(clock) * STEP
@@ -302,11 +405,11 @@ def test_the_model_of_steps_is_learned_from_mixed_steps_too() -> None:
 
 def test_without_chunks_no_prompt_fits_beside_decodes() -> None:
     steps = MixedSteps(0, 0, None)
-    for tokens in (0, 1, 1):
-        steps.expect("d", tokens, 0.0, COSTLY)
-        steps.scheduled("d", 0, max(1, 1000 * tokens))
+    for tokens in (1, 1000, 1000):
+        steps.bound(0.0, [requested("d", 1000, tokens)])
+        steps.scheduled("d", 0, tokens)
         steps.over(steps.begins(0.0), 1.0)
-    assert steps.bound(2.0) == 0
+    assert steps.bound(2.0, []) is None
     [costs] = steps.news()
     assert costs.long.tokens == 0
 
@@ -330,6 +433,7 @@ def test_a_step_begins_when_the_one_before_is_over() -> None:
 def begin(steps: MixedSteps, computed: int, now: float) -> int:
     """A request decodes, unless it has computed no token: then nothing does."""
     if computed:
+        steps.bound(now, [requested("d", 100, 1)])
         steps.scheduled("d", computed, 1)
     return steps.begins(now)
 
@@ -338,9 +442,9 @@ def begin(steps: MixedSteps, computed: int, now: float) -> int:
 def test_a_prompt_beside_decodes_takes_as_long_as_routers_expect(graph: int) -> None:
     """Beside decodes that were handed over, too: steps have no bound that routers do not know."""
     vllm = VLLM(graph=graph).learned()
-    vllm.steps.expect("e", 0, math.inf, COSTLY)
-    vllm.steps.scheduled("e", 100, 1)
+    vllm.decodes("e")
     vllm.step()
+    vllm.bound()
     [costs] = vllm.steps.news()
     assert costs.step_table is not None
     pace = Pace(
@@ -362,11 +466,16 @@ def test_steps_with_decodes_fit_into_the_largest_graph() -> None:
     vllm.ask("a", 1000, within=0.0)
     assert vllm.step() == {"a": 59}
     vllm.ask("b", 1000)
-    vllm.steps.expect("e", 0, math.inf, COSTLY)
+    vllm.comes("e")
     assert vllm.step() == {"a": 58}
-    for request_id in "de":
-        vllm.steps.finished(request_id)
-    assert vllm.step(decodes=False) == {"a": 883}
+    vllm.end("d")
+    vllm.waiting.clear()
+    assert vllm.step() == {"a": 883}
+    vllm = VLLM(graph=60).learned()
+    for i in range(60):
+        vllm.decodes(f"d{i}")
+    vllm.ask("a", 1000)
+    assert vllm.step()["a"] >= LEAST, "decodes alone are more"
 
 
 def test_a_chunk_computes_at_least_as_long_as_its_launch_takes() -> None:
@@ -430,7 +539,8 @@ def placed(vllm: VLLM, ahead: int) -> str:
 def test_steps_with_images_say_what_images_cost() -> None:
     """And not what a step costs, so bounds stay as they are."""
     vllm = VLLM().learned()
-    bound, costs = vllm.steps.bound(vllm.now), vllm.steps.news()
+    bound, costs = vllm.bound(), vllm.steps.news()
+    vllm.steps.bound(vllm.now, [requested("i", 300, 300), requested("d", 100, 1, gap_cost=COSTLY)])
     for decodes in (False, True):
         for _ in range(20):
             vllm.steps.scheduled("i", 0, 300)
@@ -443,13 +553,14 @@ def test_steps_with_images_say_what_images_cost() -> None:
     encoder = vllm.steps.encoder(40, 40 * 200)
     assert encoder.encode_token_seconds == pytest.approx(0.005, rel=0.01)
     assert encoder.seconds == pytest.approx(40 * 200 * 0.005, rel=0.01)
-    assert vllm.steps.bound(vllm.now) == bound
+    assert vllm.bound() == bound
     assert costs
     assert not vllm.steps.news()
 
 
 def test_images_have_no_costs_until_those_of_tokens_are_known() -> None:
     vllm = VLLM()
+    vllm.steps.bound(vllm.now, [requested("i", 300, 300)])
     vllm.steps.scheduled("i", 0, 300)
     vllm.steps.encodes(200)
     vllm.steps.over(vllm.steps.begins(vllm.now), vllm.now + 1.0)
@@ -460,6 +571,7 @@ def test_steps_whose_end_is_said_together_say_nothing() -> None:
     """If all requests of a step are aborted, vLLM reports its end with that of the next step."""
     vllm = VLLM().learned()
     [costs] = vllm.steps.news()
+    vllm.steps.bound(vllm.now, [requested("p", 1000, 1000), requested("d", 100, 1, gap_cost=COSTLY)])
     for request_id, computed, count in (("d", 100, 1), ("p", 0, 1_000)):
         vllm.steps.scheduled(request_id, computed, count)
         number = vllm.steps.begins(vllm.now)

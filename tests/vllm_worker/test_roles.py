@@ -237,8 +237,9 @@ async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None
         "do_remote_decode": True,
         "prefill_id": P.hex(),
         "worker_commits": True,
-        "first_token_within": math.inf,
+        "due": math.inf,
         "gap_cost": 0.0,
+        "uncached": 20,
     }
     assert worker.computed == [P]
     assert worker.roles.status(0).stats.tokens_waiting == 20
@@ -357,8 +358,9 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
     worker.handle(submit_decode(7, work(D, output_ids=[4, 4]), None))
     await worker.says(D, output([5]), output([6], "length"))
     assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {
-        "first_token_within": -math.inf,  # its stream has begun
+        "due": -math.inf,  # its stream has begun
         "gap_cost": 0.0,
+        "uncached": 22,
     }
     assert worker.tokens() == [(2, 5, ""), (3, 6, "length")]
     assert worker.of(messages.Prefilled)
@@ -526,7 +528,7 @@ async def test_the_kv_of_another_prefill_is_fetched(worker: Worker, lost: bool, 
     assert worker.aborted == [D]
     params = worker.fields[D]["extra_args"]["kv_transfer_params"]
     assert params["remote_request_id"] == E.hex()
-    assert params["first_token_within"] == -math.inf
+    assert params["due"] == -math.inf
     worker.roles.heard(FetchFailed(first, "cancelled"))
     await worker.says(D, output([6], "stop"))
     worker.heard(Injected(D, FIRST, STATS))
@@ -636,8 +638,9 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     await worker.says(D, output([6], "stop"))
     assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {
         "first_token": 5,
-        "first_token_within": math.inf,
+        "due": math.inf,
         "gap_cost": 0.0,
+        "uncached": 1,
     }
     assert worker.tokens() == [(0, 5, ""), (0, 5, ""), (1, 6, "stop")]
     assert worker.failures() == [pb.FAILURE_CODE_HANDED_BACK]
