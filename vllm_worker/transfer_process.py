@@ -36,8 +36,7 @@ class Settings:
     timeout: float = 60.0
     """Seconds for the KV of a request to come. Then its prompt is computed here."""
     attach: str = ""
-    """Socket of a worker (`attachment`), which has a transfer process. The settings above are then its own,
-    but for `timeout`."""
+    """Socket of a worker (`attachment`), which has a transfer process, and needs no setting above."""
     itl_target: float | None = None
     itl_target_steps: float = LONG
     """With `attach`: as in the configuration of Baton's engine."""

@@ -57,7 +57,7 @@ class Fetching:
 
     fetch: Fetch
     deadline: float | None
-    """time.monotonic(). Infinite: it has passed. None: the request has ended."""
+    """time.monotonic(). Infinite: there is none, or it has passed. None: the request has ended."""
 
 
 class Attendant:
@@ -216,11 +216,12 @@ class Transfers:
         vocabulary: int,
         worker: Channel | None = None,
     ) -> None:
-        """`tables`, `vocabulary`, `worker` as in `Attendant`."""
+        """`timeout`: seconds for the KV of a request to come. In a worker it waits for its prompt as long as
+        the router lets it. `tables`, `vocabulary`, `worker`: as in `Attendant`."""
         self._layers_ready = 0
         kv = replace(kv, layers_ready=lambda: self._layers_ready)
         self._tables = tables
-        self._timeout = timeout
+        self._timeout = timeout if worker is None else math.inf
         self._heartbeat = heartbeat
         self._ranks = transport.ranks
         self._sender = transport.sender(kv)

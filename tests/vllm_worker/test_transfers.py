@@ -112,6 +112,10 @@ class Server:
         ]
 
 
+class Alone(Server):
+    alone = True
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forked_processes() -> Iterator[None]:
     with forking():
@@ -208,12 +212,28 @@ def test_a_first_token_that_the_model_does_not_have(
 def test_a_prompt_whose_kv_does_not_come_is_computed(servers: tuple[Server, Server]) -> None:
     """Half of its KV has come."""
     prefill, _ = servers
-    decode = Server("impatient", 3, timeout=0.5)
+    decode = Alone("impatient", 3, timeout=0.5)
     prefill_id = b"p" * 16
     prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [[1, 2]], 0, 20, 60)]))
     decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
+    decode.close()
+
+
+def test_in_a_worker_kv_may_come_as_late_as_its_prompt_is_computed(servers: tuple[Server, Server]) -> None:
+    """Its prefill worker may have others to compute. The router says when it is too late."""
+    prefill, _ = servers
+    decode = Server("patient", 3, timeout=0.0)
+    prefill_id = b"p" * 16
+    prefill.step(StepMetadata(expected=[prefill_id]))
+    decode.step(StepMetadata(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
+    decode.idle()
+    prefill.step(StepMetadata(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [[1, 2]], 0, 20, 20)]))
+    prefill.step(StepMetadata(committed={prefill_id: 42}), {"a"})
+    until(lambda: decode.received == {"b"}, prefill, decode)
+    assert decode.transfers.take_failed_blocks() == set()
+    assert decode.transfers.take_first_tokens() == {"b": 42}
     decode.close()
 
 
@@ -500,10 +520,6 @@ def test_a_prefix_that_is_not_cached_any_more(servers: tuple[Server, Server]) ->
     assert source.told(1) == [Released(wanted.pin_id, "gone")]
     assert here.told(1) == [FetchFailed(FETCH, "gone")]
     assert source.sent == {"p"}
-
-
-class Alone(Server):
-    alone = True
 
 
 def test_a_server_behind_a_proxy_shows_no_cache() -> None:
