@@ -24,7 +24,7 @@ tokens) are in other memory. The inputs of a step are contiguous, so one copy mo
 import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from baton.engine.execution.inputs import Inputs, attention_metadata, read_by_device
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
-from baton.engine.kernels.attention.tiles import TILE_FIELDS, most_pieces, tile_work
+from baton.engine.kernels.attention.tiles import SHORT, TILE_FIELDS, Shape, most_pieces, tile_work
 from baton.engine.kernels.state.mamba2 import scan_work
 from baton.engine.kernels.upload import upload
 from baton.engine.layers.ranks import Ranks
@@ -67,12 +67,15 @@ class TileShape(NamedTuple):
 
     tokens: int  # of a tile; 0: there are none
     programs: int  # pieces that are computed at once
+    shape: Shape = SHORT
 
     def pieces(self, rows: int) -> int:
         """The most pieces of tiles in a step of so many rows."""
-        if not self.tokens:
-            return 0
-        return max(rows // self.tokens + CHUNKS, most_pieces(rows, self.tokens, self.programs))
+        return most_pieces(rows // self.tokens + CHUNKS, self.programs) if self.tokens else 0
+
+    def work(self, prefills: Sequence[tuple[int, int]], num_decodes: int) -> np.ndarray:
+        """As `tile_work`."""
+        return tile_work(prefills, num_decodes, self.tokens, self.programs, self.shape.piece_keys)
 
 
 NO_TILES = TileShape(0, 0)
@@ -302,7 +305,7 @@ class StepGraphs:
         if size.chunks:
             for name, shape in (("tiles", widths.tiles), ("window_tiles", widths.window_tiles)):
                 if shape.tokens:
-                    arrays[name] = tile_work(prefills, rows, *shape)
+                    arrays[name] = shape.work(prefills, rows)
             if widths.scan:
                 arrays["scans"] = scan_work(prefills, rows, widths.scan)
         self._lengths = {name: len(values) for name, values in arrays.items()}
@@ -376,6 +379,7 @@ class StepGraphs:
             num_decodes=decodes,
             prefills=[],
             apart=self._apart if size.chunks else None,
+            tile_shape=widths.tiles.shape,
         )
         cut = layer_done if size.chunks else lambda _: None
         hidden = self._forward_of(tensors, attention, cut)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
-from baton.engine.kernels.attention.tiles import NO_IMAGES, Images
+from baton.engine.kernels.attention.tiles import NO_IMAGES, SHORT, Images, Shape
 from baton.engine.kernels.upload import aligned
 from baton.engine.step import ARRAYS, Draws, Layout, Step
 
@@ -44,6 +44,7 @@ def attention_metadata(
     prefills: Sequence[tuple[int, int]],
     images: Images = NO_IMAGES,
     apart: Apart | None = None,
+    tile_shape: Shape = SHORT,
 ) -> AttentionMetadata:
     """The metadata with these tensors, by the names of its fields. One that may be None is None if empty."""
     if "ahead.places" in tensors:
@@ -59,6 +60,7 @@ def attention_metadata(
         prefills=prefills,
         images=images,
         apart=apart,
+        tile_shape=tile_shape,
         **values,
     )
 

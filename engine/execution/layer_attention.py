@@ -237,11 +237,24 @@ class LayerAttention:
         return apart, attends
 
 
-def tile_shape(kernels: Kernels, shapes: Iterable[AttentionShape], *, windowed: bool) -> TileShape | None:
+def tile_shape(
+    kernels: Kernels,
+    shapes: Iterable[AttentionShape],
+    dtype: torch.dtype,
+    block_size: int,
+    *,
+    fp8: bool,
+    windowed: bool,
+) -> TileShape | None:
     """What graphs cut chunks into, for all layers with windows or all without. None: there is no such layer.
-    The most query heads that share a KV head in one of them decide, and its fewest programs."""
+    The most query heads that share a KV head in one of them decide, and its fewest programs. `fp8`: a cache
+    is in FP8."""
     shapes = [x for x in shapes if (x.span is not None) is windowed]
     if not shapes:
         return None
-    tokens = SHORT.tokens(max(shape.num_heads // shape.num_kv_heads for shape in shapes))
-    return TileShape(tokens, kernels.tile_programs(max(shape.num_kv_heads for shape in shapes)))
+    plain = not fp8 and not windowed
+    found = {kernels.tile_shape(dtype, shape.head_dim, block_size, plain=plain) for shape in shapes}
+    chosen = found.pop() if len(found) == 1 else SHORT
+    tokens = chosen.tokens(max(shape.num_heads // shape.num_kv_heads for shape in shapes))
+    programs = kernels.tile_programs(chosen, max(shape.num_kv_heads for shape in shapes))
+    return TileShape(tokens, programs, chosen)

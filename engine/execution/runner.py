@@ -26,7 +26,7 @@ from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_
 from baton.engine.execution.layer_attention import LayerAttention, attention_shapes, tile_shape
 from baton.engine.execution.layer_caches import LayerCaches
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
-from baton.engine.kernels import Kernels
+from baton.engine.kernels import Fp8KV, Kernels
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.sampling.drafts import Sources, StepInputs
 from baton.engine.kernels.sampling.reference import with_sampled
@@ -208,9 +208,9 @@ class ModelRunner:
         """Captures graphs, which replay steps from now on; the cache must stay where it is."""
         assert self.cache.table_width is not None, "a CPU has no graphs"
         config = self._config
-        tiles, window_tiles = (
-            tile_shape(self._kernels, self._shapes, windowed=windowed) for windowed in (False, True)
-        )
+        fp8 = any(isinstance(cache, Fp8KV) for cache in self.cache.of_layers)
+        shape_of = partial(tile_shape, self._kernels, self._shapes, self._dtype, self.block_size, fp8=fp8)
+        tiles, window_tiles = (shape_of(windowed=windowed) for windowed in (False, True))
         if tiles is None:
             tiles, window_tiles = window_tiles, None
         widths = Widths(

@@ -41,6 +41,7 @@ from baton.engine.kernels.attention.paged import (
     parts,
     tile_attention,
 )
+from baton.engine.kernels.attention.tiles import SHORT, Shape
 from baton.engine.kernels.moe.experts import Choice, Experts, Terms, activated, mix, route
 from baton.engine.kernels.quantized.reference import (
     FLOATS,
@@ -289,8 +290,12 @@ class Kernels:
         mix = mamba2.mix_states_by_row if self.exact else mamba2.mix_states
         return mix(x, rates, layer, state, tiling)
 
-    def tile_programs(self, num_kv_heads: int) -> int:
-        """Pieces of `AttentionMetadata.tiles` that the device computes at once. 0: tiles are not cut."""
+    def tile_shape(self, dtype: torch.dtype, head_dim: int, block_size: int, *, plain: bool) -> Shape:
+        """The shape of tiles in graphs. `plain`: layers without a span, an image, or a cache in FP8."""
+        return SHORT
+
+    def tile_programs(self, shape: Shape, num_kv_heads: int) -> int:
+        """Pieces that the device computes at once for a KV head. 0: tiles are not cut."""
         return 0
 
     def chunk_tokens(self, dtype: torch.dtype) -> int:

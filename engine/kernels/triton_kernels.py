@@ -37,11 +37,11 @@ from baton.engine.kernels.attention.pieces import Pieces, Sharing, most_pieces, 
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
 from baton.engine.kernels.attention.tiles import (
     LONG,
+    LONG_FROM,
     MOST_IN_LONG,
-    MOST_WAVES,
     SHORT,
-    SHORT_PER_SM,
-    shape_for,
+    Shape,
+    most_places,
     tile_work,
 )
 from baton.engine.kernels.image_rows import place_images, turn_images
@@ -177,7 +177,7 @@ class TritonKernels(Kernels):
         head_dim: int | None = None,
     ) -> TritonTiling:
         head_dim = head_dim or self._head_dim
-        decodes, device = metadata.num_decodes, metadata.contexts.device
+        decodes = metadata.num_decodes
         pieces = None
         if decodes:
             count = most_pieces(decodes, num_kv_heads, self._multiprocessors)
@@ -187,25 +187,35 @@ class TritonKernels(Kernels):
             pieces = partition(contexts, num_kv_heads, count, span, exact=self.exact, sharing=sharing)
         tiles = None
         if metadata.tiles is not None or metadata.prefills:
-            group, shape, wgmma, work = num_heads // num_kv_heads, SHORT, False, metadata.tiles
-            if work is None:
-                suits = prefill_wgmma.suits(dtype, head_dim, metadata.block_size)
-                suits = suits and span is None and not self.exact and not metadata.images
-                at_once = self._multiprocessors // num_kv_heads
-                if head_dim <= MOST_IN_LONG:
-                    shape = shape_for(metadata.prefills, group, at_once, wgmma=suits)
-                wgmma = suits and shape is LONG
-            programs = self.tile_programs(num_kv_heads) if shape is SHORT else 0
-            if work is None:
-                cut = tile_work(metadata.prefills, decodes, shape.tokens(group), programs, metadata.images)
-                (work,) = upload([cut], device)
-            finished = torch.zeros((MOST_WAVES * programs, num_kv_heads), dtype=torch.int32, device=device)
-            positions = sum(stop for _, stop in metadata.prefills)
-            tiles = Tiles(work, shape, positions, finished if programs else None, self.exact, wgmma)
+            tiles = self._tiles(metadata, num_heads, num_kv_heads, dtype, span, head_dim)
         prefills = () if metadata.tiles is not None else metadata.prefills
         return TritonTiling(
             decodes, metadata.block_size, metadata.block_tables, pieces, prefills, tiles, span
         )
+
+    def _tiles(
+        self,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        span: Span | None,
+        head_dim: int,
+    ) -> Tiles:
+        shape, work = metadata.tile_shape, metadata.tiles
+        if work is not None:
+            places = most_places(self.tile_programs(shape, num_kv_heads))
+            return Tiles(work, shape, places, wgmma=shape is LONG)
+        prefills, images = metadata.prefills, metadata.images
+        plain = span is None and not images
+        shape = self.tile_shape(dtype, head_dim, metadata.block_size, plain=plain)
+        wgmma = shape is LONG
+        if head_dim <= MOST_IN_LONG and max(stop for _, stop in prefills) >= LONG_FROM:
+            shape = LONG
+        programs, tokens = self.tile_programs(shape, num_kv_heads), shape.tokens(num_heads // num_kv_heads)
+        cut = tile_work(prefills, metadata.num_decodes, tokens, programs, shape.piece_keys, images)
+        (on_device,) = upload([cut], metadata.contexts.device)
+        return Tiles(on_device, shape, int((cut[:, 7] > 1).sum()), self.exact, wgmma)
 
     def tile_latent(
         self,
@@ -227,8 +237,12 @@ class TritonKernels(Kernels):
             exact=self.exact,
         )
 
-    def tile_programs(self, num_kv_heads: int) -> int:
-        return 0 if self.exact else SHORT_PER_SM * self._multiprocessors // num_kv_heads
+    def tile_shape(self, dtype: torch.dtype, head_dim: int, block_size: int, *, plain: bool) -> Shape:
+        plain = plain and not self.exact
+        return LONG if plain and prefill_wgmma.suits(dtype, head_dim, block_size) else SHORT
+
+    def tile_programs(self, shape: Shape, num_kv_heads: int) -> int:
+        return 0 if self.exact else shape.per_sm * self._multiprocessors // num_kv_heads
 
     def attention(
         self,

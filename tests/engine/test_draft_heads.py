@@ -16,7 +16,6 @@ from baton.engine import EngineConfig, EngineRequest, SamplingParams, Speculativ
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.execution.warmup import Rehearsal, rehearse
 from baton.engine.kernels import Kernels
-from baton.engine.kernels.attention.tiles import tile_work
 from baton.engine.loader import check_model
 from baton.worker.engine_process.paged_kv import kv_layout
 from tests.device import DEVICE
@@ -163,7 +162,7 @@ def test_an_engine_on_the_kernels_of_a_gpu(
     capture_on_cpu(engine, monkeypatch, chunk_sizes=[32])
     graphs = engine.runner._graphs
     assert graphs is not None
-    work = tile_work([(0, 32)], 4, *graphs._widths.tiles)
+    work = graphs._widths.tiles.work([(0, 32)], 4)
     for staging in graphs._staging:  # as a step with a prompt leaves them
         staging.put({"tiles": work, "block_tables": np.zeros((1, 1), np.int32)})
     draft_always(engine)

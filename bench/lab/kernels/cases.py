@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from baton.bench.lab.driver import in_turns
 from baton.bench.report import Row, paired_ratio
 from baton.engine.kernels import KV, AttentionMetadata, Kernels
-from baton.engine.kernels.attention.tiles import SHORT, tile_work
+from baton.engine.kernels.attention.tiles import tile_work
 from baton.engine.layers.linear import MAX_SKINNY_ROWS, PlainLinear
 
 BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12
@@ -166,13 +166,16 @@ class DenseCases(Cases[Shape]):
         k, v = (self.normal(tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
         contexts = torch.tensor([stop for _, stop in spans], dtype=torch.int32, device=self.device)
         slots = torch.empty(0, dtype=torch.int64, device=self.device)  # no KV is written
-        tiles = None
+        tiles, kind = None, self.kernels.tile_shape(shape.dtype, shape.head_dim, shape.block_size, plain=True)
         if in_graph:
-            tile = SHORT.tokens(shape.heads // shape.kv_heads)
-            programs = self.kernels.tile_programs(shape.kv_heads)
-            tiles = torch.from_numpy(tile_work(spans[decodes:], decodes, tile, programs)).to(self.device)
+            tile, programs = (
+                kind.tokens(shape.heads // shape.kv_heads),
+                self.kernels.tile_programs(kind, shape.kv_heads),
+            )
+            work = tile_work(spans[decodes:], decodes, tile, programs, kind.piece_keys)
+            tiles = torch.from_numpy(work).to(self.device)
         metadata = AttentionMetadata(
-            shape.block_size, slots, tables, contexts, decodes, spans[decodes:], tiles
+            shape.block_size, slots, tables, contexts, decodes, spans[decodes:], tiles=tiles, tile_shape=kind
         )
         tiling = self.kernels.tile(metadata, shape.heads, shape.kv_heads, shape.dtype)
         return lambda: self.kernels.attention(q, kv, tiling, None, q.shape[-1] ** -0.5), q, k, v

@@ -218,7 +218,7 @@ def _expanded_chunks(
     )
     slots = place.add_(metadata.block_tables.flatten().index_select(0, index), alpha=size)
     wgmma = prefill_wgmma.suits(scratch.keys.dtype, scratch.keys.shape[4], SCRATCH_BLOCK)
-    return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, len(slots), wgmma=wgmma))
+    return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, wgmma=wgmma))
 
 
 def pieces_between(

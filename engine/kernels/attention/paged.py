@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.attention.tiles import NO_IMAGES, Images, Run, runs_of
+from baton.engine.kernels.attention.tiles import NO_IMAGES, SHORT, Images, Run, Shape, runs_of
 from baton.engine.model_config import Span
 
 KEYS = 16
@@ -120,6 +120,8 @@ class AttentionMetadata:
     tiles: Tensor | None = None
     """[pieces, TILE_FIELDS] int32, from `tile_work` with `Kernels.tile_programs`; replaces `prefills` in a
     graph."""
+    tile_shape: Shape = SHORT
+    """Of `tiles`. Those of layers with windows are `SHORT`."""
     apart: Apart | None = None
     """In a graph of a model with latents, where the chunks are. None: there is no graph, or no chunk."""
     state_slots: Tensor | None = None  # [requests] int32: their states; None: no layer has states
@@ -137,14 +139,22 @@ class AttentionMetadata:
 
     def of_layers(self, *, windowed: bool) -> "AttentionMetadata":
         """As layers with windows, or those without, read and write their blocks."""
-        tiles = self.window_tiles if windowed and self.window_tiles is not None else self.tiles
+        tiles, shape = self.tiles, self.tile_shape
+        if windowed and self.window_tiles is not None:
+            tiles, shape = self.window_tiles, SHORT
         slots, tables = self.slots, self.block_tables
         if self.window_slots is not None:
             half = self.block_tables.shape[1] // 2
             slots, first = (self.window_slots, half) if windowed else (self.slots, 0)
             tables = self.block_tables[:, first : first + half]
         return replace(
-            self, slots=slots, block_tables=tables, tiles=tiles, window_slots=None, window_tiles=None
+            self,
+            slots=slots,
+            block_tables=tables,
+            tiles=tiles,
+            tile_shape=shape,
+            window_slots=None,
+            window_tiles=None,
         )
 
 

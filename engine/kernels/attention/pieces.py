@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.attention.online_softmax import EXACT_N, LEAST, first_seen, segment_of, span_options
+from baton.engine.kernels.attention.tiles import TILE_FIELDS
 from baton.engine.kernels.launch import inputs_ready, launch_options, next_may_begin
 from baton.engine.model_config import Span
 
@@ -23,6 +24,8 @@ PIECES_PER_SM = 4  # programs for each multiprocessor, if the requests alone giv
 BLOCK_N = 32  # keys of a tile; pieces are cut at multiples of it
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
 COMBINED = 32  # results of pieces that a program of `_combine` takes at once, at most
+TILE_HEADS, TILE_PIECES = 8, 2  # heads of a program of `_combine_tiles`, and the pieces that it takes at once
+COMBINED_OF_WARP = 512  # numbers of such a result for each warp
 MOST_HEAD = 256  # a program has more warps for larger heads
 FIELDS = 3  # of the work of a piece
 EXACT_FIELDS = tl.constexpr(6)
@@ -129,6 +132,64 @@ def combine(
         num_warps=1 if size <= MOST_HEAD else 8,
         **launch_options(),
     )
+
+
+def combine_tiles(partial: Tensor, lse: Tensor, work: Tensor, out: Tensor) -> None:
+    """Writes to out [rows, heads, size], for tiles of several pieces. work: as `tile_work` gives it. partial
+    [places, tokens, heads, size] and lse [places, tokens, heads] float32 have the results of the pieces."""
+    places, tokens, heads, size = partial.shape  # each of the tiles has two places or more
+    at_once = min(TILE_HEADS, triton.next_power_of_2(heads))
+    _combine_tiles[(places // 2, tokens, triton.cdiv(heads, at_once))](
+        partial,
+        lse,
+        work,
+        out,
+        out.stride(0),
+        TOKENS=tokens,
+        HEADS=heads,
+        HEAD_DIM=size,
+        AT_ONCE=at_once,
+        COMBINED=TILE_PIECES,
+        FIELDS=TILE_FIELDS,
+        num_warps=max(1, at_once * size // COMBINED_OF_WARP),
+        **launch_options(),
+    )
+
+
+@triton.jit
+def _combine_tiles(
+    partial,
+    lse,
+    work,
+    out,
+    out_stride,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    COMBINED: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    tile, token = work + tl.program_id(0) * FIELDS + 10, tl.program_id(1)
+    row, tokens, first, pieces = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    inputs_ready()
+    if token < tokens:
+        heads = tl.program_id(2) * AT_ONCE + tl.arange(0, AT_ONCE)
+        to_row = out + (row + token).to(tl.int64) * out_stride
+        of_query(
+            partial,
+            lse,
+            to_row,
+            first,
+            pieces,
+            token,
+            heads,
+            heads < HEADS,
+            TOKENS,
+            HEADS,
+            HEAD_DIM,
+            COMBINED,
+        )
 
 
 @triton.jit

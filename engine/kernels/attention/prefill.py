@@ -15,10 +15,9 @@ program, longest work first, so that the last wave is short.
 *Causal*: keys that the first token of a tile may see need no mask. The few keys after them are masked, in
 smaller tiles.
 *Span*: tiles of keys that no token sees are skipped. Those that only the last tokens do not see are masked.
-*Few tokens after many*: their tiles would leave most of the GPU idle. So the keys of a tile are cut into
-pieces (as in `decode_attention`): one for each program that runs at once, or a few where that is faster. The
-program that finishes last puts the pieces together, in their order. A layer with a span has few
-keys. There the program of the last piece does all.
+*Few tokens after many*: their tiles would leave most of the GPU idle, in one wave of programs or in the last
+one. So the keys of some tiles are cut into pieces (as in `decode_attention`), which `combine_tiles` puts
+together, in their order. A layer with a span has few keys. There the program of the last piece does all.
 """
 
 from dataclasses import dataclass
@@ -50,8 +49,8 @@ from baton.engine.kernels.attention.online_softmax import (
     weigh,
     whole_tile,
 )
+from baton.engine.kernels.attention.pieces import combine_tiles
 from baton.engine.kernels.attention.tiles import MOST_IN_LONG, SHORT, TILE_FIELDS, Shape
-from baton.engine.kernels.launch import finishes_last
 from baton.engine.model_config import Span
 
 # Measured on an H200.
@@ -71,14 +70,12 @@ class Tiles:
 
     work: Tensor  # [pieces, TILE_FIELDS] int32, from `tile_work`; a row of zeros: no work
     shape: Shape
-    positions: int  # of the contexts of all chunks
-    finished: Tensor | None = None
-    """[places, KV heads] int32: pieces that are finished, by the first place of the tile; 0 between layers.
-    None: each tile is one piece."""
+    places: int = 0
+    """Of pieces, for which there is scratch memory. 0: each tile is one piece."""
     exact: bool = False
     """As in `online_softmax`. Each tile is one piece."""
     wgmma: bool = False
-    """By `prefill_wgmma`. Each tile is one piece."""
+    """By `prefill_wgmma`."""
 
 
 def prefill_attention(
@@ -95,12 +92,37 @@ def prefill_attention(
     """Writes the rows of the chunks in `tiles` to out [rows, num_heads, value_dim]. It and q [rows,
     num_heads, head_dim] have dense heads; block_tables [requests, blocks] int32; sinks [num_heads]. `scale`
     multiplies the products of queries and keys, and `softcap` bounds them."""
-    _, num_heads, head_dim = q.shape
-    (block_m, block_n, warps), stages = tiles.shape, STAGES
+    *_, kv_heads, value_dim = (kv if isinstance(kv, Tensor) else kv.values).shape
+    split = tiles.places > 0 and span is None
+    partial = lse = out  # not used
+    if split:
+        rows = tiles.places, tiles.shape.tokens(q.shape[1] // kv_heads), q.shape[1]
+        partial = torch.empty((*rows, value_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    scale *= LOG2_E.value
     if tiles.wgmma and sinks is None and softcap is None and not isinstance(kv, Fp8KV):
-        scale *= LOG2_E.value
-        prefill_wgmma.attend(q, kv, block_tables, tiles.work, tiles.positions, out, scale)
-        return
+        prefill_wgmma.attend(q, kv, block_tables, tiles.work, out, partial, lse, scale)
+    else:
+        sums = partial, lse, split
+        _by_triton(q, kv, block_tables, tiles, out, sums, span, sinks, scale, softcap or 0.0)
+    if split:
+        combine_tiles(partial, lse, tiles.work, out)
+
+
+def _by_triton(
+    q: Tensor,
+    kv: KV | Expanded,
+    block_tables: Tensor,
+    tiles: Tiles,
+    out: Tensor,
+    sums: tuple[Tensor, Tensor, bool],
+    span: Span | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> None:
+    _, num_heads, head_dim = q.shape
+    (block_m, block_n, warps, *_), stages = tiles.shape, STAGES
     if tiles.exact:
         block_n = EXACT_N
     if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory
@@ -113,13 +135,7 @@ def prefill_attention(
     if head_dim > MOST_IN_LONG and not tiles.exact:
         (block_n, masked_n), stages = WIDE, WIDE_STAGES
     shape, cache, slots = cache_of(kv, block_n)
-    shape = shape._replace(softcap=softcap or 0.0)
-    split = tiles.finished is not None and span is None
-    partial = lse = finished = out  # not used
-    if tiles.finished is not None and span is None:
-        finished, places = tiles.finished, len(tiles.finished) * shape.kv_heads * block_m
-        partial = torch.empty((places, shape.value_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty(places, dtype=torch.float32, device=q.device)
+    partial, lse, split = sums
     _prefill[(len(tiles.work), shape.kv_heads)](
         q,
         *cache,
@@ -129,13 +145,12 @@ def prefill_attention(
         q if sinks is None else sinks,
         partial,
         lse,
-        finished,
-        scale * LOG2_E.value,
+        scale,
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
         slots,
-        SHAPE=shape,
+        SHAPE=shape._replace(softcap=softcap),
         GROUP=num_heads // shape.kv_heads,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -163,7 +178,6 @@ def _prefill(
     sinks,
     partial,
     lse,
-    finished,
     scale,
     q_stride,
     out_stride,
@@ -189,7 +203,7 @@ def _prefill(
     tokens = tl.load(work + 2)
     first = tl.load(work + 3)
     last = first + tokens - 1
-    seen = tl.load(work + 9)
+    seen = tl.load(work + 8)
     stop = tl.maximum(last + 1, seen)
     if SPAN:
         tokens = tl.where(tl.load(work + 5) == stop, tokens, 0)
@@ -209,7 +223,7 @@ def _prefill(
     unmasked = tl.maximum(first + 1, seen) // BLOCK_N * BLOCK_N  # no mask hides a key before this position
     begin, end, pieces = 0, stop, 1
     if SPLIT:
-        begin, end, pieces = tl.load(work + 4), tl.load(work + 5), tl.load(work + 8)
+        begin, end, pieces = tl.load(work + 4), tl.load(work + 5), tl.load(work + 7)
         unmasked = tl.minimum(unmasked, end)
     m = tl.full([BLOCK_M], LEAST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -225,13 +239,13 @@ def _prefill(
         SHAPE, BLOCK_N, MASKED_N, SPAN, CHUNKED, EXACT,
     )  # fmt: skip
     result /= total[:, None]
-    is_last = True
-    if pieces > 1:
-        result, is_last = _put_together(
-            result, m + tl.log2(total), partial, lse, finished, work, pieces, kv_head, SHAPE.kv_heads
-        )
-    if is_last:
+    if pieces == 1:
         tl.store(out + row_of * out_stride + in_out, result.to(out.dtype.element_ty), mask=used)
+    else:
+        HEADS: tl.constexpr = SHAPE.kv_heads * GROUP
+        at = (tl.load(work + 6).to(tl.int64) * (BLOCK_M // GROUP) + token) * HEADS
+        tl.store(partial + at[:, None] * VALUE_DIM + in_out, result, mask=used)
+        tl.store(lse + at + head, m + tl.log2(total), mask=token < tokens)
 
 
 @triton.jit
@@ -326,37 +340,6 @@ def _end_segments(m, total, acc, seg_m, seg_total, seg_acc, end, segment, shorte
         total, seg_total = tl.where(ends[:, None], new_total, total), tl.where(ends[:, None], 0.0, seg_total)
         acc, seg_acc = tl.where(ends[:, None], new_acc, acc), tl.where(ends[:, None], 0.0, seg_acc)
     return m, total, acc, seg_m, seg_total, seg_acc
-
-
-@triton.jit
-def _put_together(result, own_lse, partial, lse, finished, tile, pieces, kv_head, KV_HEADS: tl.constexpr):
-    """Returns the result of a tile, and whether this program is the last one and has it.
-
-    result [m, dims] and own_lse [m]: of this program's piece, as in `decode_attention`. partial [places, KV
-    heads, m, dims], lse [places, KV heads, m]: scratch memory."""
-    m, dims = tl.arange(0, result.shape[0]), tl.arange(0, result.shape[1])
-    place = (tl.load(tile + 6) * KV_HEADS + kv_head).to(tl.int64)
-    first = tl.load(tile + 7) * KV_HEADS + kv_head
-    rows = place * result.shape[0] + m
-    tl.store(partial + rows[:, None] * result.shape[1] + dims[None, :], result)
-    tl.store(lse + rows, own_lse)
-    is_last = finishes_last(finished, first, pieces)
-    if is_last:
-        tl.store(finished + first, 0)
-        largest = tl.full([result.shape[0]], LEAST, tl.float32)
-        total = tl.zeros([result.shape[0]], tl.float32)
-        result = tl.zeros(result.shape, tl.float32)
-        for i in tl.range(pieces):
-            rows = (first + i * KV_HEADS).to(tl.int64) * result.shape[0] + m
-            weight = tl.load(lse + rows, cache_modifier=".cg")
-            values = tl.load(partial + rows[:, None] * result.shape[1] + dims[None, :], cache_modifier=".cg")
-            new = tl.maximum(largest, weight)
-            shrink, weight = tl.exp2(largest - new), tl.exp2(weight - new)
-            total = total * shrink + weight
-            result = result * shrink[:, None] + values * weight[:, None]
-            largest = new
-        result /= total[:, None]
-    return result, is_last
 
 
 @triton.jit

@@ -13,6 +13,8 @@ Within a group, the products of a tile run while the softmax of the next tile is
 Programs of some heads begin together (a *section*), the longest first. The keys and values of so many heads
 fit into half of the L2 cache. With more heads, each program would read its keys from memory. With fewer, too
 few programs are left for the last wave.
+
+A program has the keys [begin, end) of a tile (`tile_work`), and counts positions from `begin` on.
 """
 
 import functools
@@ -63,11 +65,12 @@ def attend(
     kv: Tensor | Expanded,
     block_tables: Tensor,
     work: Tensor,
-    positions: int,
     out: Tensor,
+    partial: Tensor,
+    lse: Tensor,
     scale: float,
 ) -> None:
-    """As `prefill_attention`, for tiles of `BLOCK_M` rows, of one piece each. `positions`: of all contexts.
+    """As `prefill_attention`, for tiles of `BLOCK_M` rows. partial and lse: as `combine_tiles` reads them.
     `scale`: times log₂ e."""
     keys, values = (x.squeeze(0) for x in kv) if isinstance(kv, Expanded) else kv
     _, block_size, kv_heads, head_dim = keys.shape
@@ -83,12 +86,14 @@ def attend(
         block_tables,
         work,
         out,
+        partial,
+        lse,
         scale,
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
         len(work),
-        _section(q.device, kv_heads, positions * (head_dim + value_dim) * q.itemsize),
+        _l2_bytes(q.device) // (2 * (head_dim + value_dim) * q.itemsize),
         KV_HEADS=kv_heads,
         GROUP=q.shape[1] // kv_heads,
         BLOCK_SIZE=block_size,
@@ -102,12 +107,20 @@ def attend(
     )
 
 
-@functools.lru_cache(64)
-def _section(device: torch.device, kv_heads: int, bytes_of_head: int) -> int:
-    """Heads of a section: all sections have as many."""
-    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
-    most = max(1, cache // 2 // bytes_of_head)
-    return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= most)
+@functools.cache
+def _l2_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+
+
+@gluon.jit
+def _section(positions, most_positions, KV_HEADS: gl.constexpr):
+    """Heads of a section: all sections have as many. `positions`: of all contexts."""
+    most = most_positions // gl.maximum(positions, 1)
+    heads = 1
+    for n in gl.static_range(2, KV_HEADS + 1):
+        if KV_HEADS % n == 0:
+            heads = gl.where(n <= most, n, heads)
+    return heads
 
 
 @gluon.jit
@@ -123,7 +136,7 @@ def _ring(dtype: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
-def _load(tile, ring, tiles, table, stop, head, BLOCK_SIZE: gl.constexpr):
+def _load(tile, ring, tiles, table, begin, end, head, BLOCK_SIZE: gl.constexpr):
     """Loads a tile once its place is free. A tile may be in several blocks, but each part is in one."""
     buffers, loaded, free = ring
     BLOCK_N: gl.constexpr = buffers.shape[1]
@@ -133,18 +146,18 @@ def _load(tile, ring, tiles, table, stop, head, BLOCK_SIZE: gl.constexpr):
     barrier()  # no warp may be a round behind
     mbarrier.expect(loaded.index(stage), tiles.block_type.nbytes * (BLOCK_N // ROWS))
     for part in gl.static_range(BLOCK_N // ROWS):
-        position = tile * BLOCK_N + part * ROWS
-        block = gl.load(table + position // BLOCK_SIZE, mask=position < stop, other=0)
+        position = begin + tile * BLOCK_N + part * ROWS
+        block = gl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
         at = [block * BLOCK_SIZE + position % BLOCK_SIZE, head * tiles.block_shape[1]]
         to = buffers.index(stage).slice(part * ROWS, ROWS, dim=0)
         tma.async_copy_global_to_shared(tiles, at, loaded.index(stage), to)
 
 
 @gluon.jit
-def _produce(count, stop, key_tiles, value_tiles, table, head, keys, values, BLOCK_SIZE: gl.constexpr):
+def _produce(count, begin, end, key_tiles, value_tiles, table, head, keys, values, BLOCK_SIZE: gl.constexpr):
     for i in range(count):
-        _load(i, keys, key_tiles, table, stop, head, BLOCK_SIZE)
-        _load(i, values, value_tiles, table, stop, head, BLOCK_SIZE)
+        _load(i, keys, key_tiles, table, begin, end, head, BLOCK_SIZE)
+        _load(i, values, value_tiles, table, begin, end, head, BLOCK_SIZE)
 
 
 @gluon.jit
@@ -210,20 +223,20 @@ def _load_queries(q, tokens, half, queries, q_stride, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _clear_from(stop, tile, ring):
+def _clear_from(end, tile, ring):
     """Clears the last tile of values from this position on. Both groups of warps write the same."""
     buffers, loaded, _ = ring
     BLOCK_N: gl.constexpr = buffers.shape[1]
-    if stop % BLOCK_N != 0:
+    if end % BLOCK_N != 0:
         mbarrier.wait(loaded.index(tile % STAGES), tile // STAGES & 1)
-        clear(buffers.index(tile % STAGES), stop % BLOCK_N, ROW, WIDTH)
+        clear(buffers.index(tile % STAGES), end % BLOCK_N, ROW, WIDTH)
         barrier()
 
 
 @gluon.jit
 def _consume(half: gl.constexpr, count, rows, GROUP: gl.constexpr, FINITE: gl.constexpr):
     """Attends with half of the rows of the tile."""
-    q, out, queries, keys, values, tokens, first, scale, q_stride, out_stride = rows
+    q, results, queries, keys, values, tokens, first, end, scale, q_stride = rows
     dtype: gl.constexpr = q.dtype.element_ty
     ROWS: gl.constexpr = queries.shape[1]
     BLOCK_N: gl.constexpr = keys[0].shape[1]
@@ -247,16 +260,33 @@ def _consume(half: gl.constexpr, count, rows, GROUP: gl.constexpr, FINITE: gl.co
     for i in range(gl.maximum(unmasked - 1, 0), count - 1):
         weights, m, total, acc = _step(i, weights, query, m, total, acc, scale, queries, keys, values, zeros)
     if not FINITE:
-        _clear_from(first + tokens, count - 1, values)
+        _clear_from(end, count - 1, values)
     acc = warpgroup_mma_wait(0, deps=(_sums(weights, count - 1, values, acc),))
     acc /= gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
-    row = half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))[:, None]
-    out += row // GROUP * out_stride + row % GROUP * VALUE_DIM
-    dims = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, SUMS))[None, :]
-    gl.store(out + dims, acc.to(dtype), mask=row // GROUP < tokens)
+    _store(acc, m + gl.log2(total), half, tokens, results, GROUP)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "num_tiles", "section"])
+@gluon.jit
+def _store(acc, own_lse, half: gl.constexpr, tokens, results, GROUP: gl.constexpr):
+    """Stores half of the rows of a tile, or of a piece of it."""
+    out, partial, lse, pieces, out_stride, partial_stride, lse_stride = results
+    rows: gl.constexpr = acc.shape[0]
+    dim: gl.constexpr = acc.shape[1]
+    row = half * rows + gl.arange(0, rows, gl.SliceLayout(1, acc.type.layout))[:, None]
+    dims = gl.arange(0, dim, gl.SliceLayout(0, acc.type.layout))[None, :]
+    used = row // GROUP < tokens
+    if pieces == 1:
+        to = out + row // GROUP * out_stride + row % GROUP * dim
+        gl.store(to + dims, acc.to(out.dtype.element_ty), mask=used)
+    else:
+        to_sums = partial + row // GROUP * partial_stride + row % GROUP * dim
+        gl.store(to_sums + dims, acc, mask=used)
+        of_lse = half * rows + gl.arange(0, rows, own_lse.type.layout)
+        to_lse = lse + of_lse // GROUP * lse_stride + of_lse % GROUP
+        gl.store(to_lse, own_lse, mask=of_lse // GROUP < tokens)
+
+
+@gluon.jit(do_not_specialize=["table_stride", "num_tiles"])
 def _attend(
     q,
     key_tiles,
@@ -264,12 +294,14 @@ def _attend(
     block_tables,
     work,
     out,
+    partial,
+    lse,
     scale,
     q_stride,
     out_stride,
     table_stride,
     num_tiles,
-    section,
+    most_positions,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
@@ -283,26 +315,32 @@ def _attend(
     """FINITE: no slot past a context holds NaN."""
     dtype: gl.constexpr = q.dtype.element_ty
     index = gl.program_id(0)
+    section = _section(gl.load(work + 9), most_positions, KV_HEADS)
     head = index // (section * num_tiles) * section + index % section
     work += index % (section * num_tiles) // section * FIELDS
     request, row = gl.load(work).to(gl.int64), gl.load(work + 1).to(gl.int64)
     tokens, first = gl.load(work + 2), gl.load(work + 3)
     if tokens == 0:
         return
-    stop = first + tokens
-    count = gl.cdiv(stop, BLOCK_N)
+    begin, end = gl.load(work + 4), gl.load(work + 5)
+    place, pieces = gl.load(work + 6).to(gl.int64), gl.load(work + 7)
+    count = gl.cdiv(end - begin, BLOCK_N)
     keys, values = _ring(dtype, BLOCK_N, HEAD_DIM), _ring(dtype, BLOCK_N, VALUE_DIM)
     halves: gl.constexpr = [2, BLOCK_M // 2, HEAD_DIM]
     queries = gl.allocate_shared_memory(dtype, halves, gl.NVMMASharedLayout(128, 16, rank=2))
     q += row * q_stride + head * GROUP * HEAD_DIM
     out += row * out_stride + head * GROUP * VALUE_DIM
+    HEADS: gl.constexpr = KV_HEADS * GROUP
+    of_piece = place * (BLOCK_M // GROUP) * HEADS + head * GROUP
+    partial += of_piece * VALUE_DIM
+    results = out, partial, lse + of_piece, pieces, out_stride, HEADS * VALUE_DIM, HEADS
     table = block_tables + request * table_stride
-    rows = q, out, queries, keys, values, tokens, first, scale, q_stride, out_stride
+    rows = q, results, queries, keys, values, tokens, first - begin, end - begin, scale, q_stride
     gl.warp_specialize(
         [
             (_consume, (0, count, rows, GROUP, FINITE)),
             (_consume, (1, count, rows, GROUP, FINITE)),
-            (_produce, (count, stop, key_tiles, value_tiles, table, head, keys, values, BLOCK_SIZE)),
+            (_produce, (count, begin, end, key_tiles, value_tiles, table, head, keys, values, BLOCK_SIZE)),
         ],
         [4, 4],
         REGISTERS,

@@ -1,7 +1,7 @@
 """Cuts the work of prefill chunks into parts, one for each program. Pure, on the host."""
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from heapq import heapreplace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -12,30 +12,29 @@ class Shape(NamedTuple):
     block_m: int  # rows: (token, head of the group) pairs
     block_n: int  # keys at a time
     warps: int
+    per_sm: int = 1  # programs that share a multiprocessor
+    piece_keys: int = 512
+    """The fixed cost of a piece, in keys: loading queries and combining pieces takes as long as attending to
+    so many keys."""
 
     def tokens(self, group: int) -> int:
         """Tokens of a tile, if `group` query heads share a KV head."""
         return self.block_m // group
 
 
-# Measured on an H200.
-SHORT = Shape(64, 64, 4)
-SHORT_PER_SM = 2  # programs that share a multiprocessor
+SHORT = Shape(64, 64, 4, per_sm=2, piece_keys=2048)  # measured on an H200
 LONG = Shape(128, 128, 8)
 LONG_FROM = 4096  # positions
 MOST_IN_LONG = 256
 """Numbers of a head. With more, the sums of a long tile do not fit into registers."""
 
-TILE_FIELDS = 10
+TILE_FIELDS = 14
 LARGEST_N = 128
 """Pieces are cut at multiples of this number of keys, because tiles of every shape divide it."""
 LEAST_KEYS = 4 * LARGEST_N
 """Keys of a piece, if a tile has several. Shorter pieces save less time than combining them costs."""
-MOST_WAVES = 3
-"""Most pieces for each program that runs at once."""
-PIECE_KEYS = 2048
-"""The fixed cost of a piece, in keys: loading queries and combining pieces takes as long as attending to so
-many keys. Measured on an H200, with two programs on each multiprocessor."""
+MOST_WAVES = 2
+"""Most pieces of tiles that are cut, for each program that runs at once."""
 
 
 Images = Mapping[int, Sequence[tuple[int, int]]]
@@ -65,29 +64,23 @@ def runs_of(chunk: tuple[int, int], images: Sequence[tuple[int, int]]) -> Iterat
         yield Run(start, stop, 0)
 
 
-def shape_for(prefills: Sequence[tuple[int, int]], group: int, programs: int, *, wgmma: bool) -> Shape:
-    """The shape of tiles for chunks (start, stop). `wgmma`: `prefill_wgmma` attends if they are `LONG`. Then
-    one such tile for each of `programs`, which run at once for a head, is faster than several short ones."""
-    if wgmma and sum(-(-(stop - start) // LONG.tokens(group)) for start, stop in prefills) > programs:
-        return LONG
-    return LONG if max(stop for _, stop in prefills) >= LONG_FROM else SHORT
-
-
 def tile_work(
     prefills: Sequence[tuple[int, int]],
     num_decodes: int,
     tokens: int,
     programs: int,
+    piece_keys: int = 0,
     images: Images = NO_IMAGES,
 ) -> np.ndarray:
     """[pieces, TILE_FIELDS] int32: request (index into the block tables), first row of q, number of tokens
-    (at most `tokens`), first position; first key and last key + 1; place of the piece, first place and number
-    of pieces of its tile; and `Run.seen`.
+    (at most `tokens`), first position; first key and last key + 1; place of the piece, and number of pieces
+    of its tile; `Run.seen`; and the positions of all chunks and those before them. Line i also has the i-th
+    of the tiles that are cut: first row of q, number of tokens, first place and number of pieces, or zeros.
 
-    The chunks (start, stop) follow `num_decodes` requests of one row each. Tiles that see most keys come
-    first, so that the last programs are short. The keys of the longest ones are cut into pieces, if
-    `programs` at once are then over sooner. There are at most `most_pieces`, or one for each tile. A tile of
-    one piece has no place.
+    The chunks (start, stop) follow `num_decodes` requests of one row each. The longest pieces come first, so
+    that the last programs are short. The longest tiles are cut into pieces, if `programs` at once, with this
+    fixed cost (`Shape.piece_keys`), are then over sooner. A tile of one piece has no place. There are at most
+    `most_places` places, and `most_pieces` pieces.
     """
     tiles, row = [], num_decodes
     for request, (start, stop) in enumerate(prefills, num_decodes):
@@ -97,43 +90,65 @@ def tile_work(
             for position in range(run.start, run.stop, tokens)
         ]
         row += stop - start
-    tiles.sort(key=lambda tile: -tile[3])
-    most = most_pieces(row - num_decodes, tokens, programs)
-    length = _piece_length([tile[3] for tile in tiles], programs, most)
-    work, place = [], 0
-    for *tile, seen in tiles:
+    tiles.sort(key=_keys, reverse=True)
+    longest, count = _cut([_keys(tile) for tile in tiles], programs, piece_keys)
+    positions, work, joined, place = sum(stop for _, stop in prefills), [], [], 0
+    for i, tile in enumerate(tiles):
         # The last piece begins before the first token, so each token sees a key of each piece.
-        ends = [*range(length, tile[3], length), max(tile[3] + tile[2], seen)]
-        for i, end in enumerate(ends):
-            work.append((*tile, i * length, end, place + i, place, len(ends), seen))
-        place += len(ends) if len(ends) > 1 else 0
-    return np.array(work, dtype=np.int32).reshape(-1, TILE_FIELDS)
+        begins = range(0, tile[3] or 1, longest) if i < count else (0,)
+        ends = [*begins[1:], _keys(tile)]
+        for j, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            work.append((*tile[:4], begin, end, place + j, len(ends), tile[4], positions))
+        if len(ends) > 1:
+            joined.append((*tile[1:3], place, len(ends)))
+            place += len(ends)
+    work.sort(key=lambda piece: piece[4] - piece[5])
+    lines = np.zeros((len(work), TILE_FIELDS), dtype=np.int32)
+    lines[:, :10] = np.array(work, dtype=np.int32).reshape(-1, 10)
+    lines[: len(joined), 10:] = np.array(joined, dtype=np.int32).reshape(-1, 4)
+    return lines
 
 
-def most_pieces(rows: int, tokens: int, programs: int) -> int:
-    """The most pieces of chunks with so many tokens in all, unless there are more tiles. With few tiles, two
-    and more pieces of each are computed at once, and no smaller ones are sooner."""
-    return programs if rows <= programs // 2 * tokens else MOST_WAVES * programs
+def _keys(tile: tuple[int, ...]) -> int:
+    """Those that a tile (request, row, tokens, first position, seen) sees."""
+    return max(tile[3] + tile[2], tile[4])
 
 
-def _piece_length(positions: Sequence[int], programs: int, most: int) -> int:
-    """The most keys of a piece, for tiles from these positions on."""
-    longest = max(positions, default=0)
-    if not longest or not programs:
-        return max(longest, 1)
-    units = range(LEAST_KEYS // LARGEST_N, longest // LARGEST_N + 2)
+def most_places(programs: int) -> int:
+    """The most pieces of tiles that are cut."""
+    return MOST_WAVES * programs
 
-    def pieces(length: int) -> int:
-        return sum(-(-position // length) or 1 for position in positions)
 
-    def keys(length: int) -> int:
-        """Keys that a program attends to, one piece after the other."""
-        return -(-pieces(length) // programs) * (length + PIECE_KEYS)
+def most_pieces(tiles: int, programs: int) -> int:
+    """The most pieces of so many tiles."""
+    return tiles + most_places(programs)
 
-    lengths = [longest]
-    for at_most in range(programs, most + 1, programs):
-        # If most tiles stayed whole in a second wave, it would be over no sooner.
-        if len(positions) <= max(programs, at_most // 2):
-            index = bisect_left(units, True, key=lambda n, most=at_most: pieces(n * LARGEST_N) <= most)
-            lengths.append(LARGEST_N * (units.start + index))
-    return min(lengths, key=keys)
+
+def _cut(lengths: Sequence[int], programs: int, piece_keys: int) -> tuple[int, int]:
+    """The most keys of a piece, and how many of the tiles with so many keys, which are in descending order,
+    are cut into such pieces.
+
+    Whole tiles fill all waves but the last one. So those that are cut are as many as would be in the last
+    wave, or those that are longer than a program's share of all keys. All are cut into equally many."""
+    best, whole = (1, 0), [*lengths]
+    if not programs or not lengths:
+        return best
+    soonest = _ends(whole, programs, piece_keys)
+    share = sum(lengths) / programs
+    longer = sum(length > share for length in lengths)
+    for count in {len(lengths) % programs, longer} - {0}:
+        for pieces in range(2, min(most_places(programs) // count, lengths[0] // LEAST_KEYS) + 1):
+            length = -(-lengths[0] // (pieces * LARGEST_N)) * LARGEST_N
+            cut = [min(length, n - k) for n in lengths[:count] for k in range(0, n, length)]
+            ends = _ends(sorted([*lengths[count:], *cut], reverse=True), programs, piece_keys)
+            if ends < soonest:
+                best, soonest = (length, count), ends
+    return best
+
+
+def _ends(lengths: Sequence[int], programs: int, piece_keys: int) -> int:
+    """When the last of these pieces ends, each begun as soon as one of the programs is free, in keys."""
+    busy = [0] * programs
+    for length in lengths:
+        heapreplace(busy, busy[0] + length + piece_keys)
+    return max(busy)
