@@ -205,13 +205,13 @@ def test_blocks_behind_a_window_have_no_hash() -> None:
     assert cache.store([4], 3, PROMPT[192:], group_idx=1) == {}
 
 
-def test_a_block_that_two_requests_computed_is_cached_until_both_copies_are_gone() -> None:
+def test_a_block_that_several_requests_computed_is_cached_until_all_copies_are_gone() -> None:
     """vLLM says BlockStored and BlockRemoved of each copy, all with one hash (vLLM 0.26 to 0.32,
     `BlockPool.cache_full_blocks` and `_maybe_evict_cached_block`)."""
     cache = Cache(64)
-    assert cache.store([1], None, PROMPT[:64]) == {HINTS[0]: CACHED}
-    assert cache.store([1], None, PROMPT[:64]) == {}
-    assert cache.remove(1) == {}, "the other one is cached"
+    stored = [cache.store([1], None, PROMPT[:64]) for _ in range(3)]
+    assert stored == [{HINTS[0]: CACHED}, {}, {}]
+    assert cache.remove(1) == cache.remove(1) == {}, "another one is cached"
     assert cache.store([2], 1, PROMPT[64:128]) == {HINTS[1]: CACHED}, "what follows is known"
     assert cache.remove(2, 1) == {HINTS[1]: GONE, HINTS[0]: GONE}
     assert cache.remove(1) == {}
