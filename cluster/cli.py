@@ -269,9 +269,8 @@ def weights(
 ) -> int:
     """Replace the weights of all workers while they run, as a trainer does between rollouts.
 
-    The workers read and check the new weights beside their work. If one finds a fault, nothing changes. Then
-    all workers hand back their requests and take the new weights. The requests go on: their prompts, and what
-    was answered, are computed again with the new weights. No cached KV of the old weights is used again.
+    The workers read and check the new weights beside their work. If one finds a fault, nothing changes. Else
+    their requests pause, and go on with the new weights.
 
     The model must be the same but for the values of its tensors. A worker that starts later gets the same
     weights from the same path, before it serves: keep them there until the next ones.

@@ -94,10 +94,7 @@ def sweep(runs: Runs) -> int:
 def agents(options: Options) -> int:
     """Measure what agents feel: sessions of many turns, most of each prompt cached.
 
-    --concurrency sessions run at a time and start at once. Each asks, reads the answer, thinks, and asks
-    again, with all that was said before in its prompt. A turn that is refused with 429 counts as failed; its
-    tokens come with the next turn. Beside the figures of `run` the report has those of first and of later
-    turns, the latency per output token and its inverse, and the share of prompts that came from the cache.
+    --concurrency sessions run at a time and start at once. docs/load-tests.md explains the report.
     """
     from baton.bench.load.commands import measure
 

@@ -43,7 +43,7 @@ class Target:
     model: str | None = opt(None, "Model to ask for.", "NAME", shown="the server's first")
     api: Api = opt("completions", "completions: /v1/completions; chat: /v1/chat/completions.")
     api_key: str | None = opt(
-        None, "Prefer the variable: every user can read arguments.", "KEY", envvar="BATON_API_KEY"
+        None, "Prefer BATON_API_KEY, which others cannot read.", "KEY", envvar="BATON_API_KEY"
     )
     prompts: Form | None = advanced(
         None,
@@ -128,7 +128,9 @@ class Agents:
     )
     turns: str = opt(AGENTS["turns"], "Requests of a session, each with all before it.", "N")
     input_len: str | None = opt(
-        AGENTS["input_len"], f"New tokens of a turn, like the output of a tool: {SYNTAX}.", "TOKENS"
+        AGENTS["input_len"],
+        "New tokens of a turn, like the output of a tool: a distribution, as of `run`.",
+        "TOKENS",
     )
     output_len: str | None = opt(AGENTS["output_len"], "Output tokens: likewise.", "TOKENS")
     think_time: str = opt(

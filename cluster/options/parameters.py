@@ -156,7 +156,7 @@ def check_size(value: str) -> str:
 
 PORT: dict[str, Any] = {"check": between(0, 65535)}
 OLD_FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
-NO_ARGV = "Prefer BATON_API_KEY: every user of the machine can read arguments."
+NO_ARGV = "Prefer BATON_API_KEY, which others cannot read."
 
 # ------------------------------------------------------------ options as parameters of commands
 

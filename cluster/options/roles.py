@@ -319,8 +319,8 @@ class FrontOptions(ServerTlsOptions):
     )
     admin_key: str | None = advanced(
         None,
-        "Key of calls that replace weights or pause workers. Prefer BATON_ADMIN_KEY: every user of the "
-        "machine can read arguments.",
+        "Key of calls that replace weights or pause workers. Prefer BATON_ADMIN_KEY, which others "
+        "cannot read.",
         "KEY",
         shown="there are no such calls",
     )

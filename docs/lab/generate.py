@@ -285,8 +285,12 @@ def block(section: str, folder: Path) -> str:
     )
     lines = of_tests(shown) if tests else results(shown)
     for run in found:
-        links = f" ([rows](runs/{run.file}))" if run.results else ""
-        lines += [f"- {in_short(text)}{links}" for text in run.tried or []]
+        texts = [in_short(text) for text in run.tried or []]
+        if len(texts) > 1 and run.results:
+            lines += [f"- [rows](runs/{run.file}):", *(f"  - {text}" for text in texts)]
+        else:
+            links = f" ([rows](runs/{run.file}))" if run.results else ""
+            lines += [f"- {text}{links}" for text in texts]
     return "\n".join(lines).strip("\n")
 
 

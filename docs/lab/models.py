@@ -108,7 +108,7 @@ With transformers {version}, {own} classes have a class of Baton, the modules of
   text alone. *killed*: while the engine of its decode worker was killed.
 - *refused*: why, with the default settings of the class.
 
-| class | computed by | compared, or why not |
+| computed by | compared, or why not | classes |
 |---|---|---|
 {rows}
 """
@@ -265,7 +265,10 @@ def compared(name: str, kind: str, *, cluster: bool) -> str:
 
 def page_of(verdicts: Mapping[str, Verdict]) -> str:
     counts = Counter(each.by for each in verdicts.values())
-    rows = (f"| {name} | {each.by} | {each.tokens or each.why} |" for name, each in verdicts.items())
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, each in verdicts.items():
+        groups.setdefault((each.by, each.tokens or each.why), []).append(name)
+    rows = (f"| {by} | {why} | {', '.join(names)} |" for (by, why), names in sorted(groups.items()))
     return PAGE.format(
         version=transformers.__version__,
         own=counts["own"],

@@ -91,11 +91,6 @@ def advanced() -> Iterator[str]:
             yield "\n".join((f"Of {names}:\n", *(line for _, _, line in of_names)))
 
 
-def removed() -> Iterator[str]:
-    rows = [(f"`{name.replace('_', '-')}`", remedy) for name, remedy in parameters.REMOVED.items()]
-    yield table(("setting", "instead"), rows)
-
-
 def commands(app: typer.Typer, prefix: str, title: str) -> Iterator[str]:
     """A section for each command, then the options that several commands share, under this title."""
     group: Any = typer.main.get_command(app)
@@ -302,12 +297,6 @@ def suites() -> Iterator[str]:
         passed, silent = len(suite["passed"]), sum(suite["silent"].values())
         asked = f"{passed + missed} tests asked the cluster, and {passed} of them passed"
         yield f"**{name} {suite['version']}**: {asked}. {silent} more tests of the same files ask no server."
-        reasons = sorted(
-            ((len(group["tests"]), group["reason"]) for group in suite["not_passed"]), reverse=True
-        )
-        rows = [(str(count), prose(reason)) for count, reason in reasons if count > 1]
-        rows.append((str(missed - sum(int(row[0]) for row in rows)), "one reason each"))
-        yield table(("tests", "why they did not pass"), rows)
 
 
 def attempts() -> Iterator[str]:
@@ -333,7 +322,6 @@ BLOCKS = {
     "terms": terms,
     "cli": cli,
     "advanced": advanced,
-    "removed": removed,
     "endpoints": endpoints,
     "types": types,
     "refused": refused,

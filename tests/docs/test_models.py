@@ -14,6 +14,8 @@ def test_a_verdict_says_what_computes_a_model_or_why_none_does() -> None:
     assert verdict("Olmo3ForCausalLM", "olmo3") == Verdict("modules")
     refused = verdict("MambaForCausalLM", "mamba")
     assert refused == Verdict("refused", "it never calls transformers' attention interface")
-    page = page_of({"MambaForCausalLM": refused, "LlamaForCausalLM": Verdict("own")})
-    assert "| MambaForCausalLM | refused | it never calls transformers' attention interface |" in page
+    page = page_of(
+        {"MambaForCausalLM": refused, "LlamaForCausalLM": Verdict("own"), "RwkvForCausalLM": refused}
+    )
+    assert f"| refused | {refused.why} | MambaForCausalLM, RwkvForCausalLM |" in page
     assert "1 classes have a class of Baton" in page
