@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from baton.cluster.options.parameters import role_environment, to_argv
+from baton.cluster.options.roles import FileOptions
 from baton.cluster.supervision.blueprint import RoleSpec
 from baton.cluster.supervision.calls import tokens_held, until_silent
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
@@ -76,7 +77,7 @@ class RoleRunner(RoleProcess):
             directory = self._run_dir.path
         logs = logs or directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        options: dict[str, object] = {"index": spec.index}
+        files, options = FileOptions(), dict[str, object](index=spec.index)
         if spec.role == "router":
             self._workers_file = directory / f"router-{spec.index}.workers"
             with contextlib.suppress(OSError):  # on a full disk the router waits for its first list
@@ -85,7 +86,8 @@ class RoleRunner(RoleProcess):
             options |= {"workers_file": self._workers_file, "cluster_file": self._cluster_file}
             options["admin_socket"] = directory / f"router-{spec.index}.admin"
         elif spec.role != "store":
-            options |= {"run_dir": directory, "host": own_address(peer) if peer else None}
+            files = FileOptions(run_dir=directory)
+            options["host"] = own_address(peer) if peer else None
         environment = role_environment(
             os.environ,
             **python_path(),
@@ -94,7 +96,7 @@ class RoleRunner(RoleProcess):
         )
         self._spec = spec
         super().__init__(
-            [*program, spec.role, *spec.args, *to_argv(**options)],
+            [*program, spec.role, *spec.args, *to_argv(files, **options)],
             environment,
             logs / f"{spec.role}-{spec.index}.log",
             policy or RestartPolicy(),
