@@ -108,7 +108,7 @@ class StepLoop:
             return 0.0
         if not self._may_launch or not self._scheduler.has_next:
             return math.inf
-        return max(0.0, self._pace.due - time.monotonic())
+        return max(0.0, self._pace.due(slow=self._launches_slowly) - time.monotonic())
 
     @property
     def _may_launch(self) -> bool:
@@ -118,9 +118,14 @@ class StepLoop:
             return True
         if not self._overlap or len(self.under_way) > 1 or not self._scheduler.may_look_ahead:
             return False
-        if self._scheduler.next_prompt <= self.graph_rows:
+        if not self._launches_slowly:
             return True
         return not self._is_over and self._pace.fits_slow_launch(time.monotonic())
+
+    @property
+    def _launches_slowly(self) -> bool:
+        """Whether no graph has the kernels of the next step."""
+        return self._scheduler.next_prompt > self.graph_rows
 
     @property
     def _is_over(self) -> bool:
@@ -160,7 +165,6 @@ class StepLoop:
                 slow=size is None,
                 # Averages know the steps of a kind.
                 expected=0.0 if kind is not None else self._meters.step_expected(*schedule.size),
-                may_join=bool(schedule.decodes or self._scheduler.lives.reserved),
             )
         return True
 

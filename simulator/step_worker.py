@@ -325,7 +325,7 @@ class Worker:
         expected, early = seconds, seconds - LEAD_SECONDS
         if tokens:
             expected = self._meters.step_expected(len(self._decodes), self._context, tokens, position)
-            early = EARLY * expected - LEAD_SECONDS if self._decodes or self.reserved else 0.0
+            early = EARLY * expected - LEAD_SECONDS
         if self.machine.ahead:
             early = 0.0
         begins = self._clock.now + expected
@@ -361,7 +361,7 @@ class Worker:
         for request in self._prompts:
             if not request.computable:  # the step under way has the last tokens, or a range has not begun
                 continue
-            if decodes and request.earliest_end(self, 0.0) > self._clock.now:
+            if (decodes or self.reserved) and request.earliest_end(self, 0.0) > self._clock.now:
                 continue  # the decodes would wait for another worker
             if request.number not in self._leases:
                 if not self._begin(request):

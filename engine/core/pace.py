@@ -9,6 +9,9 @@ The launch of a long prompt takes the host many milliseconds, since no graph has
 after the step under way, the tokens of that step would wait for it. Such a launch comes after these tokens.
 The device hardly idles: it starts when the first kernel is launched.
 
+Steps of prompts alone are not launched earlier than others. They may take 0.3 s, and a request from another
+worker would wait for two of them.
+
 Pure: callers pass times, in seconds of any clock.
 """
 
@@ -24,8 +27,8 @@ HOST_MARGIN = 1.25
 MARGIN_SECONDS = 0.0003
 """Added to that."""
 EARLY = 0.8
-"""Share of the expected time of a step with decodes and prompts after which the next one is due. Their times
-vary more than those of steps that only decode."""
+"""Share of the expected time of a step with prompts after which the next one is due. Their times vary more
+than those of steps that only decode."""
 DECAY = 0.8
 """Factor on the weight of a past step or launch with each later one of its kind."""
 
@@ -54,7 +57,6 @@ class Pace:
         *,
         slow: bool = False,
         expected: float = 0.0,
-        may_join: bool = True,
     ) -> None:
         """Notes that the host spent [began, now) on launching a step.
 
@@ -62,13 +64,12 @@ class Pace:
             kind: steps of one kind take about equally long. None: the step should take `expected` seconds,
                 and no average learns from it.
             slow: no graph has its kernels. So the device begins with the first kernel.
-            may_join: a request of another worker may join the next step. Otherwise that step is due at once.
         """
         if kind is not None:
             self._host.add(now - began)
         elif slow:
             self._slow_host.add(now - began)
-        share = (EARLY if may_join else 0.0) if kind is None else 1.0
+        share = EARLY if kind is None else 1.0
         self._under_way.append(_UnderWay(kind, began if slow else now, expected, share))
 
     def landed(self, device_seconds: float, now: float) -> None:
@@ -78,12 +79,12 @@ class Pace:
             self._device[kind].add(device_seconds)
         self._under_way = [step._replace(since=max(step.since, now)) for step in self._under_way]
 
-    @property
-    def due(self) -> float:
-        """When to launch the step after the one under way. A time in the past means now."""
-        step = self._under_way[0]
+    def due(self, *, slow: bool = False) -> float:
+        """When to launch the step after the one under way. A time in the past means now. `slow`: no graph has
+        the kernels of that step."""
+        step, host = self._under_way[0], self._slow_host if slow else self._host
         early = step.share * self._expected(step)
-        return step.since + early - HOST_MARGIN * self._host.value - MARGIN_SECONDS if early else step.since
+        return step.since + early - HOST_MARGIN * host.value - MARGIN_SECONDS if early else step.since
 
     @property
     def ends(self) -> float:

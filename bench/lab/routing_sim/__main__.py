@@ -223,15 +223,15 @@ def alone_seconds(tokens: int) -> float:
     return sum(step_seconds(0, 0, [(min(BUDGET, tokens - start), start)]) for start in starts)
 
 
-def shared(tokens: int, load: float, workers: int, prompts: int, *, splits: bool) -> list[float]:
-    """First tokens of prompts that take the share `load` of the time of so many prefill workers. A fifth as
-    many more workers decode the second token."""
+def shared(tokens: int, load: float, workers: int, prompts: int, *, splits: bool) -> PlacementOutcome:
+    """Serves prompts that take the share `load` of the time of so many prefill workers. A fifth as many more
+    workers decode the second token."""
     decodes = max(1, workers // 5)
     rate = 2 * load * workers / alone_seconds(tokens) / (workers + decodes)
     return placement.simulate(
         placement.Load(tokens, 2, rate), "policy", requests=prompts, workers=workers + decodes,
         prefills=workers, seed=SEED, splits=splits,
-    ).ttft  # fmt: skip
+    )  # fmt: skip
 
 
 def add_split(run: Run) -> None:
@@ -239,17 +239,23 @@ def add_split(run: Run) -> None:
     for workers, tokens in itertools.product((4, MAIN, 1_000), (30_000, 128_000)):
         alone = alone_seconds(tokens)
         for name, (load, goal) in SPLIT_GOALS.items():
-            ttft = shared(tokens, load or SPLIT_IDLE / workers, workers, prompts, splits=True)
+            outcome = shared(tokens, load or SPLIT_IDLE / workers, workers, prompts, splits=True)
+            case, ttft = f"routing_sim.split.{tokens}.{name}.w{workers}", outcome.ttft
             run.add_median(
-                f"routing_sim.split.{tokens}.{name}.w{workers}.ttft", ttft, "ms", scale=1e3,
+                f"{case}.ttft", ttft, "ms", scale=1e3,
                 ratio=statistics.median(ttft) / alone, ratio_to="one idle engine", goal=goal,
             )  # fmt: skip
+            run.add(Row(f"{case}.first_gap_p99", 1e3 * outcome.quantiles().first_gap_p99, "ms"))
         split, base = (
-            percentile(shared(tokens, SPLIT_BUSY, workers, prompts, splits=splits), 0.99)
+            shared(tokens, SPLIT_BUSY, workers, prompts, splits=splits).quantiles()
             for splits in (True, False)
         )
-        name = f"routing_sim.split.{tokens}.busy.w{workers}.ttft_p99"
-        run.add(Row(name, 1e3 * split, "ms", ratio=split / base, ratio_to="no prompt is split", goal=1.0))
+        case, p99 = f"routing_sim.split.{tokens}.busy.w{workers}", split.ttft_p99
+        ratio = p99 / base.ttft_p99
+        run.add(
+            Row(f"{case}.ttft_p99", 1e3 * p99, "ms", ratio=ratio, ratio_to="no prompt is split", goal=1.0)
+        )
+        run.add(Row(f"{case}.first_gap_p99", 1e3 * split.first_gap_p99, "ms"))
 
 
 def add_prefill(run: Run) -> None:
