@@ -137,9 +137,10 @@ def combine(
 def combine_tiles(partial: Tensor, lse: Tensor, work: Tensor, out: Tensor) -> None:
     """Writes to out [rows, heads, size], for tiles of several pieces. work: as `tile_work` gives it. partial
     [places, tokens, heads, size] and lse [places, tokens, heads] float32 have the results of the pieces."""
-    places, tokens, heads, size = partial.shape  # each of the tiles has two places or more
+    places, tokens, heads, size = partial.shape
+    tiles = min(len(work), places // 2)  # each of them has two places or more
     at_once = min(TILE_HEADS, triton.next_power_of_2(heads))
-    _combine_tiles[(places // 2, tokens, triton.cdiv(heads, at_once))](
+    _combine_tiles[(tiles, tokens, triton.cdiv(heads, at_once))](
         partial,
         lse,
         work,
