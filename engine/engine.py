@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from baton.engine.api.config import EngineConfig, TierCells, versioned
+from baton.engine.api.pools import Pool
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Image, Logprobs, Output
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool
@@ -114,11 +115,8 @@ def pools_of(
     size: PoolSize, block_size: int, windows: WindowBlocks | None
 ) -> tuple[BlockPool, Cells[bytes] | None]:
     """The states are None if no layer has states."""
-    block_units = slot_units = None
-    if (planned := size.elastic) is not None:
-        block_units, slot_units = _units(planned.blocks), _units(planned.slots)
-    states = Cells[bytes](slot_units or Units.fixed(size.num_slots)) if size.num_slots else None
-    return BlockPool(size.num_blocks, block_size, windows, block_units), states
+    states = Cells[bytes](_units(size.of(Pool.SLOTS))) if size.num_slots else None
+    return BlockPool(size.num_blocks, block_size, windows, _units(size.of(Pool.BLOCKS))), states
 
 
 def _units(planned: PoolPlan, first: int = 0) -> Units:
@@ -301,9 +299,8 @@ class Engine:
         """None: all layers have the same blocks."""
         if (count := started.pool.window_blocks) is None:
             return None
-        windows, tokens, units = windows_of(self.cache_arrays), config.max_num_batched_tokens, None
-        if (planned := started.pool.elastic) is not None:
-            units = _units(planned.windows)
+        windows, tokens = windows_of(self.cache_arrays), config.max_num_batched_tokens
+        units = _units(started.pool.of(Pool.WINDOWS))
         return WindowBlocks(self.num_blocks, count, self.block_size, windows, tokens, units)
 
     # The life of a request

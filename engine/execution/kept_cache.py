@@ -22,19 +22,19 @@ process and the engine have ended, or by `release`. The files have no names, so 
 them.
 """
 
-import json
 import logging
 import mmap
 import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from baton.engine.api.config import EngineConfig
@@ -85,17 +85,8 @@ class Measured:
     pool: PoolSize
     steps: StepModel | None = None
 
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
 
-    @classmethod
-    def of(cls, text: bytes) -> "Measured":
-        """From `to_json`."""
-        fields: dict[str, Any] = json.loads(text)
-        if (steps := fields["steps"]) is not None:
-            tables: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in steps.items()}
-            steps = StepModel(**tables)
-        return cls(PoolSize(**fields["pool"]), steps)
+_JSON = TypeAdapter(Measured)
 
 
 def measured(keep: Keep) -> Measured | None:
@@ -105,8 +96,8 @@ def measured(keep: Keep) -> Measured | None:
     head = os.pread(keep.memory[0].table, _HEAD, 0)
     length = int.from_bytes(head[_KEY_BYTES:_MEASURED], "little")
     try:
-        return Measured.of(head[_MEASURED:][:length]) if length else None
-    except (KeyError, TypeError, ValueError) as error:
+        return _JSON.validate_json(head[_MEASURED:][:length]) if length else None
+    except ValidationError as error:
         raise ValueError(f"what the engine before has measured is of another version: {error}") from error
 
 
@@ -321,7 +312,7 @@ class KeptCache:
 
     def remember(self, steps_and_pool: Measured) -> None:
         """For engines that follow. The memory is open."""
-        text = steps_and_pool.to_json()
+        text = _JSON.dump_json(steps_and_pool)
         assert len(text) <= _HEAD - _MEASURED, "steps of some dozen sizes are measured"
         length = self._mapped[_KEY_BYTES:_MEASURED]
         length[:] = bytes(4)

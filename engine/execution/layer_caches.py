@@ -53,15 +53,14 @@ class LayerCaches:
         num_slots: int = 0,
         *,
         window_blocks: int | None = None,
-        elastic: ElasticCache | None = None,
         memory: CacheMemory | None = None,
         shared: bool = False,
     ) -> None:
         """Makes an empty cache. `num_slots`: states of requests, and copies of them; 0: no layer has states.
-        `window_blocks`: as in `Places`. `elastic` or `memory`: has the memory. None: torch has. `shared`: all
-        layers with the same arrays share the memory of one."""
-        self._elastic = elastic
-        memory = elastic or memory or DeviceTensors(self._device)
+        `window_blocks`: as in `Places`. `memory`: None: torch has it. `shared`: all layers with the same
+        arrays share the memory of one."""
+        self._elastic = memory if isinstance(memory, ElasticCache) else None
+        memory = memory or DeviceTensors(self._device)
         places = Places(num_blocks, self._block_size, num_slots, window_blocks)
         alike = dict[Any, Any]()
         self.window_blocks = window_blocks
@@ -83,8 +82,8 @@ class LayerCaches:
             for x in slots:
                 by_dtype[x.dtype].append(x)
         self._slots = list(by_dtype.values())
-        if elastic is not None:
-            elastic.map_present()
+        if self._elastic is not None:
+            self._elastic.map_present()
 
     def move(self, moves: Sequence[tuple[int, int, bool]]) -> None:
         """Makes these moves of memory (`engine.core.elastic.Move`). No step and no copy uses what loses its

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.api.config import EngineConfig, TierCells
+from baton.engine.api.pools import Pool
 from baton.engine.execution.cache_limits import CPU_POOL_BYTES, CUDA_BYTES, GIB, MIB, CacheLimits, gib
-from baton.engine.execution.elastic_cache import ElasticPlan, page_size, plan
+from baton.engine.execution.elastic_cache import ElasticPlan, PoolPlan, page_size, plan
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
@@ -94,24 +95,12 @@ class PoolSize:
     """Blocks share memory with slots or window blocks, and the numbers above are the most that there could
     ever be of each. None: all have memory of their own."""
 
-    @property
-    def present_blocks(self) -> int:
-        """Blocks that have memory at the start: the first ones."""
-        return self.num_blocks if self.elastic is None else self.elastic.blocks.present
-
-    @property
-    def present_slots(self) -> int:
-        """The same of states of requests."""
-        return self.num_slots if self.elastic is None else self.elastic.slots.present
-
-    @property
-    def present_windows(self) -> int | None:
-        """The same of window blocks."""
-        return (
-            self.window_blocks
-            if self.elastic is None or self.window_blocks is None
-            else self.elastic.windows.present
-        )
+    def of(self, pool: Pool) -> PoolPlan:
+        """Without copies of states."""
+        if self.elastic is not None:
+            return self.elastic.of(pool)
+        places = (self.num_blocks, self.num_slots, self.window_blocks or 0)[pool]
+        return PoolPlan(places, unit=max(1, places), present=places)
 
 
 def size_pool(
@@ -282,8 +271,8 @@ def _log(
             "%d blocks and %s have memory now",
             f"{use}, " if use else "", "KV and states" if windows is None else "all layers",
             gib(elastic.num_pages * elastic.page_bytes), size.num_blocks, limits.block_size,
-            size.num_blocks * limits.block_size, other_caches(size.num_slots, windows), size.present_blocks,
-            other_caches(size.present_slots, size.present_windows),
+            size.num_blocks * limits.block_size, other_caches(size.num_slots, windows),
+            elastic.blocks.present, other_caches(elastic.slots.present, windows and elastic.windows.present),
         )  # fmt: skip
         return
     log.info(

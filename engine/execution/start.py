@@ -182,13 +182,12 @@ def start_rank(
     share = " or --gpu-memory-utilization" if on_gpu else ""
     with memory_for(device, "the KV pool", f"lower --advanced.num-blocks{share}"):
         kept = kept_cache(keep, config, limits, pool, device, ranks, stands_by=stands_by)
-        elastic = _elastic_cache(pool.elastic, device)
-        memory = elastic or kept or releasable_cache(config, limits, pool, device)
+        memory = _elastic_cache(pool.elastic, device) or kept
+        memory = memory or releasable_cache(config, limits, pool, device)
         runner.cache.open(
             pool.num_blocks,
             pool.num_slots + pool.num_copies,
             window_blocks=pool.window_blocks,
-            elastic=elastic,
             memory=memory,
         )
         steps = sizing.rehearsed(pool, kept, began) if on_gpu else None

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from baton.engine.api.config import EngineConfig
+from baton.engine.api.pools import Pool
 from baton.engine.arrange import arrange
 from baton.engine.execution.memory_sizing import PoolSize
 from baton.engine.execution.runner import ModelRunner
@@ -253,9 +254,9 @@ def rehearsal_in(pool: PoolSize, config: EngineConfig, block_size: int) -> Rehea
         config,
         pool.max_model_len,
         block_size,
-        pool=pool.present_blocks,
-        num_slots=pool.present_slots,
-        window_blocks=pool.present_windows,
+        pool=pool.of(Pool.BLOCKS).present,
+        num_slots=pool.of(Pool.SLOTS).present,
+        window_blocks=pool.window_blocks and pool.of(Pool.WINDOWS).present,
     )
 
 

@@ -52,7 +52,7 @@ def leaves_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leave(memory: KeptMemory, found: Measured) -> None:
     """As `KeptCache.remember`, without KV."""
-    text = found.to_json()
+    text = kept_cache._JSON.dump_json(found)
     os.ftruncate(memory.table, kept_cache._HEAD)
     os.pwrite(memory.table, len(text).to_bytes(4, "little") + text, kept_cache._KEY_BYTES)
     assert measured(Keep([memory])) == found
