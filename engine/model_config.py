@@ -124,6 +124,15 @@ class SquaredReLU:
 
 
 @dataclass(frozen=True, slots=True)
+class GeLU:
+    """up · gelu(gate), approximated by tanh (GeGLU)."""
+
+
+Activation = ClampedSwiGLU | SquaredReLU | GeLU | None
+"""Of an MLP or an expert. None: up · silu(gate) (SwiGLU, Shazeer 2020)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """Limits the keys that a query sees.
 
@@ -150,8 +159,7 @@ class ExpertsConfig:
     """Of the shared expert, which computes every token. 0: there is none."""
     latent_size: int = 0
     """Numbers of a token that the experts compute on: a projection of the hidden state. 0: on that itself."""
-    activation: ClampedSwiGLU | SquaredReLU | None = None
-    """None: silu(gate) · up."""
+    activation: Activation = None
     limits: tuple[tuple[float, float], ...] = ()
     """Of each layer with experts, `ClampedSwiGLU.limit` of its experts and of the shared one. 0: none. Empty:
     no layer has one."""
@@ -502,8 +510,8 @@ class ModelConfig:
     """None: the model takes no images."""
     without_mlp: tuple[int, ...] = ()
     """Layers with neither an MLP nor experts."""
-    squared_relu: bool = False
-    """MLPs are down(max(up(x), 0)²), without a gate."""
+    activation: Activation = None
+    """Of MLPs beside experts."""
     modules: ModulesConfig | None = None
     """None: a class of Baton computes the model. With modules, `num_layers` counts calls of attention."""
     further_layers: int = field(default=0, repr=False)
@@ -689,7 +697,8 @@ class ModelConfig:
         """Number of parameters with this many experts in each layer that has experts."""
         if self.modules is not None:
             return self.modules.parameters
-        dense, sparse, matrices = self.num_layers - len(self.without_mlp), 0.0, 2 if self.squared_relu else 3
+        dense, sparse = self.num_layers - len(self.without_mlp), 0.0
+        matrices = 2 if isinstance(self.activation, SquaredReLU) else 3
         if self.experts is not None:
             dense -= len(self.experts.layers)
             router = self.hidden_size * self.experts.num_experts

@@ -2,13 +2,13 @@
 
     once a step    tile, tile_latent, tile_states        where to read and write, for all layers of a kind
     each layer     add_rms_norm → [QKV product] → rope_and_write → attention → [output product]
-                   add_rms_norm → [gate-up product] → silu_mul → [down product]
+                   add_rms_norm → [gate-up product] → activate → [down product]
                    or, with experts: add_rms_norm → [router's product] → mix_experts
     with latents   [products of query and latent] → write_latent → latent_attention → [output product]
     with an index  write_index → choose_positions, before latent_attention
     with states    [input product] → mix_states → gated_rms_norm or norm_gate → [output product], in place of
                    attention
-    with FP8       add_rms_norm, silu_mul or quantize, before fp8_linear
+    with FP8       add_rms_norm, activate or quantize, before fp8_linear
     at its end     greedy, or draw with or without thresholds: from logits to tokens
 
 `Kernels` is plain torch: it defines each operation, and runs on a CPU. `TritonKernels` runs on CUDA, replaces
@@ -68,7 +68,7 @@ from baton.engine.kernels.state.mamba2 import (
     ShortConvolution,
     StateLayer,
 )
-from baton.engine.model_config import ClampedSwiGLU, LatentConfig, Span
+from baton.engine.model_config import Activation, LatentConfig, Span
 
 
 class Kernels:
@@ -121,23 +121,10 @@ class Kernels:
         both = torch.cat((x, -x), dim=1)
         return F.layer_norm(both, (2 * size,), eps=eps)[:, :size] * weight
 
-    def silu_mul(
-        self,
-        gate_up: Tensor,
-        grouped: bool | None = None,
-        clamped: ClampedSwiGLU | None = None,
-        *,
-        gelu: bool = False,
-    ) -> Any:
-        """[rows, 2 * size] → [rows, size]: silu(first half) times second half (SwiGLU, Shazeer 2020).
-        `clamped`: this activation. `gelu`: with gelu, approximated by tanh, in place of silu (GeGLU).
-        `grouped`: as in `add_rms_norm`."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        if clamped is not None:
-            y = activated(gate_up, clamped)
-        else:
-            y = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
-        return y if grouped is None else self.quantize(y, grouped=grouped)
+    def activate(self, gate_up: Tensor, grouped: bool | None = None, activation: Activation = None) -> Any:
+        """[rows, 2 * size] → [rows, size]: the first half is of gate. For `SquaredReLU` [rows, size], of up
+        alone. May overwrite `gate_up`. `grouped`: as in `add_rms_norm`."""
+        return in_form(activated(gate_up, activation), self, grouped, both=False)
 
     def place_images(
         self, rows: Tensor, index: Tensor, features: Tensor, part: int, *, added: bool = False
@@ -327,8 +314,8 @@ class LinearMethod:
         raise NotImplementedError
 
     def silu_mul(self, x: Any, kernels: Kernels) -> Tensor:
-        """`Kernels.silu_mul` of the product. A format may have one kernel for both."""
-        return kernels.silu_mul(self(x))
+        """`Kernels.activate` of the product. A format may have one kernel for both."""
+        return kernels.activate(self(x))
 
 
 def _rotated(x: Tensor, rotary: Tensor) -> Tensor:

@@ -17,16 +17,17 @@ from torch import Tensor
 from baton.engine.kernels import Quantized
 from baton.engine.kernels.fp8 import ELEMENTS_PER_WARP, MAX_WARPS, empty_like, group_columns, store_quantized
 from baton.engine.kernels.launch import inputs_ready, launch_options
-from baton.engine.model_config import ClampedSwiGLU
+from baton.engine.model_config import ClampedSwiGLU, GeLU
 
 BLOCK = 1024  # columns of a program
 TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 · √(2/π)
 
 
-def silu_mul(
-    gate_up: Tensor, grouped: bool | None = None, clamped: ClampedSwiGLU | None = None, *, gelu: bool = False
+def activate(
+    gate_up: Tensor, grouped: bool | None = None, activation: ClampedSwiGLU | GeLU | None = None
 ) -> Tensor | Quantized:
-    """As `Kernels.silu_mul`. `clamped`: this activation in place of silu."""
+    """As `Kernels.activate`."""
+    clamped = activation if isinstance(activation, ClampedSwiGLU) else None
     assert gate_up.is_contiguous(), "the kernel assumes dense rows"
     rows, size = len(gate_up), gate_up.shape[1] // 2
     out, scales = empty_like(gate_up, size, grouped=grouped)
@@ -41,7 +42,7 @@ def silu_mul(
         GROUP=group_columns(block, grouped=grouped),
         ALPHA=clamped.alpha if clamped else None,
         LIMIT=clamped.limit if clamped else None,
-        GELU=gelu,
+        GELU=isinstance(activation, GeLU),
         num_warps=min(MAX_WARPS, max(4, block // ELEMENTS_PER_WARP)),
         **launch_options(),
     )

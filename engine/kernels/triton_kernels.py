@@ -56,7 +56,7 @@ from baton.engine.kernels.sampling.thresholds import thresholds
 from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
 from baton.engine.kernels.state.tiling import TritonStateTiling, chunk_tokens, tile_states
 from baton.engine.kernels.upload import upload
-from baton.engine.model_config import ClampedSwiGLU, LatentConfig, Scoring, Span, SquaredReLU
+from baton.engine.model_config import Activation, ClampedSwiGLU, LatentConfig, Scoring, Span, SquaredReLU
 
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 
@@ -82,7 +82,6 @@ class TritonTiling:
 
 class TritonKernels(Kernels):
     add_rms_norm = staticmethod(norm.add_rms_norm)
-    silu_mul = staticmethod(silu.silu_mul)
     quantize = staticmethod(fp8.quantize)
     place_images = staticmethod(place_images)
     turn_images = staticmethod(turn_images)
@@ -114,6 +113,11 @@ class TritonKernels(Kernels):
     ) -> Callable[[Quantized], Tensor]:
         return Fp8Linear(weight, scales, bias, dtype, self._multiprocessors, exact=self.exact)
 
+    def activate(self, gate_up: Tensor, grouped: bool | None = None, activation: Activation = None) -> Any:
+        if isinstance(activation, SquaredReLU):
+            return in_form(gate_up.relu_().square_(), self, grouped, both=False)
+        return silu.activate(gate_up, grouped, activation)
+
     def mix_experts(
         self,
         x: Tensor | Both,
@@ -131,9 +135,9 @@ class TritonKernels(Kernels):
         local = range(experts.first, experts.first + count)
         shuffled = shuffle(logits, counts, choice, slots, local)
         plain, inputs = x if isinstance(x, Both) else (x, x)
-        clamped = experts.activation if isinstance(experts.activation, ClampedSwiGLU) else None
-        squared = isinstance(experts.activation, SquaredReLU)
-        gated = isinstance(gate_up, Tensor) and isinstance(down, Tensor) and not squared
+        activation = experts.activation
+        gated = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+        gated = gated and isinstance(activation, ClampedSwiGLU | None)
         inner = grouped_linear(
             inputs,
             gate_up,
@@ -142,13 +146,10 @@ class TritonKernels(Kernels):
             dtype=plain.dtype,
             weighted=on_input,
             gated=gated,
-            clamped=clamped,
+            clamped=activation if isinstance(activation, ClampedSwiGLU) else None,
         )
-        grouped = down.grouped if isinstance(down, Fp8Experts) else None
-        if squared:
-            inner = in_form(inner.relu_().square_(), self, grouped, both=False)
-        elif not gated:
-            inner = silu.silu_mul(inner, grouped, clamped)
+        if not gated:
+            inner = self.activate(inner, down.grouped if isinstance(down, Fp8Experts) else None, activation)
         y = grouped_linear(
             inner, down, shuffled, experts.down_bias, dtype=plain.dtype, weighted=False, routed=True
         )

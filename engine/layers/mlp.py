@@ -13,29 +13,26 @@ from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.weights import DTYPES, Stack, Weights
-from baton.engine.model_config import ClampedSwiGLU, ExpertsConfig, ModelConfig, SquaredReLU
+from baton.engine.model_config import Activation, ClampedSwiGLU, ExpertsConfig, ModelConfig, SquaredReLU
 
 MOST_BESIDE = 256
 """Tokens of a step in which a GPU computes the shared expert on a second stream, while it reads the other
 experts. With more tokens, the products of either stream fill the GPU."""
 
 
-class GatedMLP:
-    """down(silu(gate(x)) * up(x)), SwiGLU (Shazeer 2020). With several ranks, a term of that.
-
-    `gelu`: it has gelu, approximated by tanh, in place of silu (GeGLU)."""
-
-    clamped: ClampedSwiGLU | None = None
-    """In place of silu(gate) * up."""
+class MLP:
+    """down(silu(gate(x)) * up(x)), or with another activation. With several ranks, a term of that."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, name: str, intermediate_size: int, *, gelu: bool = False
+        self, config: ModelConfig, weights: Weights, name: str, size: int, activation: Activation = None
     ) -> None:
-        hidden, inner = unsharded(config.hidden_size), weights.ranks.shard(intermediate_size)
-        self.input = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden)
+        """`size`: of the inner columns, on all ranks."""
+        hidden, inner = unsharded(config.hidden_size), weights.ranks.shard(size)
+        parts = ["up_proj"] if isinstance(activation, SquaredReLU) else ["gate_proj", "up_proj"]
+        self.input = weights.linear([f"{name}.{part}" for part in parts], [inner] * len(parts), hidden)
         self.down = weights.linear([f"{name}.down_proj"], [hidden], inner)
         self.kernels = weights.kernels
-        self.gelu = gelu
+        self.activation = activation
 
     def __call__(self, x: Any) -> Tensor:
         return self.down(self._inner(x))
@@ -43,28 +40,14 @@ class GatedMLP:
     def _inner(self, x: Any) -> Any:
         """What the down product takes: a tensor, or `Quantized`."""
         grouped = self.down.quantizes(len(x.values if isinstance(x, Quantized) else x))
-        if grouped is None and not self.gelu and self.clamped is None:
+        if grouped is None and self.activation is None:
             return self.input.silu_mul(x, self.kernels)
-        return self.kernels.silu_mul(self.input(x), grouped, self.clamped, gelu=self.gelu)
-
-
-class SquaredMLP(GatedMLP):
-    """down(max(up(x), 0)²)."""
-
-    def __init__(self, config: ModelConfig, weights: Weights, name: str, intermediate_size: int) -> None:
-        hidden, inner = unsharded(config.hidden_size), weights.ranks.shard(intermediate_size)
-        self.input = weights.linear([f"{name}.up_proj"], [inner], hidden)
-        self.down = weights.linear([f"{name}.down_proj"], [hidden], inner)
-        self.kernels = weights.kernels
-
-    def _inner(self, x: Any) -> Any:
-        y = self.input(x).relu_().square_()
-        return in_form(y, self.kernels, self.down.quantizes(len(y)), both=False)
+        return self.kernels.activate(self.input(x), grouped, self.activation)
 
 
 class MoE:
     """The weighted sum of the outputs of the experts that a router chooses for each token. An expert is a
-    `GatedMLP`, and so is the shared expert, which computes every token. Others may compute on a projection
+    `MLP`, and so is the shared expert, which computes every token. Others may compute on a projection
     of the hidden state (Nemotron 3, 2025). A rank has some of the inner columns
     of every expert, or whole experts. All ranks make the same choice. Each computes a term of the result."""
 
@@ -128,8 +111,8 @@ class MoE:
         self.shared, self.shared_gate, self.side = None, None, None
         if experts.shared_intermediate_size:
             size = experts.shared_intermediate_size
-            self.shared = (SquaredMLP if squared else GatedMLP)(config, weights, f"{name}.{shared}", size)
-            self.shared.clamped = of_shared
+            of_shared = activation if squared else of_shared
+            self.shared = MLP(config, weights, f"{name}.{shared}", size, of_shared)
             if experts.shared_gate:
                 gate = weights.take(f"{name}.{shared}_gate.weight", (1, config.hidden_size))
                 self.shared_gate = PlainLinear(gate, exact=weights.kernels.exact)
@@ -166,7 +149,7 @@ class MoE:
         y = after(self.kernels.mix_experts(x, logits, self.experts, counts, slots=slots))
         return y if shared is None else y.add_(shared())
 
-    def _shared(self, plain: Tensor, inputs: Tensor | Quantized, expert: GatedMLP) -> Callable[[], Tensor]:
+    def _shared(self, plain: Tensor, inputs: Tensor | Quantized, expert: MLP) -> Callable[[], Tensor]:
         """What the shared expert computes: now on a second stream, or when the result is asked for."""
         if (side := self.side) is None or len(plain) > MOST_BESIDE:
             return partial(self._gated, plain, inputs, expert)
@@ -180,7 +163,7 @@ class MoE:
 
         return joined
 
-    def _gated(self, plain: Tensor, inputs: Tensor | Quantized, expert: GatedMLP) -> Tensor:
+    def _gated(self, plain: Tensor, inputs: Tensor | Quantized, expert: MLP) -> Tensor:
         alike = expert.input.quantizes(len(plain)) == self.experts.quantizes(len(plain))
         y = expert(inputs if alike else plain)
         return y if self.shared_gate is None else y.mul_(self.shared_gate(plain).sigmoid_())

@@ -107,7 +107,7 @@ def model_config_from_hf(
         mimo=family.mimo(settings) if family.mimo else None,
         vision=_vision(settings, rope, family, processor) if images else None,
         without_mlp=tuple(settings.integers("layers_without_mlp")),
-        squared_relu=family.squared_relu,
+        activation=family.activation,
         further_layers=settings.integer(family.further) if settings.get(family.further) else 0,
     )
     shape.check(source)

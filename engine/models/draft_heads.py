@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from baton.engine.layers.mlp import GatedMLP
+from baton.engine.layers.mlp import MLP
 from baton.engine.layers.norm import InputNorm, RMSNorm
 from baton.engine.layers.ranks import unsharded
 from baton.engine.layers.rotary import Rotary
@@ -143,7 +143,7 @@ class Eagle3(DraftHead):
         of_model = len(config.taps) * target.norm.weight.shape[0]
         self.combine = weights.linear(["model.fc"], [hidden], unsharded(of_model))
         attention = WideAttention(model, weights, f"{name}.self_attn")
-        mlp = GatedMLP(model, weights, f"{name}.mlp", model.intermediate_size)
+        mlp = MLP(model, weights, f"{name}.mlp", model.intermediate_size)
         self.layer = LlamaLayer(model, weights, name, Norms(before_mixer=None), attention, mlp)
         self.of_token = RMSNorm(weights, f"{name}.input_layernorm", size, eps)
         self.of_hidden = RMSNorm(weights, f"{name}.hidden_norm", size, eps)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels import HeadNorm
-from baton.engine.layers.mlp import GatedMLP
+from baton.engine.layers.mlp import MLP
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.ranks import unsharded
 from baton.engine.layers.weights import Weights
@@ -113,11 +113,11 @@ class Gemma4(Gemma3):
         return Gemma4Attention(shape, weights, name, shared=shared, k_is_v=k_is_v)
 
     @classmethod
-    def mlp(cls, config: ModelConfig, weights: Weights, layer: int) -> GatedMLP:
+    def mlp(cls, config: ModelConfig, weights: Weights, layer: int) -> MLP:
         gemma = gemma_of(config)
         wide = gemma.double_wide and gemma.sources[layer] != layer
         size = config.intermediate_size * (2 if wide else 1)
-        return GatedMLP(config, weights, f"model.layers.{layer}.mlp", size, gelu=True)
+        return MLP(config, weights, f"model.layers.{layer}.mlp", size, config.activation)
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         gemma, other = gemma_of(config), config.other_attention

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.engine.kernels import Experts, HeadNorm, Index, LatentHeads, LatentNorm, LinearMethod, Terms
 from baton.engine.layers.current_step import current_step
-from baton.engine.layers.mlp import GatedMLP, MoE, SquaredMLP
+from baton.engine.layers.mlp import MLP, MoE
 from baton.engine.layers.norm import InputNorm, RMSNorm
 from baton.engine.layers.ranks import Shard, unsharded
 from baton.engine.layers.rotary import Rotary
@@ -85,7 +85,7 @@ class LlamaLayer:
         name: str,
         norms: Norms,
         mixer: Any,
-        mlp: GatedMLP | MoE | None,
+        mlp: MLP | MoE | None,
     ) -> None:
         """`mixer`: attention, or what takes its place. `mlp` None: the layer ends behind it."""
 
@@ -130,8 +130,6 @@ class LlamaLayer:
 class Llama:
     attention: ClassVar[type[Any]] = LlamaAttention
     norms: ClassVar[Norms] = Norms()
-    gelu: ClassVar[bool] = False
-    """As in `GatedMLP`."""
     mlp_name: ClassVar[str] = "mlp"
     router_name: ClassVar[str] = "gate"
     shared_name: ClassVar[str] = "shared_expert"
@@ -154,15 +152,13 @@ class Llama:
         return cls.attention(config.of_layer(layer), weights, f"model.layers.{layer}.self_attn")
 
     @classmethod
-    def mlp(cls, config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE | None:
+    def mlp(cls, config: ModelConfig, weights: Weights, layer: int) -> MLP | MoE | None:
         """The feed-forward part of a layer. None: it has none."""
         name, experts = f"model.layers.{layer}.{cls.mlp_name}", config.experts
         if layer in config.without_mlp:
             return None
         if experts is None or layer not in experts.layers:
-            if config.squared_relu:
-                return SquaredMLP(config, weights, name, config.intermediate_size)
-            return GatedMLP(config, weights, name, config.intermediate_size, gelu=cls.gelu)
+            return MLP(config, weights, name, config.intermediate_size, config.activation)
         return MoE(config, experts, weights, layer, name, cls.router_name, cls.shared_name)
 
     @classmethod
@@ -284,7 +280,6 @@ class Gemma3(Llama):
         before_mlp="pre_feedforward_layernorm",
         after_mlp="post_feedforward_layernorm",
     )
-    gelu = True
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)

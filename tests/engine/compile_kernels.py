@@ -77,7 +77,7 @@ def main() -> None:
     from baton.engine.kernels.skinny_linear import SkinnyLinear
     from baton.engine.kernels.sum_norm import SumNorm
     from baton.engine.kernels.triton_kernels import TritonKernels
-    from baton.engine.model_config import ClampedSwiGLU, IndexConfig, LatentConfig, Scoring, Span
+    from baton.engine.model_config import ClampedSwiGLU, GeLU, IndexConfig, LatentConfig, Scoring, Span
     from baton.engine.models.cache_spec import of_slots
     from baton.kv_names.cache_kinds import HEAD_STATE, CacheArray
     from baton.kv_transfer.device import copy_kernels
@@ -108,8 +108,8 @@ def main() -> None:
         kernels.turn_images(torch.zeros(rows, 2, 128), index, places, torch.zeros(64, 2, 128), axes)
         kernels.add_rms_norm(x, None, x[0], 1e-5)
         kernels.add_rms_norm(x, x, x[0], 1e-5)
-        kernels.silu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype))
-        kernels.silu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype), gelu=True)
+        kernels.activate(torch.zeros(rows, 2 * 14336, dtype=dtype))
+        kernels.activate(torch.zeros(rows, 2 * 14336, dtype=dtype), activation=GeLU())
         metadata = AttentionMetadata(
             block_size,
             torch.zeros(rows, dtype=torch.int64),
@@ -152,7 +152,7 @@ def main() -> None:
             for grouped in (False, True):
                 for both in (False, True):
                     kernels.add_rms_norm(x, x, x[0], 1e-5, grouped, both=both)
-                kernels.silu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype), grouped)
+                kernels.activate(torch.zeros(rows, 2 * 14336, dtype=dtype), grouped)
                 for size, blocks in itertools.product((4 * hidden, 1024), (False, True)[: 1 + grouped]):
                     scales = torch.zeros(-(-hidden // 128) if grouped else 1, size // 128 if blocks else size)
                     linear = Fp8Linear(torch.zeros(size, hidden, dtype=FP8), scales, None, dtype, 132)

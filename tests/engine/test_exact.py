@@ -521,7 +521,7 @@ def test_norms_activations_and_rotation(exact_kernels: Kernels, monkeypatch: pyt
         residual = x[:rows].clone()
         kv = torch.zeros(2, -(-many // 16), 16, 1, 64, dtype=dtype, device=DEVICE)
         normed = exact_kernels.add_rms_norm(residual, delta[:rows, :size].contiguous(), weight, 1e-6)
-        inner = exact_kernels.silu_mul(gate_up[:rows].clone())
+        inner = exact_kernels.activate(gate_up[:rows].clone())
         q = exact_kernels.rope_and_write(qkv[:rows].clone(), rotary[:rows], norm, kv, slots[:rows])
         small = quantized(kv.cpu(), DEVICE)
         exact_kernels.rope_and_write(qkv[:rows].clone(), rotary[:rows], norm, small, slots[:rows])

@@ -56,8 +56,8 @@ def test_quantized_results(
     same(triton_kernels.quantize(put(x), grouped=grouped), expected)
 
     gate_up = torch.cat((normal(rows, size, seed=1).to(dtype), x), dim=1)
-    exact = Kernels().quantize(Kernels().silu_mul(gate_up.float()), grouped=grouped)
-    same(triton_kernels.silu_mul(put(gate_up), grouped), exact)
+    exact = Kernels().quantize(Kernels().activate(gate_up.float()), grouped=grouped)
+    same(triton_kernels.activate(put(gate_up), grouped), exact)
 
     delta, weight, residual = normal(rows, size, seed=2).to(dtype), normal(size, seed=3).to(dtype), put(x)
     plain = triton_kernels.add_rms_norm(put(x), put(delta), put(weight), 1e-5)

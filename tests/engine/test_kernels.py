@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from baton.engine.kernels import Kernels
 from baton.engine.loader.hf_config import read_config
-from baton.engine.model_config import ClampedSwiGLU
+from baton.engine.model_config import ClampedSwiGLU, GeLU
 from baton.engine.models.gemma4 import Gemma4
 from tests.device import DEVICE
 from tests.engine.kernel_checks import BF16, DTYPES, close, normal
@@ -51,11 +51,14 @@ def test_add_rms_norm(triton_kernels: Kernels, dtype: torch.dtype, rows: int, si
 @pytest.mark.parametrize(("rows", "size"), [(1, 96), (3, 1536), (2, 1024)])
 def test_silu_mul_and_gelu_mul(triton_kernels: Kernels, dtype: torch.dtype, rows: int, size: int) -> None:
     gate_up = (4 * normal(rows, 2 * size)).to(dtype)
-    close(triton_kernels.silu_mul(gate_up.to(DEVICE)), Kernels().silu_mul(gate_up))
-    close(triton_kernels.silu_mul(gate_up.to(DEVICE), gelu=True), Kernels().silu_mul(gate_up, gelu=True))
+    close(triton_kernels.activate(gate_up.to(DEVICE)), Kernels().activate(gate_up))
+    close(
+        triton_kernels.activate(gate_up.to(DEVICE), activation=GeLU()),
+        Kernels().activate(gate_up, activation=GeLU()),
+    )
     bounded = ClampedSwiGLU(None, 2.0)
-    found = triton_kernels.silu_mul(gate_up.to(DEVICE), clamped=bounded)
-    close(found, Kernels().silu_mul(gate_up, clamped=bounded))
+    found = triton_kernels.activate(gate_up.to(DEVICE), activation=bounded)
+    close(found, Kernels().activate(gate_up, activation=bounded))
 
 
 # Products

@@ -124,7 +124,7 @@ class DenseCases(Cases[Shape]):
             f"silu_mul.t{rows}",
             nbytes(gate_up) * 3 // 2,
             0,
-            lambda: self.kernels.silu_mul(gate_up),
+            lambda: self.kernels.activate(gate_up),
             lambda: F.silu(gate).mul_(up),
             "torch silu, mul_",
         )

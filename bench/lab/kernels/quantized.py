@@ -61,7 +61,7 @@ class LayerCases(Cases[Shape]):
             qkv(kernels.add_rms_norm(residual, delta, weight, EPS, grouped))
             out(kernels.quantize(attended, grouped=False) if quantizes else attended)
             x = kernels.add_rms_norm(residual, delta, weight, EPS, grouped)
-            return down(kernels.silu_mul(gate_up(x), False) if quantizes else gate_up.silu_mul(x, kernels))
+            return down(kernels.activate(gate_up(x), False) if quantizes else gate_up.silu_mul(x, kernels))
 
         return run
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.kernels.blocks_of_rows import in_blocks, in_sizes
 from baton.engine.kernels.quantized.reference import FourBits, Fp8Experts
-from baton.engine.model_config import ClampedSwiGLU, Scoring, SquaredReLU
+from baton.engine.model_config import Activation, GeLU, Scoring, SquaredReLU
 
 
 class Choice(NamedTuple):
@@ -43,8 +43,7 @@ class Experts:
     """The first expert that is held. Those that are not add nothing to the sum."""
     gate_up_bias: Tensor | None = None  # [held, 2 * inner]
     down_bias: Tensor | None = None  # [held, size]
-    activation: ClampedSwiGLU | SquaredReLU | None = None
-    """In place of silu(gate) * up."""
+    activation: Activation = None
 
     takes_both: ClassVar[bool] = True
     """The router takes the plain form."""
@@ -131,12 +130,14 @@ def mix(
     return total.to(x.dtype)
 
 
-def activated(gate_up: Tensor, activation: ClampedSwiGLU | SquaredReLU | None) -> Tensor:
+def activated(gate_up: Tensor, activation: Activation) -> Tensor:
     if isinstance(activation, SquaredReLU):
         return F.relu(gate_up).square_()
     gate, up = gate_up.chunk(2, dim=-1)
     if activation is None:
         return F.silu(gate).mul_(up)
+    if isinstance(activation, GeLU):
+        return F.gelu(gate, approximate="tanh").mul_(up)
     up = up.clamp(-activation.limit, activation.limit)
     if activation.alpha is None:
         return F.silu(gate).clamp_max_(activation.limit).mul_(up)

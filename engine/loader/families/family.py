@@ -7,6 +7,7 @@ from typing import Any
 from baton.engine.loader.rearranged import Rearranged
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import (
+    Activation,
     ExpertsConfig,
     GemmaConfig,
     LatentConfig,
@@ -58,7 +59,7 @@ class Family:
     no such model takes any."""
     needs_vision: bool = True
     """Whether a checkpoint without an encoder of images is refused."""
-    squared_relu: bool = False
+    activation: Activation = None
     """As in `ModelConfig`."""
     not_supported: Callable[[Settings], Iterator[str]] = lambda settings: iter(())
     """What a checkpoint of this family may have, and no class can do."""

@@ -11,7 +11,7 @@ from baton.engine.loader.families.family import Family
 from baton.engine.loader.rearranged import Rearranged
 from baton.engine.loader.rope_config import local_rope
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import VisionConfig
+from baton.engine.model_config import GeLU, VisionConfig
 from baton.engine.models.vision import Gemma3WithImages
 from baton.vision.images import ImageSettings
 
@@ -53,6 +53,7 @@ def tower_of(settings: Settings, kind: str, **others: int) -> str:
 
 
 FAMILY = Family(
+    activation=GeLU(),
     model=Gemma3WithImages,
     checkpoint=Gemma3Checkpoint,
     settings=lambda settings: {**DEFAULTS, **settings.values},

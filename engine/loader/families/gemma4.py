@@ -15,7 +15,7 @@ from baton.engine.loader.families.gemma3 import tower_of
 from baton.engine.loader.rearranged import Piece, Rearranged
 from baton.engine.loader.rope_config import rope_theta, rotary_dim
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import GemmaConfig, OtherAttention, VisionConfig
+from baton.engine.model_config import GeLU, GemmaConfig, OtherAttention, VisionConfig
 from baton.engine.models.gemma4 import gemma_of
 from baton.engine.models.vision import Gemma4WithImages
 from baton.vision.images import ImageSettings
@@ -170,6 +170,7 @@ def not_supported(settings: Settings) -> Iterator[str]:
 
 
 FAMILY = Family(
+    activation=GeLU(),
     model=Gemma4WithImages,
     checkpoint=Gemma4Checkpoint,
     settings=in_words_of_others,

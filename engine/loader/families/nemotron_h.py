@@ -146,6 +146,6 @@ FAMILY = Family(
     without_positions=lambda settings: True,
     experts=experts,
     state=mamba2_config,
-    squared_relu=True,
+    activation=SquaredReLU(),
     not_supported=not_supported,
 )
