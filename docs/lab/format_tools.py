@@ -392,21 +392,23 @@ def optimized(config: str) -> Write:
 
         stored = load_file(folder / "model.safetensors")
         names = [name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")]
-        values = {} if config == "INT4_AWQ_CFG" else {name: scaled(stored, name) for name in names}
-        save_exact(plain, folder, values)
+        save_exact(plain, folder, {name: scaled(stored, name) for name in names})
 
     return write
 
 
 def scaled(stored: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The values of a matrix of FP8 or NVFP4 times their scales."""
+    """The values of a matrix of FP8, NVFP4 or AWQ times their scales."""
     weight, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"].float()
     if weight.dtype != torch.uint8:
         return weight.float() * scale
-    codes = torch.stack((weight & 15, weight >> 4), -1).flatten(1).long()
-    values = FP4[codes & 7] * (1 - 2.0 * (codes >> 3))
-    scales = (scale * stored[f"{name}.weight_scale_2"]).repeat_interleave(16, 1)
-    return values * scales
+    if (whole := stored.get(f"{name}.weight_scale_2")) is not None:
+        codes = torch.stack((weight & 15, weight >> 4), -1).flatten(1).long()
+        return FP4[codes & 7] * (1 - 2.0 * (codes >> 3)) * (scale * whole).repeat_interleave(16, 1)
+    codes = torch.stack((weight & 15, weight >> 4), 1).flatten(0, 1).float()
+    codes -= 16 * (codes > 7)
+    values = codes * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+    return values * stored.get(f"{name}.pre_quant_scale", torch.ones(())).float()
 
 
 MODELOPT: dict[str, Write] = {

@@ -19,12 +19,14 @@ from baton.engine.layers.weights import Groups, PlainFormat, Weights
 from baton.engine.loader import fp8_formats
 from baton.engine.loader.by_module import ByModule, by_module, require
 from baton.engine.loader.int_formats import (
+    SCALES,
     StoredGroups,
     compiled,
     compressed_bytes,
     compressed_packed,
     nibbles,
     stored_groups,
+    within,
 )
 from baton.engine.loader.stored_values import StoredValues
 
@@ -46,11 +48,15 @@ def nvfp4(kept: Mapping[str, Any], source: str, device: torch.device) -> StoredG
 
 
 def modelopt(settings: Mapping[str, Any], source: str, device: torch.device) -> ByModule:
-    """`quant_method` modelopt (NVIDIA Model Optimizer): FP8 by tensor, and NVFP4 with names of its own."""
-    require(settings, source, quant_algo=("FP8", "NVFP4"))
+    """`quant_method` modelopt (NVIDIA Model Optimizer): FP8 by tensor, NVFP4 with names of its own, and AWQ,
+    whose scales of columns no packed product has."""
+    require(settings, source, quant_algo=("FP8", "NVFP4", "W4A16_NVFP4", "W4A16_AWQ"))
     made: PlainFormat = fp8_formats.fp8_rows_as("weight", "weight_scale", device)
-    if settings["quant_algo"] == "NVFP4":
+    if settings["quant_algo"] in ("NVFP4", "W4A16_NVFP4"):
         made = stored_groups("nv", 4, 16, "weight_scale_2", _modelopt_nvfp4, device, kind="fp")
+    elif settings["quant_algo"] == "W4A16_AWQ":
+        name = "modelopt awq, dequantized at load"
+        made = StoredValues(name=name, identity=name, marker="weight_scale", read=_modelopt_awq)
     return by_module([made], lambda _: made, source)
 
 
@@ -183,6 +189,20 @@ def _modelopt_nvfp4(weights: Weights, name: str, rows: Shard, columns: Shard) ->
     stored = weights.stored(f"{name}.weight_scale", (rows, columns.in_groups(16)), FP8).float()
     whole = weights.stored(f"{name}.weight_scale_2", None, torch.float32)
     return floats(packed, stored * whole.view(1, 1))
+
+
+def _modelopt_awq(weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:
+    """A byte has the signed codes of two rows. The export says the columns of a group by its scales alone."""
+    packed = weights.stored(f"{name}.weight", (rows.in_groups(2), columns), torch.uint8)
+    codes = within(nibbles(packed.T), rows, 2).T
+    groups = (weights.shape(f"{name}.weight_scale") or (0, 0))[-1]
+    size = columns.size // max(1, groups)
+    columns.check_groups(size, f"{name} in {weights.source}")
+    scales = weights.stored(f"{name}.weight_scale", (rows, columns.in_groups(size)), *SCALES).float()
+    values = ((codes.float() + 8) % 16 - 8) * scales.repeat_interleave(size, 1)
+    if weights.has(f"{name}.pre_quant_scale"):
+        values *= weights.stored(f"{name}.pre_quant_scale", (columns,), *SCALES).float()
+    return values
 
 
 def _packed(weights: Weights, name: str, rows: Shard, columns: Shard) -> Tensor:

@@ -204,7 +204,7 @@ def _gptq(
 ) -> Groups:
     word = 32 // bits
     words = weights.stored(f"{name}.qweight", (columns.in_groups(word), rows), torch.int32)
-    codes, order = _within(_unpacked(words.T.contiguous(), bits), columns, word), None
+    codes, order = within(_unpacked(words.T.contiguous(), bits), columns, word), None
     if weights.has(f"{name}.g_idx"):
         index = weights.stored(f"{name}.g_idx", (columns,), torch.int32)
         each = size or columns.size
@@ -222,7 +222,7 @@ def _gptq(
     packed = weights.stored(f"{name}.qzeros", (groups, rows.in_groups(word)), torch.int32)
     # Tools take 1 from each zero of a word at once: one that is 0 borrows from the next one.
     packed = packed + less * sum(1 << at for at in range(0, 32, bits))
-    zeros = _within(_unpacked(packed, bits), rows, word).float()
+    zeros = within(_unpacked(packed, bits), rows, word).float()
     if sym and not zeros.is_meta and not (zeros == 1 << (bits - 1)).all():
         raise ValueError(
             f"{weights.source}: {name}.qzeros are not those of symmetric weights, though sym is true: "
@@ -237,7 +237,7 @@ def _awq(size: int | None, weights: Weights, name: str, rows: Shard, columns: Sh
     def unpacked(suffix: str, first: Shard) -> Tensor:
         words = weights.stored(f"{name}.{suffix}", (first, rows.in_groups(word)), torch.int32)
         ordered = _unpacked(words, 4).unflatten(1, (-1, word))[:, :, list(AWQ_ORDER)]
-        return _within(ordered.flatten(1), rows, word).T
+        return within(ordered.flatten(1), rows, word).T
 
     codes, groups = unpacked("qweight", columns).contiguous(), groups_of(columns, size)
     zeros = unpacked("qzeros", groups).float()
@@ -250,7 +250,7 @@ def _compressed(
 ) -> Groups:
     word, groups = 32 // bits, groups_of(columns, size)
     words = weights.stored(f"{name}.weight_packed", (rows, columns.in_groups(word)), torch.int32)
-    codes = _within(_unpacked(words, bits), columns, word)
+    codes = within(_unpacked(words, bits), columns, word)
     scales = scales_of(weights, name, rows, groups, *SCALES).float()
     shape = weights.stored(f"{name}.weight_shape", (unsharded(2),), torch.int64, torch.int32)
     if not shape.is_meta and shape.tolist() != [rows.size, columns.size]:
@@ -261,7 +261,7 @@ def _compressed(
         return _around(codes, scales, torch.full_like(scales, 1 << (bits - 1)), bits)
     parts = (rows.in_groups(word), groups)
     packed = weights.stored(f"{name}.weight_zero_point", parts, torch.int32)
-    zeros = _within(_unpacked(packed.T.contiguous(), bits), rows, word).float()
+    zeros = within(_unpacked(packed.T.contiguous(), bits), rows, word).float()
     return _around(codes, scales, zeros.T, bits)
 
 
@@ -313,7 +313,7 @@ def nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
-def _within(unpacked: Tensor, part: Shard, word: int) -> Tensor:
+def within(unpacked: Tensor, part: Shard, word: int) -> Tensor:
     """The columns of this part, from those of its words."""
     first = part.start % word
     return unpacked[:, first : first + part.length]

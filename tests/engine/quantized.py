@@ -153,6 +153,18 @@ def as_modelopt_nvfp4(weight: Tensor) -> Stored:
     return {"weight": stored.pop("weight_packed"), **stored, **whole}, values
 
 
+def as_modelopt_awq(weight: Tensor) -> Stored:
+    """Groups of 64 columns; two rows in a byte; columns are scaled before."""
+    before = torch.linspace(0.5, 2, weight.shape[1])
+    groups = (weight / before).unflatten(1, (-1, 64))
+    scales = groups.abs().amax(-1, keepdim=True) / 7
+    codes = (groups / scales).round().clamp(-8, 7)
+    values = (codes * scales).flatten(1) * before
+    bits = (codes.flatten(1).int() & 15).unflatten(0, (-1, 2))
+    packed = (bits[:, 0] | bits[:, 1] << 4).to(torch.uint8)
+    return {"weight": packed, "weight_scale": scales[..., 0], "pre_quant_scale": before}, values
+
+
 def torchao(kind: str, **settings: Any) -> dict[str, Any]:
     written = {"_type": kind, "_version": 2, "_data": settings}
     return {"quant_method": "torchao", "quant_type": {"default": written}}
@@ -272,6 +284,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Way | None]]] = {
         {"": named(as_fp8, weight="_weight_qdata", weight_scale="_weight_scale")},
     ),
     "modelopt-fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, {"": as_fp8}),
+    "modelopt-awq": ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, {"": as_modelopt_awq}),
     "modelopt-nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {"": as_modelopt_nvfp4}),
     "mixed": (
         compressed(

@@ -141,7 +141,7 @@ def test_quantized_experts_that_no_module_has_are_refused(tmp_path: Path) -> Non
         ),
         ("torchao-int4", torchao("Int4WeightOnlyConfig", group_size=-1), "group_size None is not supported"),
         ("torchao-fp8", torchao("Float8StaticConfig"), "_type 'Float8StaticConfig' is not supported"),
-        ("modelopt-fp8", {"quant_algo": "W4A16_AWQ"}, "quant_algo 'W4A16_AWQ' is not supported"),
+        ("modelopt-fp8", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported"),
         ("auto-round-nvfp4", {"data_type": "fp"}, "data_type 'fp4' is not supported"),
         ("bytes", {"transform_config": {"config_groups": 1}}, "transform_config .* is not supported"),
         ("gptq", {"bits": 3}, r"bits 3 is not supported \(2, 4, 8 is\)"),

