@@ -29,7 +29,6 @@ HUB_FILES = [
 ]
 
 COMMON = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-SPECIAL_TOKENS = tuple(f"{name}_token" for name in COMMON)
 IN_GGUF = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # as llama.cpp spells them
 
 CONTEXTS = {"gemma3_text": 131072}
@@ -132,13 +131,13 @@ def read_directory(path: Path) -> TextModel:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """As transformers 5.23 gives them to templates: those with common names, and those that
-    `extra_special_tokens` names. Older files keep a token in an object."""
-    further = config.get("extra_special_tokens")
-    named = {**config, **further} if isinstance(further, dict) else config
-    names = [*SPECIAL_TOKENS, *(further if isinstance(further, dict) else ())]
-    tokens = {name: named.get(name) for name in names}
-    texts = {name: each.get("content") if isinstance(each, dict) else each for name, each in tokens.items()}
+    """As transformers 5.23 gives them to templates: each `…_token`, and those that a further object names.
+    Older files keep a token in an object."""
+    named = {name: each for name, each in config.items() if name.endswith("_token")}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        if isinstance(further := config.get(key), dict):
+            named |= further
+    texts = {name: each.get("content") if isinstance(each, dict) else each for name, each in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 

@@ -213,14 +213,16 @@ def test_a_template_gets_the_variables_that_transformers_gives(small_directory: 
     import transformers
 
     model = shutil.copytree(small_directory, tmp_path / "model")
+    named = [f"{name}_token" for name in ("bos", "unk", "pad", "mask", "image", "boi")]
     source = "".join(
         f"{{{{ {name} }}}}|{{{{ {name} is defined }}}}|{{{{ {name} is none }}}};"
-        for name in ("bos_token", "unk_token", "pad_token", "mask_token", "image_token", "documents", "tools")
+        for name in (*named, "documents", "tools")
     )
     (model / "chat_template.jinja").write_text(source)
     path = model / "tokenizer_config.json"
     config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     tokens = {"pad_token": "<|im_end|>", "extra_special_tokens": {"image_token": "<|im_start|>"}}
+    tokens |= {"boi_token": "<|im_end|>", "add_bos_token": False}
     in_object = {"__type": "AddedToken", "content": "<|im_start|>", "special": True}
     for bos in ("<|im_start|>", in_object, None):
         path.write_text(json.dumps({**config, **tokens, "bos_token": bos, "eos_token": "<|im_end|>"}))
