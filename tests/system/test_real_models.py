@@ -1,4 +1,4 @@
-"""Real models from packages of PyPI through a prefill and a decode worker: tokens of transformers, ids of llama.cpp."""
+"""Real models of PyPI through a prefill and a decode worker: tokens of transformers, ids of llama.cpp."""
 
 import asyncio
 import subprocess
