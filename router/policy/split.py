@@ -11,15 +11,14 @@ So workers hardly wait for each other, also if some of them are busy at first. A
 several if no other worker is free. A later token costs more, since it attends to more positions. The times
 follow from measured speeds, so a plan has no constants of one machine.
 
-Prompts that come before the plan ends wait for what its workers compute, and for the time in which they
-idle. Their delay counts like that of this prompt. One worker would delay those that come there, so a worker
-with few prompts is a gain. Pure.
+Prompts that come before a worker has none left wait for what it computes of this one, and for the time in
+which it idles. Their delay counts like that of this prompt, as in `placement` (`behind`). One worker would
+delay those that come there, so workers with fewer prompts are a gain, and so is less time of each. Pure.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import mul
 
 from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.pace import MOST_BUSY
@@ -131,7 +130,7 @@ def split(
         if last is not None and count - 1 <= len(taken) and not _shares(taken[: count - 1], last[1]):
             ways.append([*taken[: count - 1], last])
         for way in ways:
-            plan = best_of(cost, way, last if way[-1] is last else None, unsplit, least)
+            plan = best_of(cost, way, last if way[-1] is last else None, unsplit)
             if plan is not None and plan.costs["split"] + plan.costs["harm"] < least:
                 best, least = plan, plan.costs["split"] + plan.costs["harm"]
         if best is before is not None:
@@ -149,10 +148,9 @@ def best_of(
     chosen: list[tuple[int, SplitWorker]],
     last: tuple[int, SplitWorker] | None,
     unsplit: float,
-    least: float,
 ) -> Plan | None:
     """The plan of these workers that ends first. `last`: the one that must have the last range; None: any.
-    None: the plan would not end before `least`.
+    None: the plan would not end before one worker, `unsplit`.
 
     The search begins when they could have computed the prompt without waits for each other. While a part is
     left then, they get most of the time in which all of them compute that part, and at least a chunk more."""
@@ -161,7 +159,7 @@ def best_of(
     if cost.cached:
         until = max(until, workers[0].wait + workers[0].floor + CHUNK_TOKENS / workers[0].speed)
     for _ in range(_MOST_FILLS):
-        if until >= least:
+        if until >= unsplit:
             return None
         filled = fill(cost, workers, None if last is None else len(chosen) - 1, until)
         if not isinstance(filled, int):
@@ -176,8 +174,8 @@ def best_of(
     busy = idle.copy()
     for index, start, stop in ranges:
         busy[index] += cost.work(max(start, cost.cached), stop) / workers[index].speed
-    delayed = [_delayed(worker, seconds, alone) for worker in workers]
-    harm = sum(map(mul, busy, delayed)) - alone * delayed[0]
+    delayed = sum(_delayed(worker, its) * its / alone for worker, its in zip(workers, busy, strict=True))
+    harm = delayed - _delayed(workers[0], alone)
     rows = [row for row, _ in chosen]
     return Plan(
         "split",
@@ -199,11 +197,12 @@ def _without_waits(cost: PromptCost, workers: Sequence[SplitWorker]) -> float:
     return until
 
 
-def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
-    """How many prompts wait for a second of this worker: those that come until it is idle, if it has work for
-    `seconds` (an M/G/1 queue). `alone`: seconds of a prompt."""
+def _delayed(worker: SplitWorker, seconds: float) -> float:
+    """By how many seconds prompts are delayed that come until this worker is idle, if it gets work for
+    `seconds`, and each of them is as long (an M/G/1 queue). Those that come during that work wait for half of
+    it."""
     share = min(worker.utilisation, MOST_BUSY)
-    return seconds / alone * share / (1 - share)
+    return (worker.wait + seconds / 2) * share / (1 - share)
 
 
 def fill(
