@@ -277,6 +277,18 @@ def test_few_programs_idle_in_the_last_wave_of_a_chunk() -> None:
     assert sum(shares) / len(shares) > 0.94
 
 
+@pytest.mark.parametrize("tokens", [16, 2128])
+def test_cutting_tiles_tries_few_pieces(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One KV head of an H200 behind 120,000 positions. The host took 10 and 16 ms in each step."""
+    from baton.engine.kernels.attention import tiles
+
+    tried, ends = [], tiles._ends
+    monkeypatch.setattr(tiles, "_ends", lambda *of: tried.append(len(of[0])) or ends(*of))
+    work = tiles.tile_work([(120_000, 120_000 + tokens)], 5, tiles.LONG.tokens(8), 132, 512)
+    assert max(work[:, 7]) > 1
+    assert len(tried) < 100
+
+
 @pytest.mark.parametrize(
     ("span", "with_sinks", "scale", "block_size", "dtype", "softcap"),
     [

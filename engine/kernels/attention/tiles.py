@@ -1,7 +1,7 @@
 """Cuts the work of prefill chunks into parts, one for each program. Pure, on the host."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from heapq import heapreplace
+from heapq import heapify, heapreplace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -130,25 +130,33 @@ def _cut(lengths: Sequence[int], programs: int, piece_keys: int) -> tuple[int, i
 
     Whole tiles fill all waves but the last one. So those that are cut are as many as would be in the last
     wave, or those that are longer than a program's share of all keys. All are cut into equally many."""
-    best, whole = (1, 0), [*lengths]
+    best = 1, 0
     if not programs or not lengths:
         return best
-    soonest = _ends(whole, programs, piece_keys)
-    share = sum(lengths) / programs
-    longer = sum(length > share for length in lengths)
+    soonest, total = _ends(lengths, programs, piece_keys), sum(lengths)
+    longer = sum(length > total / programs for length in lengths)
     for count in {len(lengths) % programs, longer} - {0}:
+        whole, before = lengths[count:], 0
         for pieces in range(2, min(most_places(programs) // count, lengths[0] // LEAST_KEYS) + 1):
             length = -(-lengths[0] // (pieces * LARGEST_N)) * LARGEST_N
+            if length == before:
+                continue
             cut = [min(length, n - k) for n in lengths[:count] for k in range(0, n, length)]
-            ends = _ends(sorted([*lengths[count:], *cut], reverse=True), programs, piece_keys)
+            busy = total + piece_keys * (len(whole) + len(cut))
+            if max(busy / programs, max(whole, default=0) + piece_keys) >= soonest:
+                break  # nor are shorter pieces over sooner
+            ends = _ends(sorted([*whole, *cut], reverse=True), programs, piece_keys)
             if ends < soonest:
                 best, soonest = (length, count), ends
+            before = length
     return best
 
 
 def _ends(lengths: Sequence[int], programs: int, piece_keys: int) -> int:
-    """When the last of these pieces ends, each begun as soon as one of the programs is free, in keys."""
-    busy = [0] * programs
-    for length in lengths:
+    """When the last of these pieces ends, each begun as soon as one of the programs is free, in keys. The
+    longest come first."""
+    busy = [length + piece_keys for length in lengths[:programs]]
+    heapify(busy)
+    for length in lengths[programs:]:
         heapreplace(busy, busy[0] + length + piece_keys)
     return max(busy)
