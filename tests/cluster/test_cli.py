@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import click
 import pytest
@@ -29,7 +29,11 @@ import baton.cluster.serve
 from baton.cluster.cli import app
 from baton.cluster.gpus import visible_gpus
 from baton.cluster.options import clients, engine, pools, roles
-from baton.cluster.supervision.blueprint import Blueprint
+from baton.cluster.options.roles import FileOptions
+from baton.cluster.supervision.blueprint import Blueprint, RoleName
+from baton.cluster.supervision.role_process import RoleProcess
+from baton.cluster.supervision.runner import RoleRunner
+from baton.cluster.supervision.worker_group import command_of
 from baton.engine import EngineConfig
 from baton.router.config import RouterConfig
 from baton.system.python_path import PACKAGES
@@ -542,6 +546,30 @@ def test_roles_accept_the_arguments_that_serve_passes(
         assert getattr(given, group) == getattr(blueprint, group)
     assert given.model.served_model_name == ["SmolLM2-135M-Instruct"]
     assert Path(given.model.model).is_file()
+
+
+def test_each_role_parses_all_that_its_supervisor_gives(
+    served: list[Blueprint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the flags that are added on its machine, where no option of `baton serve` has them."""
+    run_baton("serve", "--device", "cpu", "--encode", "1", "--kv-store", "local")
+    [blueprint] = served
+    roles = blueprint.roles()
+    assert {role.role for role in roles} == {*get_args(RoleName)}
+    commands = list[list[str]]()
+    monkeypatch.setattr(RoleProcess, "__init__", lambda _, command, *more: commands.append(command))
+    for role in roles:
+        RoleRunner(role, tmp_path, program=())
+        RoleRunner(role, tmp_path, peer="127.0.0.1:6379", program=())  # on Ray
+    group = blueprint.worker("decode")
+    group = replace(group, engine=replace(group.engine, data_parallel_size=2), files=FileOptions(tmp_path))
+    commands += ([*command_of("decode", group, rank, ()), "--group", "{}"] for rank in range(2))
+    application = typer.main.get_command(app)
+    assert isinstance(application, TyperGroup)
+    for name, *flags in commands:
+        context = application.commands[name].make_context(name, [*flags, "--ready-fd", "3"])
+        assert context.params["ready_fd"] == 3
+        assert context.params.get("run_dir") == (None if name in ("router", "store") else tmp_path), name
 
 
 def test_the_opentelemetry_variable_is_the_default_of_the_flag(
