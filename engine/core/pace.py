@@ -45,7 +45,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._device = defaultdict[Hashable, Average](partial(Average, DECAY))  # kind of step → its seconds
-        self._host = Average(DECAY)  # seconds of a launch
+        self._host = Average(DECAY)  # seconds of a launch of decodes alone
+        self._prompt_host = Average(DECAY)  # of a launch with prompts, in a graph
         self._slow_host = Average(DECAY)  # of a launch without a graph
         self._under_way: list[_UnderWay] = []
 
@@ -61,14 +62,12 @@ class Pace:
         """Notes that the host spent [began, now) on launching a step.
 
         Args:
-            kind: steps of one kind take about equally long. None: the step should take `expected` seconds,
-                and no average learns from it.
+            kind: steps of one kind take about equally long. None: the step has prompts, or no graph, and
+                should take `expected` seconds.
             slow: no graph has its kernels. So the device begins with the first kernel.
         """
-        if kind is not None:
-            self._host.add(now - began)
-        elif slow:
-            self._slow_host.add(now - began)
+        host = self._prompt_host if kind is None else self._host
+        (self._slow_host if slow else host).add(now - began)
         share = EARLY if kind is None else 1.0
         self._under_way.append(_UnderWay(kind, began if slow else now, expected, share))
 
@@ -82,9 +81,11 @@ class Pace:
     def due(self, *, slow: bool = False) -> float:
         """When to launch the step after the one under way. A time in the past means now. `slow`: no graph has
         the kernels of that step."""
-        step, host = self._under_way[0], self._slow_host if slow else self._host
+        step = self._under_way[0]
+        host = self._prompt_host if step.kind is None else self._host  # mostly it has prompts, too
         early = step.share * self._expected(step)
-        return step.since + early - HOST_MARGIN * host.value - MARGIN_SECONDS if early else step.since
+        launch = HOST_MARGIN * (self._slow_host if slow else host).value + MARGIN_SECONDS
+        return step.since + early - launch if early else step.since
 
     @property
     def ends(self) -> float:

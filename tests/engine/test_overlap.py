@@ -163,7 +163,14 @@ def test_pace_beside_prompts() -> None:
     pace = Pace()
     pace.launched(None, 0.0, 0.001, expected=0.010)
     assert pace.ends == pytest.approx(0.011)
-    assert 0.001 + 0.7 * 0.010 < pace.due() < 0.001 + 0.8 * 0.010
+    assert 0.001 + 0.6 * 0.010 < pace.due() < 0.001 + 0.8 * 0.010
+
+
+def test_the_device_does_not_wait_for_launches_of_prompts_alone() -> None:
+    """A worker that only computes prompts knows no launches of decodes."""
+    pace = Pace()
+    pace.launched(None, 0.0, 0.004, expected=0.010)
+    assert pace.due() + 0.004 < 0.004 + 0.8 * 0.010
 
 
 def test_pace_of_slow_launches() -> None:
