@@ -126,7 +126,7 @@ class Blueprint:
         specs: list[RoleSpec] = []
         nodes_of = (self.ray.prefill_nodes, self.ray.decode_nodes)
         for pool, size, nodes in zip(POOLS, self.pool.sizes, nodes_of, strict=True):
-            labels = _labels(f"--{pool}-nodes", nodes)
+            labels = _labels(f"--advanced.{pool}-nodes", nodes)
             first = self._spec(pool, self.worker(pool), **shared, labels=labels, tls=tls)
             workers = [replace(first, index=index) for index in range(size.least)]
             specs += (replace(each, placement="pair") for each in workers[:pairs])

@@ -730,7 +730,7 @@ def test_gpus_that_a_role_may_be_given(
     ("flags", "words"),
     [
         (("--advanced.placement", "pair", "--decode", "1:2"), "--advanced.placement pair"),
-        (("--advanced.prefill-nodes", "gpu"), "KEY=VALUE"),
+        (("--advanced.prefill-nodes", "gpu"), "--advanced.prefill-nodes gpu: must have the form KEY=VALUE"),
     ],
 )
 def test_invalid_placements_are_refused(flags: tuple[str, ...], words: str, served: list[Blueprint]) -> None:

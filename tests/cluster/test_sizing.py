@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from baton.bench.lab.shapes import BAMBA, SHAPES, SPARSE, write_shape
 from baton.cluster.cli import app
 from baton.cluster.options.clients import SizingOptions
+from baton.cluster.supervision.blueprint import Blueprint
 from baton.cluster.tools.sizing import ENCODE_TOKEN_SECONDS, MODELS, STEP_MODEL
 from baton.cluster.tools.sizing.answer import Answer, Pools, Search, Targets, answer, predicted
-from baton.cluster.tools.sizing.command import HUB_NAMES
+from baton.cluster.tools.sizing.command import HUB_NAMES, serve_line
 from baton.cluster.tools.sizing.speeds import H200, REFERENCE, SHAPE, Speeds, measured, opened
 from baton.cluster.tools.sizing.worker_needs import TooLarge, computed
 from baton.engine.api.config import EngineConfig
@@ -385,6 +386,22 @@ def test_the_command() -> None:
     refused = CliRunner().invoke(app, ["plan", "--slo", "ttft=500"])
     assert refused.exit_code == 2
     assert "ttft=1000,itl=50" in refused.output
+
+
+def test_baton_serve_takes_the_command_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all options of the plan that a cluster has, too."""
+    served: list[Blueprint] = []
+    monkeypatch.setattr("baton.cluster.serve.run", lambda blueprint: served.append(blueprint) or 0)
+    options = {
+        "prefill_tensor_parallel_size": 4, "decode_tensor_parallel_size": 2, "kv_cache_dtype": "fp8",
+        "state_dtype": "bfloat16", "gpu_memory_utilization": 0.8, "max_num_seqs": 8,
+    }  # fmt: skip
+    line = serve_line(SizingOptions(**options), Pools(2, 3), None, 1)
+    result = CliRunner().invoke(app, line.split()[1:])
+    assert result.exit_code == 0, result.output
+    [blueprint] = served
+    assert (blueprint.pool.prefill, blueprint.pool.decode, blueprint.pool.encode) == ((2, 2), (3, 3), 1)
+    assert options.items() <= {**vars(blueprint.engine), **vars(blueprint.pool)}.items()
 
 
 def test_a_model_with_states_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from baton.cluster.options.clients import DEFAULT_SLO, SizingOptions
-from baton.cluster.options.parameters import size_in_bytes
+from baton.cluster.options.parameters import size_in_bytes, to_argv
 from baton.cluster.tools.sizing.answer import (
     Answer,
     Pools,
@@ -108,14 +108,11 @@ def serve_line(sizing: SizingOptions, pools: Pools, targets: Targets | None, enc
     words += ["--encode", str(encoders)] if encoders else []
     if targets is not None:
         words += ["--ttft-target", f"{targets.ttft * 1e3:g}", "--itl-target", f"{targets.itl * 1e3:g}"]
-    defaults = SizingOptions()
-    for name in (
+    shared = (
         "prefill_tensor_parallel_size", "decode_tensor_parallel_size", "kv_cache_dtype", "state_dtype",
         "max_num_seqs", "gpu_memory_utilization",
-    ):  # fmt: skip
-        if (value := getattr(sizing, name)) != getattr(defaults, name):
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(words)
+    )  # fmt: skip
+    return shlex.join(words + to_argv(SizingOptions(**{name: getattr(sizing, name) for name in shared})))
 
 
 def show(sized: Answer, sizes: tuple[int, int], source: str) -> None:
