@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from baton.engine import EngineConfig, SpeculativeConfig
+from baton.engine.api.config import flag_of
 from baton.worker.group import Group
 
 _RENAMED = {"num_blocks": "num_gpu_blocks_override", "state_dtype": "mamba_ssm_cache_dtype"}
@@ -63,7 +64,7 @@ def engine_args(
         )
     for name in _MEANINGLESS:
         if getattr(engine, name):
-            raise ValueError(f"{_flag(name)}: has no meaning with --engine vllm; leave it out")
+            raise ValueError(f"{flag_of(name)}: has no meaning with --engine vllm; leave it out")
     if engine.kv_cache_dtype != "auto":
         raise ValueError(f"--kv-cache-dtype {engine.kv_cache_dtype}: --engine vllm supports only auto")
     if engine.model_impl != "auto":

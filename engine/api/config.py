@@ -17,7 +17,7 @@ CHOICES = {
 DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 ADVANCED = (
     "block_size", "num_blocks", "num_threads", "max_loras", "max_cpu_loras", "max_lora_rank", "model_impl",
-    "state_dtype",
+    "state_dtype", "elastic_memory", "encoder_pool", "seed", "skip_model_check",
 )  # fmt: skip
 """Settings whose flags begin with `--advanced.`."""
 AT_LEAST_ONE = (
@@ -235,8 +235,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, remedy: str) -> None:
             if not holds:
-                flag = f"--{'advanced.' * (name in ADVANCED)}{name.replace('_', '-')}"
-                raise ValueError(f"{flag} {getattr(self, name)!r}: {remedy}")
+                raise ValueError(f"{flag_of(name)} {getattr(self, name)!r}: {remedy}")
 
         require("model", bool(self.model), "give a directory, a GGUF file or a hub name")
         for name, choices in CHOICES.items():
@@ -283,6 +282,11 @@ class EngineConfig:
             f"a step decodes one token of each running request; raise it to at least --max-num-seqs "
             f"({self.max_num_seqs}), or lower --max-num-seqs",
         )
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting of `EngineConfig`."""
+    return f"--{'advanced.' * (name in ADVANCED)}{name.replace('_', '-')}"
 
 
 def check_max_model_len(max_model_len: int, context: int) -> None:

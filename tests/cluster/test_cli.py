@@ -29,12 +29,14 @@ import baton.cluster.serve
 from baton.cluster.cli import app
 from baton.cluster.gpus import visible_gpus
 from baton.cluster.options import clients, engine, pools, roles
+from baton.cluster.options.parameters import flag
 from baton.cluster.options.roles import FileOptions
 from baton.cluster.supervision.blueprint import Blueprint, RoleName
 from baton.cluster.supervision.role_process import RoleProcess
 from baton.cluster.supervision.runner import RoleRunner
 from baton.cluster.supervision.worker_group import command_of
 from baton.engine import EngineConfig
+from baton.engine.api.config import flag_of
 from baton.router.config import RouterConfig
 from baton.system.python_path import PACKAGES
 from baton.worker.config import WorkerConfig
@@ -146,6 +148,13 @@ def test_no_option_of_a_role_is_lost(
     assert set(given) - taken == set(under_other_names.split())
 
 
+def test_an_engine_names_advanced_settings_by_their_flags() -> None:
+    names = {each.name for each in fields(EngineConfig)}
+    given = [each for each in fields(engine.EngineOptions) if each.name in names]
+    of_command = [flag(each.name, advanced=each.metadata["advanced"]) for each in given]
+    assert [flag_of(each.name) for each in given] == of_command
+
+
 def test_the_admin_key_is_in_a_file_or_in_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "admin"
     file.write_text("k3\n")
@@ -245,12 +254,12 @@ def test_prefix_caching_is_on_by_default(
 
 def test_serve_uses_the_option_names_of_vllm() -> None:
     output = run_baton("serve", "--help").output
-    for flag in (
+    for each in (
         "--model", "--served-model-name", "--host", "--port", "--tensor-parallel-size", "--max-model-len",
         "--gpu-memory-utilization", "--max-num-seqs", "--max-num-batched-tokens", "--dtype",
         "--load-format", "--revision", "--chat-template", "--enable-prefix-caching", "--api-key",
     ):  # fmt: skip
-        assert f"{flag} " in output
+        assert f"{each} " in output
 
 
 def test_flags_win_over_environment_over_file_over_default(tmp_path: Path, served: list[Blueprint]) -> None:

@@ -392,7 +392,7 @@ def test_baton_serve_takes_the_command_of_a_plan(monkeypatch: pytest.MonkeyPatch
     """With all options of the plan that a cluster has, too."""
     served: list[Blueprint] = []
     monkeypatch.setattr("baton.cluster.serve.run", lambda blueprint: served.append(blueprint) or 0)
-    options = {
+    options: dict[str, Any] = {
         "prefill_tensor_parallel_size": 4, "decode_tensor_parallel_size": 2, "kv_cache_dtype": "fp8",
         "state_dtype": "bfloat16", "gpu_memory_utilization": 0.8, "max_num_seqs": 8,
     }  # fmt: skip

@@ -96,6 +96,7 @@ def test_steps_with_chunks_have_graphs_unless_the_user_says_which(given: str) ->
         ({"host_cache_size": 1 << 30, "enable_prefix_caching": True}, "--host-cache-size"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
         ({"batch_invariant": True}, "--batch-invariant"),
+        ({"elastic_memory": True}, "--advanced.elastic-memory"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"quantization": "int4"}, "--quantization int4"),
         ({"device": "cuda:1"}, "--device cuda:1"),
