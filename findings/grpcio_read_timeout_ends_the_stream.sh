@@ -3,7 +3,7 @@
 #
 # asyncio.timeout and wait_for bound one step of a program: after a timeout of a StreamReader or a Queue one reads on.
 # A call of grpc.aio takes the cancellation of `read` for its own. The next `read` raises asyncio.CancelledError, in a
-# task that nobody cancelled, so that task ends without a word in any log. With `anext` it is worse: the next one
+# task that was not cancelled, so that task ends without a word in any log. With `anext` it is worse: the next one
 # raises StopAsyncIteration, as after the last message, so a loop that looks for a token within some seconds, to send
 # a keep-alive, takes a cut answer for a whole one. Only `call.code()` tells. The documentation of `read` does not name
 # it. asyncio.wait, which cancels nothing, avoids it.

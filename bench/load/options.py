@@ -367,6 +367,8 @@ class Runs:
         rates = _numbers("--rate", rate) if find_rate is None else [find_rate]
         if (rate and find_rate is not None) or not (rates or users):
             raise ValueError("a sweep needs one of --rate, --find-rate, and --concurrency alone.")
+        if find_rate is not None and not 0 < find_rate < math.inf:
+            raise ValueError(f"--find-rate {find_rate:g} must be a positive number.")
         if not rates:
             return cls(tuple(Options(concurrency=n, **shared) for n in users), False)
         if len(users) > 1:

@@ -157,6 +157,7 @@ def test_only_refusals_in_a_row_end_a_run() -> None:
         (("sweep",), "one of --rate, --find-rate, and --concurrency"),
         (("sweep", "--rate", "1,x"), "--rate '1,x'"),
         (("sweep", "--find-rate", "4"), "--find-rate needs an objective"),
+        (("sweep", "--find-rate", "0", "--slo", "ttft.p99=300"), "--find-rate 0 must be a positive number"),
         (("sweep", "--rate", "1", "--find-rate", "3"), "one of --rate, --find-rate, and --concurrency"),
         (("sweep", "--rate", "1,2", "--concurrency", "3,4"), "with rates give one number"),
         (("sweep", "--rates", "1,2"), "Baton does not have this. Give --rate to"),
