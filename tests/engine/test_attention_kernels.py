@@ -118,6 +118,19 @@ def test_a_batch_padded_as_for_a_graph(triton_kernels: Kernels, dtype: torch.dty
     assert torch.equal(kv.nan_to_num(9.0), expected_kv.nan_to_num(9.0))
 
 
+def test_no_work_behind_the_last_line_is_read(kernel_device: str) -> None:
+    """There are more places than lines. What follows the lines would put pieces together, too."""
+    from baton.engine.kernels.attention.pieces import combine_tiles
+    from baton.engine.kernels.attention.tiles import TILE_FIELDS
+
+    lines = torch.zeros(4, TILE_FIELDS, dtype=torch.int32, device=kernel_device)
+    lines[:, 10:] = torch.tensor([[row, 1, 2 * row, 2] for row in range(4)])
+    partial, lse = torch.ones(8, 1, 2, 64, device=kernel_device), torch.zeros(8, 1, 2, device=kernel_device)
+    out = torch.zeros(4, 2, 64, device=kernel_device)
+    combine_tiles(partial, lse, lines[:1], out)
+    assert out.sum(dim=(1, 2)).tolist() == [128, 0, 0, 0]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("span", [None, Span(9)], ids=repr)
 def test_tokens_of_an_image_see_all_of_it(

@@ -1,8 +1,11 @@
 """The kernel for Hopper's tensor cores, run on a CPU (`gluon_on_cpu`), against torch."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from tests.device import DEVICE
 from tests.engine.attention_step import Step
@@ -48,3 +51,22 @@ def test_chunks_behind_prefixes(
     assert tiles.wgmma
     assert bool(tiles.places) == (multiprocessors > 1)
     step.check(on_hopper, DEVICE)
+
+
+def test_padding_tiles_of_a_graph_do_nothing(on_hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.engine.kernels.attention.tiles import tile_work
+
+    monkeypatch.setattr(on_hopper, "_head_dim", 128)
+    monkeypatch.setattr(on_hopper, "_multiprocessors", 12)
+    step = Step(CHUNKS, (8, 2), 128, 64, F16)
+    expected, *_ = step.run(on_hopper, DEVICE)
+    m, shape = step.metadata, on_hopper.tile_shape(F16, 128, 64, plain=True)
+    programs = on_hopper.tile_programs(shape, 2)
+    work = tile_work(m.prefills, m.num_decodes, shape.tokens(4), programs, shape.piece_keys)
+    padded = F.pad(torch.from_numpy(work), (0, 0, 0, 3))
+    step.metadata = replace(m, prefills=[], tiles=padded, tile_shape=shape)
+    tiles = on_hopper.tile(step.metadata, 8, 2, F16).tiles
+    assert tiles.wgmma
+    assert tiles.places
+    out, *_ = step.run(on_hopper, DEVICE)
+    assert torch.equal(out, expected)
