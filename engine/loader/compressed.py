@@ -196,7 +196,7 @@ def _modelopt_awq(weights: Weights, name: str, rows: Shard, columns: Shard) -> T
     packed = weights.stored(f"{name}.weight", (rows.in_groups(2), columns), torch.uint8)
     codes = within(nibbles(packed.T), rows, 2).T
     groups = (weights.shape(f"{name}.weight_scale") or (0, 0))[-1]
-    size = columns.size // max(1, groups)
+    size = max(1, columns.size // max(1, groups))
     columns.check_groups(size, f"{name} in {weights.source}")
     scales = weights.stored(f"{name}.weight_scale", (rows, columns.in_groups(size)), *SCALES).float()
     values = ((codes.float() + 8) % 16 - 8) * scales.repeat_interleave(size, 1)

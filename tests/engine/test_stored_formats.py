@@ -114,6 +114,15 @@ def test_biases_of_experts_must_be_0(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_more_scales_than_columns_are_refused(tmp_path: Path) -> None:
+    """The files of ModelOpt's AWQ do not say how many columns have a scale."""
+    save_quantized(tmp_path, "modelopt-awq")
+    with edited_tensors(tmp_path) as tensors:
+        name = next(name for name in tensors if name.endswith("gate_proj.weight_scale"))
+        tensors[name] = tensors[name].repeat(1, 1000)
+    assert_refused(tmp_path, r"gate_proj\.weight_scale is \[")
+
+
 def test_quantized_experts_that_no_module_has_are_refused(tmp_path: Path) -> None:
     save_quantized(tmp_path, "bytes", "Qwen3Moe")
     with edited_tensors(tmp_path) as tensors:
