@@ -299,6 +299,7 @@ class MixedSteps:
         rows = (len(decodes) + coming) * self._rows
         in_graph = int(min(self._most, self._graph)) - rows
         if self._measured is not None:
+            self.may_begin = True
             return Bounds(self._most, max(self._rows, in_graph) if rows else self._usual)
         least = min((prompt.priority for prompt in begun), default=-math.inf)
         joins = any(prompt.priority < least for prompt in waiting)  # beside those that have begun

@@ -232,6 +232,20 @@ def test_no_prompt_begins_while_a_step_without_a_graph_is_computed() -> None:
     assert vllm.steps.may_begin
 
 
+def test_steps_that_are_measured_begin_all_prompts() -> None:
+    """Also if the last step before them might begin none."""
+    vllm = VLLM(usual=512)
+    vllm.ask("a", 512)
+    vllm.step()
+    vllm.ask("b", 1024)
+    vllm.step()
+    vllm.step()
+    assert not vllm.steps.may_begin
+    vllm.steps.measure(0, "prompts")
+    vllm.ask("c", 100)
+    assert vllm.step() == {"c": 100}
+
+
 def test_a_step_with_decodes_takes_as_long_as_the_targets_allow() -> None:
     vllm = VLLM().learned()
     short = STEP * math.sqrt(3.5)
