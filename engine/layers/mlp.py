@@ -46,7 +46,7 @@ class MLP:
 
 
 class MoE:
-    """The weighted sum of the outputs of the experts that a router chooses for each token. An expert is a
+    """The weighted sum of the outputs of the experts that a router chooses for each token. An expert is an
     `MLP`, and so is the shared expert, which computes every token. Others may compute on a projection
     of the hidden state (Nemotron 3, 2025). A rank has some of the inner columns
     of every expert, or whole experts. All ranks make the same choice. Each computes a term of the result."""

@@ -113,7 +113,7 @@ def grouped_linear(
     """The products for weight [experts, out, in]. bias [experts, out] is added before the weights apply.
 
     x [tokens, in] or [pairs, in], quantized if the weight is in FP8. Returns [pairs, out] of `dtype`; if
-    `gated`, which `FourBits` are not, `silu_mul` of that, [pairs, out / 2]. The row of a pair in no list of
+    `gated`, which `FourBits` are not, `activate` of that, [pairs, out / 2]. The row of a pair in no list of
     `shuffled` is undefined. `routed`: a kernel that read `shuffled` was launched since."""
     x, x_scales = x if isinstance(x, Quantized) else (x, None)
     bits = weight if isinstance(weight, FourBits) else None

@@ -44,7 +44,7 @@ LEAST = tl.constexpr(2.0**-100)  # counts as the largest of columns that are zer
 
 def gemv(x: Tensor, weight: FourBits, bias: Tensor | None, *, gated: bool) -> Tensor:
     """x [rows, in], contiguous; weight of integers; bias [size]. Returns [rows, size], or if `gated`,
-    `silu_mul` of that."""
+    `activate` of that."""
     assert x.is_contiguous(), "the kernel assumes dense rows"
     assert not weight.floats, "the kernel multiplies integers"
     (rows, inner), size, words, group = x.shape, weight.size, weight.block, weight.group
