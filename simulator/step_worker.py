@@ -357,15 +357,16 @@ class Worker:
         return min(most, prompt_limit(tokens, decodes, self._mixed_steps, GRAPH_ROWS, first))
 
     def _chunks(self, budget: int, decodes: int) -> Iterator[tuple[Request, int]]:
-        tokens = 0
+        tokens, full = 0, False
         for request in self._prompts:
             if not request.computable:  # the step under way has the last tokens, or a range has not begun
                 continue
             if (decodes or self.reserved) and request.earliest_end(self, 0.0) > self._clock.now:
                 continue  # the decodes would wait for another worker
             if request.number not in self._leases:
-                if not self._begin(request):
-                    return
+                if full or not self._begin(request):
+                    full = True  # those that have begun go on, as in the engine
+                    continue
                 request.started()
             if (count := min(budget, request.computable)) <= 0:
                 return

@@ -1,6 +1,8 @@
 """The simulator, and what it shows of the router's policies."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -8,8 +10,12 @@ from baton.bench.lab.routing_sim.__main__ import hits
 from baton.bench.lab.routing_sim.baselines import POLICIES
 from baton.bench.lab.routing_sim.traces import h200, multi_turn, size
 from baton.simulator import placement
+from baton.simulator.clock import Clock
 from baton.simulator.placement import Change, Pool
 from baton.simulator.placement_outcome import PlacementOutcome
+from baton.simulator.requests import Request
+from baton.simulator.step_worker import BLOCK, Worker
+from baton.simulator.steps import H200_8B
 from baton.simulator.trace import Trace
 from baton.steps.quantiles import percentile
 
@@ -72,3 +78,27 @@ def test_workers_that_leave_move_few_sessions():
     still = simulate(trace, "sticky", workers=16)
     moved = simulate(trace, "sticky", workers=16, changes=[(0.6, row, None) for row in range(2)])
     assert hits(moved) > hits(still) - 0.1
+
+
+def test_a_prompt_under_way_goes_on_past_one_for_which_there_is_no_room() -> None:
+    """As in the engine. The second prompt is shorter and comes first in order, and waits for memory."""
+    clock = Clock()
+    worker = Worker(
+        "0", clock, PlacementOutcome(False), rule="baton", target_steps=3.5,
+        machine=replace(H200_8B, positions=100 * BLOCK),
+    )  # fmt: skip
+    computed: list[int] = []
+
+    def ask(number: int, prompt: int) -> None:
+        def answered() -> None:
+            computed.append(number)
+            worker.release(request)
+
+        request = Request(number, prompt, 1, clock.now, False, positions=prompt)
+        request.first_token = answered
+        worker.prefill(request)
+
+    ask(1, 10_000)
+    clock.after(0.01, partial(ask, 2, 5_000))
+    clock.run()
+    assert computed == [1, 2]
