@@ -83,7 +83,7 @@ HARMLESS = {
 
 def test_each_option_of_vllm_is_in_the_fingerprint_or_refused_or_harmless() -> None:
     """A new version of vLLM has new ones: look what they change."""
-    flags = (*options._OTHER_KV, *options._OFFLOADING, options._PROCESSED)
+    flags = (*options._OTHER_KV, *options._OFFLOADING, options._PROCESSED, options._LORA)
     named = {*options._SAME, *options._OWN, *options._RENAMED.values(), *options._CONNECTORS}
     named |= {flag.removeprefix("--").replace("-", "_") for flag in flags}
     harmless = " ".join(HARMLESS.values()).split()
