@@ -36,7 +36,8 @@ SETTINGS: dict[str, Any] = {
     "block_size": 4,
     "max_num_batched_tokens": 64,
     "enable_prefix_caching": True,
-    "itl_target": 60.0,  # prompts are computed at once: a busy machine would end one stream before another begins
+    # Prompts are computed at once: on a busy machine one stream would end before another begins.
+    "itl_target": 60.0,
 }
 CPU = SETTINGS | {"device": "cpu"}
 
