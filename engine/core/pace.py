@@ -82,7 +82,8 @@ class Pace:
         """When to launch the step after the one under way. A time in the past means now. `slow`: no graph has
         the kernels of that step."""
         step = self._under_way[0]
-        host = self._prompt_host if step.kind is None else self._host  # mostly it has prompts, too
+        # A step with prompts mostly has another one behind it.
+        host = self._prompt_host if step.kind is None else self._host
         early = step.share * self._expected(step)
         launch = HOST_MARGIN * (self._slow_host if slow else host).value + MARGIN_SECONDS
         return step.since + early - launch if early else step.since

@@ -20,7 +20,7 @@ class Releasable(Protocol):
 
 
 class RankMemory:
-    """Of one rank, whose thread makes all calls."""
+    """The memory that one rank can give back. The thread of the rank makes all calls."""
 
     def __init__(self, memory: Mapping[MemoryTag, Releasable]) -> None:
         """`memory`: of `EngineConfig.enable_memory_saver`; else empty."""

@@ -48,8 +48,8 @@ def nvfp4(kept: Mapping[str, Any], source: str, device: torch.device) -> StoredG
 
 
 def modelopt(settings: Mapping[str, Any], source: str, device: torch.device) -> ByModule:
-    """`quant_method` modelopt (NVIDIA Model Optimizer): FP8 by tensor, NVFP4 with names of its own, and AWQ,
-    whose scales of columns no packed product has."""
+    """`quant_method` modelopt (NVIDIA Model Optimizer): FP8 by tensor, NVFP4 with names of its own, and AWQ.
+    AWQ is dequantized: no packed product multiplies columns by scales."""
     require(settings, source, quant_algo=("FP8", "NVFP4", "W4A16_NVFP4", "W4A16_AWQ"))
     made: PlainFormat = fp8_formats.fp8_rows_as("weight", "weight_scale", device)
     if settings["quant_algo"] in ("NVFP4", "W4A16_NVFP4"):

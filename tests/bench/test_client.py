@@ -347,7 +347,7 @@ async def test_a_stop_keeps_what_was_measured(shape: dict) -> None:
 
 
 async def test_a_client_process_ends_quietly_if_its_parent_dies() -> None:
-    """Its pipes close while a request is under way. The server answers nobody before."""
+    """The pipes of the process close while its request is under way. The server does not answer it."""
     held, (told, telling) = asyncio.Event(), os.pipe()
     async with MockServer(Behavior(ttft=0, gate=lambda *_: held.wait())) as server:
         process = await asyncio.create_subprocess_exec(
