@@ -375,27 +375,21 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def to_argv(*groups: Any, **overrides: Any) -> list[str]:
-    """The flags that pass option groups to another process. Options with their default value are left out.
-
-    `overrides` are further flags by field name. They are written even with their default value, unless None.
-    """
-    options = [(group, each) for group in groups for each in fields(group)]
-    advanced = {each.name for _, each in options if each.metadata["advanced"]}
-    values = {
-        each.name: value
-        for group, each in options
-        if (value := getattr(group, each.name)) != default_of(each)
-    }
+def to_argv(*groups: Any) -> list[str]:
+    """The flags that pass option groups to another process. Options with their default value are left out."""
     argv: list[str] = []
-    for name, value in {**values, **overrides}.items():
-        if isinstance(value, bool):
-            argv.append(flag(name if value else f"no_{name}", advanced=name in advanced))
-        elif isinstance(value, list | tuple):
-            argv += [part for item in value for part in (flag(name, advanced=name in advanced), str(item))]
-        elif value is not None:
-            text = str(value.absolute() if isinstance(value, Path) else value)
-            argv += [flag(name, advanced=name in advanced), text]
+    for group in groups:
+        for each in fields(group):
+            name, value, advanced = each.name, getattr(group, each.name), each.metadata["advanced"]
+            if value == default_of(each):
+                continue
+            if isinstance(value, bool):
+                argv.append(flag(name if value else f"no_{name}", advanced=advanced))
+            elif isinstance(value, list | tuple):
+                argv += [part for item in value for part in (flag(name, advanced=advanced), str(item))]
+            elif value is not None:
+                text = str(value.absolute() if isinstance(value, Path) else value)
+                argv += [flag(name, advanced=advanced), text]
     return argv
 
 

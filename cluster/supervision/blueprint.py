@@ -142,7 +142,8 @@ class Blueprint:
         _, store = self._store
         if store is None:
             return [*specs, router]
-        return [*specs, router, RoleSpec("store", 0, ("serve", *to_argv(store, title=self.title)), **shared)]
+        args = "serve", *to_argv(store, options.RoleOptions(title=self.title))
+        return [*specs, router, RoleSpec("store", 0, args, **shared)]
 
     @cached_property
     def _store(self) -> tuple[str | None, options.StoreOptions | None]:
@@ -213,11 +214,12 @@ class Blueprint:
             "transfer": replace(self.transfer, kv_store=self._store[0]),
             "observe": replace(self.observe, otlp_endpoint=self.observe.endpoint),
             "secret": replace(self.secret, cluster_secret_file=None),
+            "process": options.RoleOptions(title=self.title),
         }
         return {each.name: groups[each.name] for each in fields(role) if each.name in groups}
 
     def _args(self, role: options.WorkerRole | options.RouterRole) -> tuple[str, ...]:
-        return tuple(to_argv(*vars(role).values(), title=self.title))
+        return tuple(to_argv(*vars(role).values()))
 
     def engine_of(self, pool: Pool) -> EngineOptions:
         """The options of the engines of a pool, which may have a group size and a KV dtype of its own. If

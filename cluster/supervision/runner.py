@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from baton.cluster.options.parameters import role_environment, to_argv
-from baton.cluster.options.roles import FileOptions
+from baton.cluster.options.roles import FileOptions, MembershipOptions, RoleOptions, WorkerOptions
 from baton.cluster.supervision.blueprint import RoleSpec
 from baton.cluster.supervision.calls import tokens_held, until_silent
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
@@ -77,17 +77,24 @@ class RoleRunner(RoleProcess):
             directory = self._run_dir.path
         logs = logs or directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        files, options = FileOptions(), dict[str, object](index=spec.index)
+        options: list[object] = [RoleOptions(index=spec.index)]
         if spec.role == "router":
             self._workers_file = directory / f"router-{spec.index}.workers"
             with contextlib.suppress(OSError):  # on a full disk the router waits for its first list
                 write_atomically(self._workers_file, "")
             self._cluster_file = directory / f"router-{spec.index}.cluster"
-            options |= {"workers_file": self._workers_file, "cluster_file": self._cluster_file}
-            options["admin_socket"] = directory / f"router-{spec.index}.admin"
+            admin_socket = directory / f"router-{spec.index}.admin"
+            options.append(
+                MembershipOptions(
+                    workers_file=self._workers_file,
+                    cluster_file=self._cluster_file,
+                    admin_socket=admin_socket,
+                )
+            )
         elif spec.role != "store":
-            files = FileOptions(run_dir=directory)
-            options["host"] = own_address(peer) if peer else None
+            options.append(FileOptions(run_dir=directory))
+            if peer:
+                options.append(WorkerOptions(host=own_address(peer)))
         environment = role_environment(
             os.environ,
             **python_path(),
@@ -96,7 +103,7 @@ class RoleRunner(RoleProcess):
         )
         self._spec = spec
         super().__init__(
-            [*program, spec.role, *spec.args, *to_argv(files, **options)],
+            [*program, spec.role, *spec.args, *to_argv(*options)],
             environment,
             logs / f"{spec.role}-{spec.index}.log",
             policy or RestartPolicy(),
