@@ -11,7 +11,6 @@ from typing import Literal
 from baton.kv_names import CHUNK_TOKENS, Tier
 from baton.router.admission.keys import ANY_CLIENT, Account
 from baton.router.admission.queue import Admission, Turn, TurnResult
-from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.desk import Desk
 from baton.router.policy.fleet import Seen
 from baton.router.policy.plan import Plan
@@ -39,7 +38,7 @@ def _link(worker: Worker) -> pb.PrefixLink:
     return pb.PrefixLink(wait=wait, tokens_per_s=1 / FETCH_TOKEN_SECONDS)
 
 
-def _seen(row: int, worker: Worker, seats: int) -> Seen:
+def _seen(worker: Worker, seats: int) -> Seen:
     description = pb.WorkerDescription(
         block_size=BLOCK,
         num_blocks=worker.blocks,
@@ -53,8 +52,6 @@ def _seen(row: int, worker: Worker, seats: int) -> Seen:
     return Seen(
         worker.name,
         description=description,
-        decode_load=DecodeLoad.of(worker.name, description),
-        row=row,
         status=worker.status(),
         step_model=worker.step_model,
         prefix_links={(0, Tier.DEVICE): _link(worker)},
@@ -85,7 +82,7 @@ class Router:
         self.desk = Desk(now, self.settings, seed=seed)
         self.admission = Admission(sys.maxsize, self.desk.window, self.desk.free_capacity, clock=now)
         self._account = Account(ANY_CLIENT, clock=now)
-        self._views = [_seen(row, worker, self.seats) for row, worker in enumerate(self.workers)]
+        self._views = [_seen(worker, self.seats) for worker in self.workers]
         for view in self._views:
             self.desk.join(view)
 

@@ -8,6 +8,7 @@ window, and makes plans.
    `PrefillSnapshot`: the seconds of work ahead at each worker, its speed, and the cached part of the prompt
    (`ChunkIndex`). A `PrefillPolicy` takes the snapshot and the request, and returns the row of a worker.
 2. Decode: `DecodePool` has the `DecodeLoad` of each worker, and chooses one with `two_choices`.
+   `Fleet.choose_decode` prefers one that has more of the prompt cached.
    How long an answer will be follows from earlier ones (`AnswerLengths`).
 3. `plan` (`planner`) takes a request, what workers hold of it, and the tables (`Fleet`). It returns a `Plan`,
    or what the request lacks. The router submits it, and the simulator runs it.

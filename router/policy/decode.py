@@ -1,4 +1,4 @@
-"""Chooses a decode worker: by its load, and by what its prefix cache has of the prompt."""
+"""Chooses a decode worker by its load. `Fleet.choose_decode` also looks at what prefix caches have."""
 
 import random
 from bisect import bisect_left
@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.router.policy.chunk_index import ChunkIndex
-from baton.router.policy.prefill import PrefillRequest
 from baton.rpc import worker_pb2 as pb
 
 
@@ -25,9 +23,10 @@ class FreeCapacity(NamedTuple):
 class DecodeLoad:
     """The load of one decode worker: its last report, and what this router sent it since.
 
-    Owned by the connection to the worker, or by a simulated worker.
+    Owned by the desk, while the worker is attached.
 
     Attributes:
+        row: of the worker.
         blocks_free: as reported, less the blocks of later reservations of this router.
         running: requests that the worker has or will have. Those of other routers are as reported.
         full: the worker refused a reservation, and has not reported free capacity since.
@@ -35,6 +34,7 @@ class DecodeLoad:
         pool: in which it gets new decodes; None if it gets none.
     """
 
+    row: int
     worker: str
     block_size: int
     blocks_total: int
@@ -46,10 +46,9 @@ class DecodeLoad:
     pool: "DecodePool | None" = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, worker: str, description: pb.WorkerDescription) -> "DecodeLoad":
+    def of(cls, row: int, worker: str, described: pb.WorkerDescription) -> "DecodeLoad":
         """Of a worker without a report."""
-        described = description
-        return cls(worker, described.block_size, described.num_blocks, described.max_num_seqs)
+        return cls(row, worker, described.block_size, described.num_blocks, described.max_num_seqs)
 
     def reported(self, *, blocks_free: int, running: int) -> None:
         self.blocks_free, self.full = blocks_free, False
@@ -108,13 +107,20 @@ class DecodeLoad:
 
 class DecodePool:
     """The loads of the workers that get new decodes, in the order of their room. So a choice looks only at
-    workers with enough of it, however full the pool is."""
+    workers with enough of it, however full the pool is.
+
+    Attributes:
+        free: of all workers.
+        rows: of all workers, as a set of bits.
+        block_size: the largest, so that cached tokens are not overestimated.
+    """
 
     def __init__(self, loads: Iterable[DecodeLoad] = ()) -> None:
         self._loads: list[DecodeLoad] = []
         self._order: list[tuple[int, str]] = []  # room and name of each
         self._counted: dict[str, tuple[int, FreeCapacity]] = {}  # by name: room and part of `free`
-        self.free = FreeCapacity(0, 0)
+        self._block_sizes: Counter[int] = Counter()
+        self.free, self.rows, self.block_size = FreeCapacity(0, 0), 0, 1
         for load in loads:
             self.add(load)
 
@@ -133,10 +139,17 @@ class DecodePool:
     def add(self, load: DecodeLoad) -> None:
         load.pool = self
         self._insert(load)
+        self._count(load, 1)
 
     def remove(self, load: DecodeLoad) -> None:
         load.pool = None
         self._delete(load)
+        self._count(load, -1)
+
+    def _count(self, load: DecodeLoad, change: int) -> None:
+        self.rows ^= 1 << load.row
+        self._block_sizes[load.block_size] += change
+        self.block_size = max(+self._block_sizes, default=1)
 
     def changed(self, load: DecodeLoad) -> None:
         self._delete(load)
@@ -155,7 +168,7 @@ class DecodePool:
         del self._order[place], self._loads[place]
         self.free = FreeCapacity(self.free.slots - free.slots, self.free.positions - free.positions)
 
-    def choose(self, tokens: int, rng: random.Random, avoid: Collection[str] = ()) -> str | None:
+    def choose(self, tokens: int, rng: random.Random, avoid: Collection[str] = ()) -> DecodeLoad | None:
         """Chooses a worker with capacity for a reservation of `tokens` positions, with `two_choices`.
 
         None: no worker seems to have capacity. Workers in `avoid`, which failed this request, are chosen only
@@ -167,7 +180,7 @@ class DecodePool:
         return two_choices(self._loads, rng, first)
 
 
-def two_choices(loads: Sequence[DecodeLoad], rng: random.Random, first: int = 0) -> str | None:
+def two_choices(loads: Sequence[DecodeLoad], rng: random.Random, first: int = 0) -> DecodeLoad | None:
     """Chooses the less loaded of two random workers, from the `first` on. None: there is none.
 
     Loads are up to a second old. With the best of all workers, all routers would choose the same worker until
@@ -175,71 +188,13 @@ def two_choices(loads: Sequence[DecodeLoad], rng: random.Random, first: int = 0)
     """
     count = len(loads) - first
     if count < 2:
-        return loads[first].worker if count else None
+        return loads[first] if count else None
     one, other = int(rng.random() * count), int(rng.random() * (count - 1))  # `sample` takes 2 µs
     load, second = loads[first + one], loads[first + other + (other >= one)]
-    return (second if second.pressure < load.pressure else load).worker
+    return second if second.pressure < load.pressure else load
 
 
 CACHED_PRESSURE = 0.1
 """How much more loaded a worker with a cached prefix may be than one without, as a share of its memory or
 seats. Guards from crowds: the sessions of one document would all decode where it is, until that worker is
 full."""
-
-
-class DecodeCaches:
-    """The prefix caches of the decode pool, which keep what was decoded: the turn before in a conversation.
-
-    Owned by one router. Each worker has its row of `PrefillLoads`, in either pool.
-
-    Attributes:
-        loads: of all workers, by row.
-    """
-
-    def __init__(self, index: ChunkIndex) -> None:
-        """`index`: the cached chunks of all workers, which `PrefillLoads` owns."""
-        self.loads: dict[int, DecodeLoad] = {}
-        self._index = index
-        self._block_size = 1  # the largest, so that the cached tokens are not overestimated
-        self._block_sizes: Counter[int] = Counter()
-        self._serving = 0  # a set of rows
-
-    def join(self, row: int, load: DecodeLoad) -> None:
-        """Adds a worker, which does not take work yet."""
-        self.loads[row] = load
-        self._count(load, 1)
-
-    def leave(self, row: int) -> None:
-        self.serve(row, False)
-        self._count(self.loads.pop(row), -1)
-
-    def _count(self, load: DecodeLoad, change: int) -> None:
-        self._block_sizes[load.block_size] += change
-        self._block_size = max(+self._block_sizes, default=1)
-
-    def serve(self, row: int, serving: bool) -> None:
-        """Whether it takes new work of the decode pool."""
-        bit = 1 << row
-        self._serving = self._serving | bit if serving else self._serving & ~bit
-
-    def nearest(self, chosen: int, request: PrefillRequest, rng: random.Random) -> tuple[int, int]:
-        """Returns the row of the worker to decode the prompt, and its number of cached tokens: `chosen`, or a
-        worker with room that has the most of the prompt cached.
-
-        The latter gets less KV, and shares its blocks. But it must not be much more loaded than `chosen`."""
-        if not self._index:
-            return chosen, 0
-        among = self._serving | 1 << chosen
-        cached = self._index.overlap(request.chunks, request.tokens, self._block_size, among)
-        cached_tokens, most = cached.of(chosen), cached.most
-        if cached_tokens < most:
-            room = request.tokens + 1
-            rows: dict[str, int] = {}
-            for row in cached.holders():
-                if (load := self.loads[row]).room >= room and load.worker not in request.avoid:
-                    rows[load.worker] = row
-            if best := two_choices([self.loads[row] for row in rows.values()], rng):
-                pressure = self.loads[rows[best]].pressure
-                if pressure <= self.loads[chosen].pressure + CACHED_PRESSURE:
-                    return rows[best], most
-        return chosen, cached_tokens

@@ -19,7 +19,7 @@ from typing import Any
 from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy import placement, regime
 from baton.router.policy.answers import AnswerLengths
-from baton.router.policy.decode import DecodeCaches, DecodePool, FreeCapacity
+from baton.router.policy.decode import DecodeLoad, DecodePool, FreeCapacity
 from baton.router.policy.fleet import Fleet, Seen
 from baton.router.policy.placement import PrefillWindow
 from baton.router.policy.plan import Plan
@@ -52,7 +52,6 @@ class Desk(Fleet):
         self, clock: Callable[[], float], settings: PlanSettings = DEFAULT_SETTINGS, *, seed: int
     ) -> None:
         """`clock`: seconds that never go back. `seed`: of all that is drawn."""
-        loads = PrefillLoads()
         super().__init__(
             settings=settings,
             now=clock(),
@@ -62,8 +61,7 @@ class Desk(Fleet):
             attached_rows=0,
             prefills=DecodePool(),
             decodes=DecodePool(),
-            loads=loads,
-            caches=DecodeCaches(loads.index),
+            loads=PrefillLoads(),
             policy=PREFILL_POLICIES[settings.routing_policy],
         )
         self.seed = seed
@@ -87,8 +85,7 @@ class Desk(Fleet):
         self._event("join", worker.address, worker.description, worker.status)
         block_size = worker.description.block_size
         row = self.loads.join(worker.address, block_size=block_size, now=self.now, serving=False)
-        worker.row = row
-        self.caches.join(row, worker.load)
+        worker.row, worker.load = row, DecodeLoad.of(row, worker.address, worker.description)
         self.workers[row] = self.named[worker.address] = worker
         self.attached_rows |= 1 << row
         self._reported(worker)
@@ -99,7 +96,6 @@ class Desk(Fleet):
         for pool in (pb.POOL_PREFILL, pb.POOL_DECODE):
             self._serve(row, pool, False)
         self.loads.leave(row)
-        self.caches.leave(row)
         self.links.leave(row)
         self._open = {attempt: work for attempt, work in self._open.items() if work[0] != row}
         self.paces.pop(row, None)
@@ -114,12 +110,13 @@ class Desk(Fleet):
         self._serve(row, pool, serves)
 
     def _serve(self, row: int, pool: "pb.Pool", serves: bool) -> None:
-        prefills, load = pool == pb.POOL_PREFILL, self.caches.loads[row]
+        prefills, load = pool == pb.POOL_PREFILL, self.workers[row].load
         loads = self.prefills if prefills else self.decodes
         if serves is (load.pool is loads):
             return
         (loads.add if serves else loads.remove)(load)
-        (self.loads if prefills else self.caches).serve(row, serves)
+        if prefills:
+            self.loads.serve(row, serves)
         self.had_decode |= bool(self.decodes)
 
     def placed(self, row: int, ready: bool) -> None:
@@ -169,12 +166,12 @@ class Desk(Fleet):
     def reserved(self, row: int, tokens: int) -> None:
         """The worker got a decode of so many positions. `released` undoes it."""
         self._event("reserved", row, tokens)
-        self.caches.loads[row].sent(tokens)
+        self.workers[row].load.sent(tokens)
 
     def released(self, row: int, tokens: int, *, full: bool = False) -> None:
         """`full`: the worker refused it."""
         self._event("released", row, tokens, full)
-        self.caches.loads[row].ended(tokens, full=full)
+        self.workers[row].load.ended(tokens, full=full)
 
     def promise(self, slots: int, positions: int) -> None:
         """Queued prompts need so much more room for their decodes. Negative: they have it, or need none."""
@@ -197,7 +194,7 @@ class Desk(Fleet):
         """The plan by which a request that decodes at this worker goes on at another one. None: it stays, as
         that costs no more. `tokens`: positions of its reservation, which counts at no worker here."""
         self._event("returns", request, row, tokens)
-        load = self.caches.loads[row]
+        load = self.workers[row].load
         load.ended(tokens, full=load.full)
         planned = plan(request, NOTHING, self)
         stays = placement.offer(self, request, row, request.tokens).decode_cost()

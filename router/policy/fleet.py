@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 
-from baton.router.policy.decode import CACHED_PRESSURE, DecodeCaches, DecodeLoad, DecodePool, two_choices
+from baton.router.policy.decode import CACHED_PRESSURE, DecodeLoad, DecodePool, two_choices
 from baton.router.policy.links import Links
 from baton.router.policy.pace import Pace
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
@@ -33,18 +33,12 @@ class Seen:
     """What its steps cost, as of the last report. None: not known."""
     prefix_links: dict[tuple[int, int], pb.PrefixLink] = field(default_factory=dict)
     """Those of the last report, by incarnation and tier of the other worker."""
-    decode_load: DecodeLoad | None = None
-    """What the router knows of its decodes, in either pool. None: it is not attached."""
+    load: DecodeLoad = field(init=False)
+    """What the router knows of its decodes, in either pool, while it is attached."""
     shown_images: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     """By name, tokens of those whose pixels it got from this router. It should keep their embeddings."""
     retired: bool = False
     """It gets no new work."""
-
-    @property
-    def load(self) -> DecodeLoad:
-        """The decode load of an attached worker."""
-        assert self.decode_load is not None
-        return self.decode_load
 
     @property
     def ready(self) -> bool:
@@ -66,7 +60,6 @@ class Fleet:
         workers: the same by row.
         attached_rows: these rows, as a set of bits.
         prefills, decodes: those that get new work of the pool.
-        caches: the prefix caches and loads of all.
         links: those that KV comes on.
         promised_slots, promised_positions: room at decode workers that prompts need when they start.
         paces: those of the last plans by row, each with the report that it follows from. Reports come once a
@@ -84,7 +77,6 @@ class Fleet:
     prefills: DecodePool
     decodes: DecodePool
     loads: PrefillLoads
-    caches: DecodeCaches
     policy: PrefillPolicy
     links: Links = field(default_factory=Links)
     paces: dict[int, tuple[pb.WorkerStatus, Pace]] = field(default_factory=dict)
@@ -133,25 +125,45 @@ class Fleet:
         chosen = self.decodes.choose(tokens, self.rng, request.avoid)
         if chosen is None:
             return None
-        row = self.named[chosen].row
         if request.adapter:
-            row = self._with_adapter(row, request, tokens)
-        return self.caches.nearest(row, request, self.rng)
+            chosen = self._with_adapter(chosen, request, tokens)
+        return self.nearest(chosen, request)
 
-    def _with_adapter(self, chosen: int, request: PrefillRequest, tokens: int) -> int:
-        """Returns the row of a decode worker that has the adapter of the request on its device, and is not
-        much more loaded than the chosen one. Else the chosen one."""
+    def nearest(self, chosen: DecodeLoad, request: PrefillRequest) -> tuple[int, int]:
+        """Returns the row of the worker to decode the prompt, and its number of cached tokens: `chosen`, or a
+        worker with room that has the most of the prompt cached, such as its last turn.
+
+        The latter gets less KV, and shares its blocks. But it must not be much more loaded than `chosen`."""
+        index, pool = self.loads.index, self.decodes
+        if not index:
+            return chosen.row, 0
+        cached = index.overlap(request.chunks, request.tokens, pool.block_size, pool.rows)
+        cached_tokens, most = cached.of(chosen.row), cached.most
+        if cached_tokens < most:
+            loads = [
+                load
+                for row in cached.holders()
+                if (load := self.workers[row].load).fits(request.tokens + 1)
+                and load.worker not in request.avoid
+            ]
+            best = two_choices(loads, self.rng)
+            if best is not None and best.pressure <= chosen.pressure + CACHED_PRESSURE:
+                return best.row, most
+        return chosen.row, cached_tokens
+
+    def _with_adapter(self, chosen: DecodeLoad, request: PrefillRequest, tokens: int) -> DecodeLoad:
+        """Returns a decode worker that has the adapter of the request on its device, and is not much more
+        loaded than the chosen one. Else the chosen one."""
         seconds = self.loads.adapter_seconds
-        if not seconds(chosen, request.adapter):
+        if not seconds(chosen.row, request.adapter):
             return chosen
-        most = self.workers[chosen].load.pressure + CACHED_PRESSURE
+        most = chosen.pressure + CACHED_PRESSURE
         near = [
             load
             for load in self.decodes
             if load.fits(tokens)
             and load.pressure <= most
             and load.worker not in request.avoid
-            and not seconds(self.named[load.worker].row, request.adapter)
+            and not seconds(load.row, request.adapter)
         ]
-        best = two_choices(near, self.rng)
-        return chosen if best is None else self.named[best].row
+        return two_choices(near, self.rng) or chosen

@@ -14,7 +14,6 @@ import msgspec
 from google.protobuf.message import Message
 
 from baton.kv_names import Tier
-from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.desk import Desk
 from baton.router.policy.fleet import Seen
 from baton.router.policy.plan import Plan
@@ -71,8 +70,7 @@ def replay(
             yield recorded, desk.plan(request, held)
         elif name == "join":
             address, description, status = arguments
-            load = DecodeLoad.of(address, description)
-            worker = Seen(address, description=description, decode_load=load, retired=True)
+            worker = Seen(address, description=description, retired=True)
             _tell(worker, "reported", status, step_model)
             desk.join(worker)
             workers[worker.row] = worker

@@ -12,7 +12,6 @@ import grpc.aio
 
 from baton.router import prompt_logprobs
 from baton.router.config import RouterConfig
-from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.prefill_loads import report_seconds
 from baton.router.workers.adapters import LacksAdapters
 from baton.router.workers.checks import (
@@ -199,7 +198,6 @@ class WorkerStream:
         worker.described(described)
         worker.staged_version = status.staged_version
         self._roster.accept(worker)
-        worker.decode_load = DecodeLoad.of(worker.address, described)
         worker.report(status)
         worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
         if self._flaps.count:  # it flaps

@@ -384,7 +384,7 @@ class Worker(Seen):
 
     def lose_all(self) -> list[Attempt]:
         """Forgets all attempts when the stream ends. Returns what was open."""
-        lost, self.attempts, self.decode_load = list(self.attempts.values()), {}, None
+        lost, self.attempts = list(self.attempts.values()), {}
         self.shown_images.clear()  # another process may answer next
         self.shown_tokens = 0
         for attempt in lost:

@@ -4,26 +4,24 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
+from baton.router.policy.decode import DecodeLoad, DecodePool
 from baton.router.policy.fleet import Fleet, Seen
 from baton.router.policy.prefill import sticky
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.rpc import worker_pb2 as pb
 
 
-def seen_worker(row: int, load: DecodeLoad, pool: "pb.Pool" = pb.POOL_PREFILL, **known: Any) -> Seen:
+def seen_worker(load: DecodeLoad, pool: "pb.Pool" = pb.POOL_PREFILL, **known: Any) -> Seen:
     """A worker in one of the pools."""
-    return Seen(load.worker, row=row, decode_load=load, pool=pool, **known)
+    worker = Seen(load.worker, row=load.row, pool=pool, **known)
+    worker.load = load
+    return worker
 
 
 def fleet_of(
     loads: PrefillLoads, workers: Sequence[Seen], *, lost_decode: bool = False, **given: Any
 ) -> Fleet:
     """`loads`: they serve in it. `lost_decode`: the decode pool had workers."""
-    caches = DecodeCaches(loads.index)
-    for worker in workers:
-        caches.join(worker.row, worker.load)
-        caches.serve(worker.row, worker.ready_in(pb.POOL_DECODE))
     prefills, decodes = (
         DecodePool(worker.load for worker in workers if worker.ready_in(pool))
         for pool in (pb.POOL_PREFILL, pb.POOL_DECODE)
@@ -38,7 +36,6 @@ def fleet_of(
         decodes=decodes,
         had_decode=lost_decode,
         loads=loads,
-        caches=caches,
         policy=sticky,
         **given,
     )

@@ -35,7 +35,6 @@ def worker_with(span: RecordedSpan, tokens: int, work: PrefillWork) -> Worker:
     desk = Desk(time.monotonic, seed=1)
     worker = Worker("w", desk, lambda: None, lambda _: None)
     worker.description = pb.WorkerDescription(block_size=16, num_blocks=10, max_num_seqs=4)
-    worker.decode_load = DecodeLoad.of("w", worker.description)
     worker.status.blocks_free = 10
     desk.join(worker)
     worker.state = WorkerState.READY
@@ -118,5 +117,5 @@ def test_a_lost_stream_empties_the_table() -> None:
     span = RecordedSpan()
     worker, _ = decoding(span)
     assert [attempt.id for attempt in worker.lose_all()] == [b"a"]
-    assert (worker.attempts, worker.decode_load) == ({}, None)
+    assert worker.attempts == {}
     assert span.ends == ["the worker was lost"]

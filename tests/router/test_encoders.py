@@ -13,7 +13,6 @@ from baton.router.config import RouterConfig
 from baton.router.errors import Failed, NoWorker
 from baton.router.generation.context import Services
 from baton.router.metrics import Metrics
-from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.desk import Desk
 from baton.router.policy.plan import Plan
 from baton.router.workers.checks import RouterModel
@@ -58,7 +57,6 @@ class Fleet:
 
     def open(self, worker: Worker) -> None:
         self.roster.accept(worker)
-        worker.decode_load = DecodeLoad(worker.address, 64, 9, 4)
         worker.report(pb.WorkerStatus(health="HEALTH_SERVING", pool=worker.description.first_pool))
         worker.send_queue = SendQueue(lambda: None)
         self.roster.availability_changed(worker)

@@ -1,7 +1,6 @@
 """Workers move between the pools while requests run: no request fails, and new work follows the pool."""
 
 import asyncio
-import random
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from .conftest import Cluster, make_cluster
 from .test_recovery import answered_whole, decodes, prefills, retargets
 
 PREFILL, DECODE = pb.POOL_PREFILL, pb.POOL_DECODE
-RNG = random.Random(1)
 
 
 async def flipped(cluster: Cluster, worker: FakeWorker, pool: "pb.Pool") -> None:
@@ -147,7 +145,7 @@ async def test_a_worker_keeps_its_known_cache_in_both_pools(
                 found = plan(PrefillRequest(0, 641, chunks, one_token=True), NOTHING, pool.desk)
                 assert isinstance(found, Plan)
                 return found.cached if found.ranges[0].worker == connection.row else 0
-            return pool.desk.caches.nearest(connection.row, PrefillRequest(0, 641, chunks), RNG)[1]
+            return pool.desk.nearest(connection.load, PrefillRequest(0, 641, chunks))[1]
 
         await cluster.until(lambda: cached(PREFILL) == 640)
         await flipped(cluster, worker, DECODE)

@@ -19,8 +19,9 @@ from .fleets import fleet_of, seen_worker
 def test_the_decode_worker_of_a_pair_has_room_for_the_prompt_and_a_token() -> None:
     loads, workers = PrefillLoads(), list[Seen]()
     for name, pool in (("prefill", pb.POOL_PREFILL), ("decode", pb.POOL_DECODE)):
-        load = DecodeLoad(name, 16, blocks_total=100, max_running=64, blocks_free=4)
-        workers.append(seen_worker(loads.join(name, block_size=16, now=0.0), load, pool))
+        row = loads.join(name, block_size=16, now=0.0)
+        load = DecodeLoad(row, name, 16, blocks_total=100, max_running=64, blocks_free=4)
+        workers.append(seen_worker(load, pool))
     fits, larger = (
         plan(PrefillRequest(0, tokens, pair=("prefill", "decode")), NOTHING, fleet_of(loads, workers))
         for tokens in (63, 64)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from baton.kv_names import ImageSpan, Tier
 from baton.router.policy import placement
-from baton.router.policy.chunk_index import ChunkIndex
-from baton.router.policy.decode import DecodeCaches, DecodeLoad
+from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.desk import Desk
 from baton.router.policy.fleet import Seen
 from baton.router.policy.links import TRY_AGAIN, Links
@@ -243,8 +242,8 @@ def test_what_the_cache_forgets_costs_as_a_prompt_if_prompts_are_cached() -> Non
 def test_a_worker_reports_what_its_decodes_cost_and_what_it_has_to_spare() -> None:
     """Decodes that this router sent since count, too."""
     loads = PrefillLoads()
-    row, load = loads.join("a", block_size=16, now=0.0), DecodeLoad("a", 16, 100, max_running=8)
-    seen = seen_worker(row, load)
+    row = loads.join("a", block_size=16, now=0.0)
+    seen = seen_worker(DecodeLoad(row, "a", 16, 100, max_running=8))
     seen.status = pb.WorkerStatus(
         requests_running=2, requests_decoding=2, gap_cost=0.4, gap_target_seconds=GAP,
         blocks_free=100, blocks_spare=40,
@@ -270,7 +269,7 @@ def test_gaps_of_the_only_worker_have_their_bound_and_cost_nothing(workers: int,
     """Each prompt that it does not compute at once delays all that come later. `plan` tells the worker."""
     loads = PrefillLoads()
     seen = [
-        seen_worker(loads.join(name, block_size=16, now=0.0), DecodeLoad(name, 16, 1000, 8), pool)
+        seen_worker(DecodeLoad(loads.join(name, block_size=16, now=0.0), name, 16, 1000, 8), pool)
         for name, pool in (("a", pb.POOL_DECODE), ("b", pb.POOL_PREFILL))[:workers]
     ]
     for worker in seen:
@@ -345,7 +344,7 @@ def test_the_chosen_prefill_worker_is_compared_with_some_that_suit(others: int) 
 
 
 def seen(loads: PrefillLoads, name: str, **status: Any) -> Seen:
-    worker = seen_worker(loads.join(name, block_size=16, now=0), DecodeLoad(name, 16, 1000, 64, 1000))
+    worker = seen_worker(DecodeLoad(loads.join(name, block_size=16, now=0), name, 16, 1000, 64, 1000))
     worker.status = pb.WorkerStatus(**status)
     loads.reported(worker.row, worker.status, 0)
     return worker
@@ -546,22 +545,16 @@ def test_a_choice_explains_itself() -> None:
 CHUNKS = list(range(100, 110))
 
 
-def caches(*free: int) -> tuple[DecodeCaches, ChunkIndex, list[DecodeLoad]]:
-    """Decode workers "0", "1", … with so many free blocks of 16 positions."""
-    loads = [DecodeLoad(str(i), 16, 100, 64, blocks_free=blocks) for i, blocks in enumerate(free)]
-    found = DecodeCaches(index := ChunkIndex())
-    index.grow(len(loads))
-    for row, load in enumerate(loads):
-        found.join(row, load)
-        found.serve(row, True)
-    return found, index, loads
-
-
 def test_the_worker_with_most_of_the_prompt_decodes_unless_it_is_much_more_loaded() -> None:
-    found, index, loads = caches(100, 100, 100)
+    """Workers have 100 blocks of 16 positions."""
+    prefills = PrefillLoads()
+    rows = [prefills.join(str(i), block_size=16, now=0.0) for i in range(3)]
+    loads = [DecodeLoad(row, str(row), 16, 100, 64, blocks_free=100) for row in rows]
+    fleet = fleet_of(prefills, [seen_worker(load, pb.POOL_DECODE) for load in loads])
+    index = prefills.index
 
     def nearest(chosen: int = 0, avoid: tuple[str, ...] = ()) -> tuple[int, int]:
-        return found.nearest(chosen, PrefillRequest(1, 700, CHUNKS, avoid), random.Random(1))
+        return fleet.nearest(loads[chosen], PrefillRequest(1, 700, CHUNKS, avoid))
 
     assert nearest() == (0, 0), "nothing is cached"
     index.add(0, CHUNKS[:1])
@@ -580,13 +573,13 @@ def test_the_worker_with_most_of_the_prompt_decodes_unless_it_is_much_more_loade
     assert nearest() == (0, 64), "it has no room"
     loads[2].blocks_free = 44
     assert nearest() == (2, 640)
-    found.serve(2, False)
+    fleet.decodes.remove(loads[2])
     assert nearest() == (1, 128)
-    found.serve(2, True)
+    fleet.decodes.add(loads[2])
     index.add(0, CHUNKS)
     assert nearest() == (0, 640), "it has as much"
     index.clear(0)
-    found.leave(2)
+    index.forget(2)
     assert nearest() == (1, 128)
 
 
@@ -616,14 +609,13 @@ def test_a_stream_returns_where_fewer_others_decode_than_beside_it(there: int, r
     described = pb.WorkerDescription(block_size=16, num_blocks=999, max_num_seqs=99)
     status = pb.WorkerStatus(blocks_free=999, gap_target_seconds=0.02)
     for address, decodes in (("a", 5), ("b", there)):
-        load = DecodeLoad.of(address, described)
-        worker = Seen(address, pool=pb.POOL_DECODE, description=described, status=status, decode_load=load)
+        worker = Seen(address, pool=pb.POOL_DECODE, description=described, status=status)
         worker.step_model = slower
         desk.join(worker)
         desk.serve(worker.row, pb.POOL_DECODE, True)
         for _ in range(decodes):
             desk.reserved(worker.row, 100)
-    before = [replace(load) for load in desk.caches.loads.values()]
+    before = [replace(worker.load) for worker in desk.workers.values()]
     planned = desk.returns(PrefillRequest(key=1, tokens=64, answer=100), 0, 100)
     assert (None if planned is None else planned.decode) == (1 if returns else None)
-    assert [*desk.caches.loads.values()] == before
+    assert [worker.load for worker in desk.workers.values()] == before

@@ -35,7 +35,7 @@ def workers(count: int, model: StepModel | None, gap: float | None = None, seats
         gap = 3.5 * model.decode_seconds[0] if model else 0.0
     status = pb.WorkerStatus(gap_target_seconds=gap)
     return [
-        seen_worker(row, DecodeLoad(str(row), 128, 7000, seats), status=status, step_model=model)
+        seen_worker(DecodeLoad(row, str(row), 128, 7000, seats), status=status, step_model=model)
         for row in range(count)
     ]
 

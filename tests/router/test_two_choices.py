@@ -8,13 +8,14 @@ from baton.router.policy.decode import DecodeLoad, DecodePool
 
 
 def load(name: str, free: int = 100, running: int = 0) -> DecodeLoad:
-    return DecodeLoad(name, 16, blocks_total=100, max_running=64, blocks_free=free, running=running)
+    return DecodeLoad(0, name, 16, blocks_total=100, max_running=64, blocks_free=free, running=running)
 
 
 def choose(
     loads: list[DecodeLoad], tokens: int, rng: random.Random, avoid: Collection[str] = ()
 ) -> str | None:
-    return DecodePool(loads).choose(tokens, rng, avoid)
+    found = DecodePool(loads).choose(tokens, rng, avoid)
+    return None if found is None else found.worker
 
 
 def test_the_less_loaded_of_two_is_chosen():

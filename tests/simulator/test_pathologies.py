@@ -5,13 +5,14 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.answers import AnswerLengths
-from baton.router.policy.decode import DecodeCaches
+from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.fleet import Fleet
+from baton.router.policy.prefill import PrefillRequest
 from baton.router.workers.checks import clear_invalid_rates
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.agents import agents
@@ -219,13 +220,13 @@ def test_a_wrong_estimate_of_answers_costs_little(monkeypatch: pytest.MonkeyPatc
 
 
 def test_routers_know_which_decode_worker_has_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    offered, nearest = set[bool](), DecodeCaches.nearest
+    offered, nearest = set[bool](), Fleet.nearest
 
-    def counted(caches: DecodeCaches, chosen: int, *arguments: Any) -> tuple[int, int]:
-        found = nearest(caches, chosen, *arguments)
-        offered.add(found[0] == chosen)
+    def counted(fleet: Fleet, chosen: DecodeLoad, request: PrefillRequest) -> tuple[int, int]:
+        found = nearest(fleet, chosen, request)
+        offered.add(found[0] == chosen.row)
         return found
 
-    monkeypatch.setattr(DecodeCaches, "nearest", counted)
+    monkeypatch.setattr(Fleet, "nearest", counted)
     simulate(agents(8, 2, seed=1), "policy", workers=4, at_a_time=8, warm_up=0)
     assert offered == {True, False}, "the chosen worker, or another one that has more of the prompt"

@@ -531,14 +531,14 @@ def placed(vllm: VLLM, ahead: int) -> str:
     for name, pool, decodes in (("p", pb.POOL_PREFILL, 0), ("d", pb.POOL_DECODE, 1)):
         prefills = pool == pb.POOL_PREFILL
         row = loads.join(name, block_size=16, now=0.0, serving=prefills)
-        load = DecodeLoad(name, 16, 10_000, max_running=8)
+        load = DecodeLoad(row, name, 16, 10_000, max_running=8)
         load.reported(blocks_free=10_000, running=decodes)
         status = pb.WorkerStatus(
             requests_running=decodes, requests_decoding=decodes, blocks_free=10_000, blocks_spare=10_000,
             blocks_total=10_000, step_model=reported_step_model(Load(costs=costs).stats(10_000, [])),
             **same_names(pb.WorkerStatus, costs) | {"gap_cost": decodes * TTFT_GAPS / 150},
         )  # fmt: skip
-        seen = seen_worker(row, load, pool, status=status, step_model=step_model(status.step_model))
+        seen = seen_worker(load, pool, status=status, step_model=step_model(status.step_model))
         assert seen.step_model is not None
         seen.description.max_num_batched_tokens = MOST
         loads.reported(row, status, 0.0, alone=prefills)

@@ -37,7 +37,6 @@ from baton.bench.lab.harness.cluster import START_S, LocalCluster
 from baton.bench.lab.router import ends
 from baton.bench.report import Row
 from baton.kv_names import HINT_BITS
-from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.desk import Desk
 from baton.router.policy.fleet import Seen
 from baton.router.policy.plan import Plan
@@ -125,8 +124,7 @@ def decisions(workers: int, count: int, *, busy: float) -> tuple[list[float], li
             exchanges_prefixes=True,
         )  # fmt: skip
         address = f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}:7000"
-        load = DecodeLoad.of(address, described)
-        worker = Seen(address, description=described, decode_load=load)
+        worker = Seen(address, description=described)
         worker.pool = pb.POOL_PREFILL if i < workers else pb.POOL_DECODE
         report(worker)
         desk.join(worker)
