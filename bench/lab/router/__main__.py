@@ -14,7 +14,7 @@ streams open through it, each with a token every 20 ms.
 received, divided by the CPU seconds of the router with all its threads and processes. It is measured again
 with two router processes.
 
-`stall` is the longest stall of the event loop beside one large request (`ends.Watch`): the median of
+`stall` is the longest stall of the event loop beside one large request (`ends.longest_stalls`): the median of
 five for each kind of request, and the largest of these medians.
 """
 
@@ -35,6 +35,7 @@ import uvloop
 from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run
 from baton.bench.lab.harness.cluster import START_S, LocalCluster
 from baton.bench.lab.router import ends
+from baton.bench.lab.router.stand_in import Lanes, StandIn
 from baton.bench.report import Row
 from baton.kv_names import HINT_BITS
 from baton.router.policy.desk import Desk
@@ -83,11 +84,11 @@ async def measure_added(url: str, prefill: str, secret: bytes, pairs: int) -> Pa
 def saturated(cluster: LocalCluster, args: Namespace) -> tuple[list[float], list[float]]:
     """Tokens that clients received in each period, per second and per CPU second of the router."""
     per_second, per_core, pid = [], [], cluster.report("router")["pid"]
-    with ends.OpenStreams(cluster.url, 4 * args.streams) as load:
+    with ends.open_streams(cluster.url, 4 * args.streams) as tokens:
         for _ in range(PERIODS):
-            began, tokens, cpu = time.perf_counter(), load.tokens.value, ends.cpu_seconds(pid)
+            began, before, cpu = time.perf_counter(), tokens.value, ends.cpu_seconds(pid)
             time.sleep(args.seconds / PERIODS)
-            received = load.tokens.value - tokens
+            received = tokens.value - before
             per_second.append(received / (time.perf_counter() - began))
             per_core.append(received / (ends.cpu_seconds(pid) - cpu))
     return per_second, per_core
@@ -164,11 +165,15 @@ def measure(run: Run) -> None:
         run.add_median(f"router.plan.w1000{name}", plans, "µs")
         share = 1e-3 * (statistics.mean(plans) + statistics.mean(others))
         run.add(Row(f"router.plan.share.w1000{name}", share, "of the loop at 1,000 requests/s"))
-    secret = secrets.token_hex(16)
+    secret, step = secrets.token_hex(16), ends.FORK.Value("d", 0.0)
+
+    def worker(pool: pb.Pool, lanes: Lanes) -> StandIn:
+        return StandIn(pool, lanes, list(range(1000, 1400)), secret=secret.encode())
+
     with (
-        contextlib.closing(ends.FakeWorkers(secret.encode())) as workers,
+        ends.fakes(worker, [0, 0], 1, step) as workers,
         LocalCluster(
-            run.directory, prefill=0, decode=0, secret=secret, router_flags=workers.flags
+            run.directory, prefill=0, decode=0, secret=secret, router_flags=ends.to(workers)
         ) as cluster,
     ):
         url = cluster.url
@@ -176,18 +181,18 @@ def measure(run: Run) -> None:
 
         def added() -> Pairs:
             with collector_off():
-                return uvloop.run(measure_added(url, workers.prefill, secret.encode(), args.pairs))
+                return uvloop.run(measure_added(url, workers[0], secret.encode(), args.pairs))
 
         add_rows(run, "router.added", added())
-        answer, workers.step.value = ends.fake_answer(url), LOCKSTEP_S
+        answer, step.value = ends.fake_answer(url), LOCKSTEP_S
         stalls = ends.longest_stalls(url, ends.large_requests(answer), MIN_PAIRS)
         worst = max(map(statistics.median, stalls.values()))
         p99 = percentile([ms for series in stalls.values() for ms in series], 0.99)
         run.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50))
-        workers.step.value = LOADED_STEP_S
-        with ends.OpenStreams(url, args.streams):
+        step.value = LOADED_STEP_S
+        with ends.open_streams(url, args.streams):
             add_rows(run, f"router.added.streams{args.streams}", added(), bound=False)
-        workers.step.value = SATURATED_STEP_S
+        step.value = SATURATED_STEP_S
         seconds, cores = saturated(cluster, args)
         per_core, per_second = statistics.median(cores), statistics.median(seconds)
         spread = max(cores) - min(cores)

@@ -1,6 +1,6 @@
 """Both sides of the router under test: fake workers and load in processes of their own, and clients.
 
-The clients write HTTP by hand. A complete HTTP client would use more CPU time than the router. `Watch` sees
+The clients write HTTP by hand. A complete HTTP client would use more CPU time than the router. `_watch` sees
 the longest stall of the router's event loop: a child process asks for /health again and again over one
 connection. The event loop itself answers, so the longest answer takes as long as the longest stall, plus the
 delays of the machine's scheduler.
@@ -20,10 +20,9 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
-from typing import Self
 from urllib.parse import urlsplit
 
 import psutil
@@ -45,84 +44,70 @@ REQUEST_HEAD = (
 )
 EVENT, END = b"data: {", b"\r\n0\r\n\r\n"
 """Each event of an answer has the first once, and the last chunk ends with the second."""
-CONTEXT = multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork")
+"""Children share the imports of this process. Its own threads and gRPC channels are not used there."""
 
 
 # ---------------------------------------------------------------- other processes
 
 
-class FakeWorkers:
-    """A prefill and a decode worker in one child process. Close it.
+@contextlib.contextmanager
+def child(target: Callable[[Connection], object], *, nice: int = 0) -> Iterator[Connection]:
+    """Yields a pipe to a process that runs `target(pipe)`, with what this process has imported."""
+    local, remote = FORK.Pipe()
 
-    Attributes:
-        step: seconds between tokens, shared with the child; 0 sends all tokens at once.
-        prefill, decode: gRPC addresses.
-    """
+    def run() -> None:
+        gc.disable()  # a pause of it must not count as the router's
+        os.nice(nice)
+        target(remote)
 
-    def __init__(self, secret: bytes) -> None:
-        self.step = CONTEXT.Value("d", 0.0)
-        local, remote = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_fake_workers, args=(secret, self.step, remote), daemon=True)
-        self._process.start()
-        self.prefill, self.decode = local.recv()
-
-    @property
-    def flags(self) -> list[str]:
-        """Of the router in front of them."""
-        return ["--worker", self.prefill, "--worker", self.decode]
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.join()
+    process = FORK.Process(target=run, daemon=True)
+    process.start()
+    remote.close()  # so that its end is seen here
+    try:
+        yield local
+    finally:
+        process.kill()
+        process.join()
 
 
-def _fake_workers(secret: bytes, step: Synchronized[float], pipe: Connection) -> None:
-    gc.disable()  # a pause of the workers must not count as the router's
+@contextlib.contextmanager
+def fakes(
+    new: Callable[[pb.Pool, Lanes], StandIn],
+    ports: Sequence[int],
+    prefills: int,
+    step: Synchronized[float],
+    *,
+    nice: int = 0,
+) -> Iterator[list[str]]:
+    """Yields the gRPC addresses of fake workers in one child process. The first ones prefill. `step`: seconds
+    between tokens of the others; 0 sends all tokens at once."""
 
-    async def serve() -> None:
-        lanes, output_ids = Lanes(), list(range(1000, 1400))
-        roles = (pb.POOL_PREFILL, pb.POOL_DECODE)
-        workers = [await StandIn(role, lanes, output_ids, secret=secret).start() for role in roles]
+    async def serve(pipe: Connection) -> None:
+        lanes, workers = Lanes(), list[StandIn]()
+        for i, port in enumerate(ports):
+            pool = pb.POOL_PREFILL if i < prefills else pb.POOL_DECODE
+            workers.append(await new(pool, lanes).start(port))
         pipe.send([worker.address for worker in workers])
         while True:
-            workers[1].step_seconds = step.value
+            for worker in workers[prefills:]:
+                worker.step_seconds = step.value
             await asyncio.sleep(0.05)
 
-    uvloop.run(serve())
+    with child(lambda pipe: uvloop.run(serve(pipe)), nice=nice) as pipe:
+        yield pipe.recv()
 
 
-class Child:
-    """A context in which a child process runs `target(*args, value)`. It begins when `value` is not 0."""
-
-    def __init__(self, kind: str, target: Callable[..., None], *args: object) -> None:
-        self._value = CONTEXT.Value(kind, 0)
-        self._process = CONTEXT.Process(target=target, args=(*args, self._value), daemon=True)
-
-    def __enter__(self) -> Self:
-        self._process.start()
-        while not self._value.value:
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.join()
+def to(addresses: Sequence[str]) -> list[str]:
+    """The flags of a router in front of these workers."""
+    return [flag for address in addresses for flag in ("--worker", address)]
 
 
-class OpenStreams(Child):
-    """Keeps `streams` completions open through the router."""
+@contextlib.contextmanager
+def open_streams(url: str, streams: int) -> Iterator[Synchronized[int]]:
+    """Keeps so many completions open through the router. Yields the count of their tokens."""
+    tokens = FORK.Value("L", 0)
 
-    def __init__(self, url: str, streams: int) -> None:
-        super().__init__("L", _load, url, streams)
-        self.tokens = self._value
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        time.sleep(SPREAD_S)
-        return self
-
-
-def _load(url: str, streams: int, tokens: Synchronized[int]) -> None:
     async def stream(number: int) -> None:
         async with through(url) as ask:
             for i in itertools.count():
@@ -132,7 +117,11 @@ def _load(url: str, streams: int, tokens: Synchronized[int]) -> None:
     async def all_of_them() -> None:
         await asyncio.gather(*map(stream, range(streams)))
 
-    uvloop.run(all_of_them())
+    with child(lambda _: uvloop.run(all_of_them())):
+        while not tokens.value:
+            time.sleep(0.01)
+        time.sleep(SPREAD_S)
+        yield tokens
 
 
 # ---------------------------------------------------------------- clients
@@ -253,23 +242,16 @@ def large_requests(answer: str) -> dict[str, tuple[str, bytes]]:
 def longest_stalls(url: str, requests: dict[str, tuple[str, bytes]], repeats: int) -> dict[str, list[float]]:
     """The longest stall beside each request, in milliseconds. Sends one request at a time."""
     stalls: dict[str, list[float]] = {name: [] for name in requests}
-    with Watch(url) as watch:
+    longest = FORK.Value("d", 0.0)
+    with child(lambda _: _watch(url, longest)):
         for _ in range(repeats):
             for name, (path, body) in requests.items():
-                watch.longest.value = 0.0
+                longest.value = 0.0
                 _send(url + path, body)
-                while not watch.longest.value:  # a stall may still go on
+                while not longest.value:  # a stall may still go on
                     time.sleep(_PAUSE_S)
-                stalls[name].append(1e3 * watch.longest.value)
+                stalls[name].append(1e3 * longest.value)
     return stalls
-
-
-class Watch(Child):
-    """Asks for /health until it is closed. `longest` is in seconds and may be reset at any time."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__("d", _watch, url)
-        self.longest = self._value
 
 
 def fake_answer(url: str) -> str:
@@ -291,6 +273,7 @@ def _send(url: str, body: bytes) -> bytes:
 
 
 def _watch(url: str, longest: Synchronized[float]) -> None:
+    """Asks for /health again and again. Notes the longest answer in seconds, which may be reset any time."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

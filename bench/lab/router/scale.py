@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import json
 import math
-import multiprocessing
-import os
 import random
 import re
 import secrets
@@ -31,10 +28,11 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 import grpc.aio
@@ -44,12 +42,23 @@ import uvloop
 from baton.bench.lab.driver import Bench, Option, Run
 from baton.bench.lab.harness.cluster import LocalCluster
 from baton.bench.lab.harness.workers import metric, metrics_of
-from baton.bench.lab.router.ends import END, EVENT, REQUEST_HEAD, cpu_seconds, prompt_of
+from baton.bench.lab.router.ends import (
+    END,
+    EVENT,
+    FORK,
+    REQUEST_HEAD,
+    child,
+    cpu_seconds,
+    fakes,
+    prompt_of,
+    to,
+)
 from baton.bench.lab.router.stand_in import Lanes, Outputs, StandIn
 from baton.bench.report import Row
 from baton.cluster.model import EMBEDDED_NAME
 from baton.kv_names import HINT_BITS
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.tls import TlsFiles
 
 STALL_S = 0.05
 SEATS = 256
@@ -69,8 +78,8 @@ HOLDERS, REPORTED = 8, 4096
 """Workers with chunks, and chunks of one message."""
 _LIVE, _DONE, _LOST, _TOKENS, _OWN_STALL_US = range(5)
 
-# Children share the imports of this process. It has no thread and no gRPC channel when it forks.
-FORK = multiprocessing.get_context("fork")
+NICE = 10
+"""Of the client and of the fake workers."""
 reporting = FORK.Value("b", False)
 """Whether workers report their status."""
 
@@ -78,9 +87,16 @@ reporting = FORK.Value("b", False)
 class Large(StandIn):
     """A stand-in with seats for hundreds of requests, and with chunks and a status to report."""
 
-    chunks: Sequence[int] = ()
+    def __init__(self, pool: pb.Pool, lanes: Lanes, *, secret: str, chunks: int = 0) -> None:
+        super().__init__(pool, lanes, list(range(1000, 1400)), secret=secret.encode())
+        self.status.blocks_free = self.status.blocks_total = 1 << 20
+        self._chunks = [random.getrandbits(HINT_BITS) for _ in range(chunks)]
 
-    async def report(self) -> None:
+    async def start(self, port: int = 0, tls: TlsFiles | None = None) -> Self:
+        self._reports = asyncio.create_task(self._report())
+        return await super().start(port, tls)
+
+    async def _report(self) -> None:
         while True:
             await asyncio.sleep(REPORT_S)
             for outputs in self.outputs if reporting.value else ():
@@ -95,54 +111,10 @@ class Large(StandIn):
 
     def _take(self, message: pb.RouterMessage, outputs: Outputs) -> None:
         super()._take(message, outputs)
-        for begin in range(0, len(self.chunks), REPORTED) if message.hello.cache else ():
-            added = self.chunks[begin : begin + REPORTED]
+        for begin in range(0, len(self._chunks), REPORTED) if message.hello.cache else ():
+            added = self._chunks[begin : begin + REPORTED]
             events = pb.CacheEvents(reset=not begin, added=added)
             outputs.put_nowait(pb.WorkerMessage(cache=events))
-
-
-@contextlib.contextmanager
-def child(target: Callable[..., None], *args: object) -> Iterator[Connection]:
-    """Yields a pipe to a process that runs `target(*args, pipe)`."""
-    local, remote = FORK.Pipe()
-
-    def run() -> None:
-        gc.disable()
-        os.nice(10)
-        target(*args, remote)
-
-    process = FORK.Process(target=run, daemon=True)
-    process.start()
-    remote.close()  # so that its end is seen here
-    try:
-        yield local
-    finally:
-        process.kill()
-        process.join()
-
-
-@contextlib.contextmanager
-def fakes(
-    secret: str, ports: Sequence[int], prefills: int, *, step: float = 0.0, chunks: int = 0
-) -> Iterator[list[str]]:
-    """Yields the addresses of fake workers. The first ones prefill."""
-
-    async def serve(pipe: Connection) -> None:
-        lanes, rng = Lanes(), random.Random(ports[0])
-        addresses, reporting = [], []
-        for i, port in enumerate(ports):
-            role = pb.POOL_PREFILL if i < prefills else pb.POOL_DECODE
-            worker = Large(role, lanes, list(range(1000, 1400)), secret=secret.encode())
-            worker.status.blocks_free = worker.status.blocks_total = 1 << 20
-            worker.step_seconds = step if role == pb.POOL_DECODE else 0.0
-            worker.chunks = [rng.getrandbits(HINT_BITS) for _ in range(chunks)]
-            reporting.append(asyncio.create_task(worker.report()))
-            addresses.append((await worker.start(port)).address)
-        pipe.send(addresses)
-        await asyncio.Event().wait()
-
-    with child(lambda pipe: uvloop.run(serve(pipe))) as pipe:
-        yield pipe.recv()
 
 
 @contextlib.contextmanager
@@ -156,10 +128,6 @@ def router(secret: str, processes: int, *flags: str) -> Iterator[tuple[LocalClus
     ):
         report = cluster.report("router")
         yield cluster, report.get("admin_url") or cluster.url, report["pid"]
-
-
-def to(addresses: Sequence[str]) -> list[str]:
-    return [flag for address in addresses for flag in ("--worker", address)]
 
 
 def processes_of(pid: int) -> list[int]:
@@ -283,12 +251,15 @@ def measure_streams(run: Run) -> None:
     prefills = max(1, args.workers // 2)
     decodes = max(decodes, args.workers - prefills)
     reporting.value = bool(args.workers)
+    new, step = partial(Large, secret=secret), FORK.Value("d", args.step)
     with (
-        fakes(secret, [0] * (prefills + decodes), prefills, step=args.step) as workers,
+        fakes(new, [0] * (prefills + decodes), prefills, step, nice=NICE) as workers,
         router(secret, args.processes, *to(workers)) as (cluster, admin, pid),
     ):
         base = memory(pid)
-        with child(lambda p: uvloop.run(load(cluster.url, args.streams, args.tokens, sums, p))) as pipe:
+        with child(
+            lambda p: uvloop.run(load(cluster.url, args.streams, args.tokens, sums, p)), nice=NICE
+        ) as pipe:
             until(lambda: sums[_LIVE] >= args.streams, "the streams")
             time.sleep(2 * args.step)
             sums[_OWN_STALL_US] = 0
@@ -317,14 +288,16 @@ def measure_streams(run: Run) -> None:
 
 def measure_workers(run: Run) -> None:
     """Each of several processes serves a part of the workers."""
-    secret, ports = secrets.token_hex(16), range(FIRST_PORT, FIRST_PORT + run.args.workers)
-    args, parts = run.args, [ports[begin::PARTS] for begin in range(PARTS)]
+    args, secret, step = run.args, secrets.token_hex(16), FORK.Value("d", 0.0)
+    new, ports = partial(Large, secret=secret), range(FIRST_PORT, FIRST_PORT + args.workers)
+    parts = [ports[begin::PARTS] for begin in range(PARTS)]
+    start = [partial(fakes, new, part, len(part) // 2, step, nice=NICE) for part in parts]
     with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile("w") as file:
         failing = stack.enter_context(contextlib.ExitStack())
-        for exits, part in zip((failing, *[stack] * (PARTS - 1)), parts, strict=True):
-            exits.enter_context(fakes(secret, part, len(part) // 2))
-        flags = "--workers-file", file.name, "--model", EMBEDDED_NAME
-        _, url, pid = stack.enter_context(router(secret, args.processes, *flags))
+        for exits, part in zip((failing, *[stack] * (PARTS - 1)), start, strict=True):
+            exits.enter_context(part())
+        serving = router(secret, args.processes, "--workers-file", file.name, "--model", EMBEDDED_NAME)
+        _, url, pid = stack.enter_context(serving)
         looked = [0]
 
         def ready() -> int:
@@ -368,12 +341,10 @@ def measure_workers(run: Run) -> None:
         time.sleep(REPORTS_S / 2)
         cpu = cpu_seconds(pid)
         time.sleep(REPORTS_S)
-        reports = (cpu_seconds(pid) - cpu) / REPORTS_S
+        run.add(Row(f"router.workers{args.workers}.reports", (cpu_seconds(pid) - cpu) / REPORTS_S, "cores"))
         reporting.value = False
-        run.add(Row(f"router.workers{args.workers}.reports", reports, "cores"))
         phase("fail", failing.close, len(ports) - len(parts[0]))
-        recovered = fakes(secret, parts[0], len(parts[0]) // 2)
-        phase("recover", lambda: failing.enter_context(recovered), len(ports))
+        phase("recover", lambda: failing.enter_context(start[0]()), len(ports))
         phase("leave", lambda: list_workers(ports[::2]), len(ports[::2]))
 
 
@@ -382,10 +353,11 @@ def measure_workers(run: Run) -> None:
 
 def measure_memory(run: Run) -> None:
     args = run.args
-    secret, mib = secrets.token_hex(16), []
+    secret, mib, step = secrets.token_hex(16), [], FORK.Value("d", 0.0)
+    new = partial(Large, secret=secret, chunks=args.chunks // HOLDERS)
     for processes in (1, args.processes):
         with (
-            fakes(secret, [0] * HOLDERS, 2, chunks=args.chunks // HOLDERS) as workers,
+            fakes(new, [0] * HOLDERS, 2, step, nice=NICE) as workers,
             router(secret, processes, *to(workers)) as (_, _, pid),
         ):
             used = [-1.0]
