@@ -282,11 +282,12 @@ def weights(
     return run(weights, endpoint, secret, local)
 
 
-@command(CLIENTS, "baton top", "baton top --once --url http://10.0.0.5:8000")
+@command(CLIENTS, "baton top", "baton top --url http://10.0.0.5:8000 | cat")
 def top(endpoint: clients.EndpointOptions, top: clients.TopOptions) -> int:
     """Watch a cluster: load, KV use, latencies, transfers, restarts. Press Ctrl-C to leave.
 
     Rates and latencies cover the time between two samples. A dash means that there was nothing to measure.
+    In a pipe it prints one frame and ends.
     """
     from baton.cluster.tools.top import run
 
@@ -296,10 +297,10 @@ def top(endpoint: clients.EndpointOptions, top: clients.TopOptions) -> int:
 @command(
     CLIENTS,
     "baton doctor",
-    "baton doctor --cluster --url http://10.0.0.5:8000",
+    "baton doctor --url http://10.0.0.5:8000",
 )
 def doctor(
-    doctor: clients.DoctorOptions, endpoint: clients.EndpointOptions, output: clients.JsonOptions
+    doctor: clients.DoctorOptions, endpoint: clients.DoctorEndpointOptions, output: clients.JsonOptions
 ) -> int:
     """Find problems and their remedies, on this machine or in a running cluster.
 

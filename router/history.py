@@ -23,7 +23,7 @@ LISTED_FROM = 429
 ATTEMPT_REMEDIES = {
     "lost": "the request went on elsewhere. If it happens often, see the log of the worker",
     "engine": "see the log of the worker: its engine failed on this request",
-    "kv_failed": "see `baton doctor --cluster`: KV did not reach the decode worker",
+    "kv_failed": "see `baton doctor --url URL`: KV did not reach the decode worker",
     "part_failed": "one worker computed all of the prompt. If it happens often, set "
     "--advanced.no-split-prompts",
     "mismatch": "see --batch-invariant: a worker computed another text than the one before",

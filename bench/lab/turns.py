@@ -212,7 +212,7 @@ def measure_level(run_: Run, load: Load, level: float, model: Path) -> None:
         for arguments in warm_up(load, args.seed):
             run(url, arguments, report)
         with watched([url], directory / "status.jsonl"):
-            run(url, [*command(load, level, 0, args.seed, directory), "--jsonl", str(lines)], report)
+            run(url, [*command(load, level, 0, args.seed, directory), "--advanced.jsonl", str(lines)], report)
     records = [json.loads(line) for line in lines.read_text().splitlines()]
     turns = [
         *turns_of(

@@ -53,7 +53,7 @@ class Target:
     session_as: SessionAs = advanced(
         "header", "How a request names its session: header x-session-id, field user, or none."
     )
-    extra_body: str = opt("", 'More fields, like {"top_p": 0.9}.', "JSON")
+    extra_body: str = advanced("", 'More fields, like {"top_p": 0.9}.', "JSON")
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -69,9 +69,9 @@ class Target:
         try:
             fields = json.loads(self.extra_body or "{}")
         except json.JSONDecodeError as e:
-            raise ValueError(f"--extra-body {self.extra_body!r} is not JSON: {e}.") from e
+            raise ValueError(f"--advanced.extra-body {self.extra_body!r} is not JSON: {e}.") from e
         if not isinstance(fields, dict):
-            raise ValueError(f'--extra-body {self.extra_body!r} must be an object, like {{"top_p": 0.9}}.')
+            raise ValueError(f'--advanced.extra-body {self.extra_body!r} must be an object, like {{"top_p": 0.9}}.')
         return fields
 
 
@@ -234,7 +234,7 @@ class Output:
     html: Path | None = opt(
         None, "Write the results as a page with plots: one file, which needs no others.", "FILE"
     )
-    jsonl: Path | None = opt(None, "Write every request as a line of JSON.", "FILE")
+    jsonl: Path | None = advanced(None, "Write every request as a line of JSON.", "FILE")
     quiet: bool = opt(False, "Nothing on stderr but errors.")
 
     @property
@@ -266,7 +266,7 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output):
                 f"--advanced.burstiness {self.burstiness:g} shapes an open loop: give its --rate."
             )
         # The results would be lost after the run.
-        for option, path in {"--json": self.json, "--jsonl": self.jsonl, "--html": self.html}.items():
+        for option, path in {"--json": self.json, "--advanced.jsonl": self.jsonl, "--html": self.html}.items():
             if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
                 raise ValueError(
                     f"{option} {path}: no file can be written there. Give a file in a directory that exists."

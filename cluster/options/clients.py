@@ -28,6 +28,13 @@ class EndpointOptions:
 
 
 @dataclass(frozen=True)
+class DoctorEndpointOptions(EndpointOptions):
+    """A cluster for `baton doctor`. Without a URL it checks this machine."""
+
+    url: str = opt("", "Check the cluster behind this router.", shown="none: check this machine")
+
+
+@dataclass(frozen=True)
 class LocalOptions:
     """Where a cluster of this machine tells its secret to commands of the same user."""
 
@@ -44,7 +51,6 @@ class JsonOptions:
 
 @dataclass(frozen=True)
 class StatusOptions:
-    wide: bool = opt(False, "Show all columns, in several tables where one is too wide.")
     worker: list[str] = opt(
         [], "Ask this worker, without a router; repeat it. Needs the secret of the cluster.", "HOST:PORT"
     )
@@ -83,8 +89,6 @@ class WeightsOptions:
 @dataclass(frozen=True)
 class TopOptions:
     interval: float = advanced(2.0, "Time between two samples.", "S", check=between(0.1, 3600))
-    once: bool = opt(False, "Take two samples, print one frame, and end.")
-    wide: bool = opt(False, "Show all columns, in several tables where one is too wide.")
 
 
 @dataclass(frozen=True)
@@ -117,13 +121,13 @@ class SizingOptions:
     rate: float = opt(10.0, "Requests per second.", "R", check=between(0.001, 1e5))
     input_len: int = opt(2000, "Prompt tokens of a request.", "TOKENS", check=between(1, 1 << 20))
     output_len: int = opt(150, "Tokens of an answer.", "TOKENS", check=between(1, 1 << 20))
-    images: int = opt(
+    images: int = advanced(
         0, "Images of a request, whose tokens come to those of --input-len.", "N", check=between(0, 256)
     )
     image_size: str = advanced("1920x1080", "Pixels of an image.", "WxH")
     agents: int | None = opt(
         None,
-        "Agents at a time, as of `baton bench agents`, in place of the three options above.",
+        "Agents at a time, as of `baton bench agents`, in place of --rate, --input-len and --output-len.",
         "N",
         check=between(1, 4096),
     )
@@ -171,10 +175,9 @@ class SizingOptions:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What `baton doctor` checks; by default this machine."""
+    """What `baton doctor` checks."""
 
     panel: ClassVar[str] = "Checks"
-    cluster: bool = opt(False, "Check a running cluster through its router at --url.")
     admin_url: str | None = advanced(
         None, "URL of the router's --admin-port, if it has one.", "URL", shown="as --url"
     )

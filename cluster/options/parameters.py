@@ -39,7 +39,7 @@ REMOVED: dict[str, str] = {
     "pipeline_parallel_size": "Scale with --prefill and --decode instead.",
     "api_server_count": "Set the number of router processes with --router-processes.",
     "kv_transfer_config": "KV transfer is always on; see --kv-connector.",
-    "kv_events_config": "Give each worker --kv-events-endpoint.",
+    "kv_events_config": "Give each worker --advanced.kv-events-endpoint.",
     "swap_space": "A request without free blocks waits or moves; for cached KV in host memory use "
     "--host-cache-size.",
     "cpu_offload_gb": "Weights are never offloaded; use a smaller model or more memory.",
@@ -60,6 +60,9 @@ REMOVED: dict[str, str] = {
     "concurrencies": "Give --concurrency to `baton bench sweep`.",
     "arrivals": "Give --advanced.burstiness: 1 is Poisson, inf constant.",
     "preset": "Give --input-len and --output-len.",
+    "once": "In a pipe `baton top` prints one frame and ends: `baton top | cat`.",
+    "wide": "In a pipe all columns are shown: `baton status | less -S`.",
+    "cluster": "Give --url: `baton doctor` then checks that cluster.",
     "input": "Give --input-len.",
     "output": "Give --output-len.",
     "cluster_certfile": "Give --cluster-ssl-certfile.",

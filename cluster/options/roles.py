@@ -40,12 +40,12 @@ class WorkerOptions:
     )
     kv_port: int = opt(0, "Port of KV lanes.", "PORT", **PORT)
     metrics_port: int = opt(0, "Port of Prometheus metrics.", "PORT", **PORT)
-    kv_events_endpoint: str | None = opt(
+    kv_events_endpoint: str | None = advanced(
         None,
         "Publish what enters and leaves the prefix cache there (ZeroMQ), as vLLM does.",
         "tcp://ADDRESS:PORT",
     )
-    kv_events_topic: str = advanced("", "Topic of the events of --kv-events-endpoint.", "TEXT")
+    kv_events_topic: str = advanced("", "Topic of the events of --advanced.kv-events-endpoint.", "TEXT")
     group: str | None = opt(
         None, "The group of this worker, which started it, as a JSON object.", "JSON", hidden=True
     )

@@ -42,7 +42,7 @@ def run(role: str, flags: WorkerRole, secret: bytes, program: Sequence[str]) -> 
     size = flags.engine.data_parallel_size
     if flags.network.kv_events_endpoint is not None:
         raise ValueError(
-            f"--kv-events-endpoint: with --data-parallel-size {size} several workers would have it; leave it "
+            f"--advanced.kv-events-endpoint: with --data-parallel-size {size} several workers would have it; leave it "
             "out"
         )
     commands = [command_of(role, flags, rank, program) for rank in range(size)]

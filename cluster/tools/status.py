@@ -10,7 +10,7 @@ from typing import Any
 from baton.cluster.options.clients import EndpointOptions, JsonOptions, LocalOptions, StatusOptions
 from baton.cluster.options.roles import SecretOptions
 from baton.cluster.tools.http import fetch
-from baton.cluster.tools.tables import UNKNOWN, Row, console, fitting, table
+from baton.cluster.tools.tables import UNKNOWN, Row, console, fitting, more, table
 from baton.rpc.pools import POOLS, pool_of
 from baton.system.words import counted
 
@@ -37,7 +37,7 @@ def run(
     if output.json:
         print(json.dumps(report, indent=2))
     else:
-        show(report, wide=options.wide)
+        show(report)
     return 0 if report["router"]["ready"] else 1
 
 
@@ -56,18 +56,15 @@ COLUMNS = (
 """The most important ones first: a terminal may show only these."""
 
 
-def show(report: dict[str, Any], *, wide: bool) -> None:
-    """Prints the table and what it has no room for. `wide`: all columns, if need be in several tables."""
+def show(report: dict[str, Any]) -> None:
+    """Prints the table, with as many columns as have room, and names the others."""
     terminal, workers = console(), merged(report)
     rows = [row(worker) for worker in workers]
     present = [column for column in COLUMNS if any(cells[column] != UNKNOWN for cells in rows)] or COLUMNS
-    first, *hidden = fitting(rows, columns_for(rows, present), terminal.width)
-    terminal.print(table(rows, first, TEXTS) if rows else "No workers.")
-    for columns in hidden if wide else ():
-        terminal.print(table(rows, columns, TEXTS))
-    if hidden and not wide:
-        names = [name for columns in hidden for name in columns[1:]]
-        terminal.print(f"More columns with --wide: {', '.join(names)}.", style="dim")
+    shown, hidden = fitting(rows, columns_for(rows, present), terminal.width)
+    terminal.print(table(rows, shown, TEXTS) if rows else "No workers.")
+    if hidden:
+        terminal.print(more(hidden))
     if line := about(report["router"]):
         terminal.print(line, markup=False)
     if paths := requests(report["router"]):

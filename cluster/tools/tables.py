@@ -2,11 +2,12 @@
 
 import os
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 UNKNOWN = "–"
 GAP = 2  # blanks between two columns
@@ -31,18 +32,19 @@ def table(rows: Sequence[Row], columns: Sequence[str], texts: Container[str]) ->
     return grid
 
 
-def fitting(rows: Sequence[Row], columns: Sequence[str], width: int) -> Iterator[list[str]]:
-    """Yields the columns of one table after another: as many as fit into `width`, and the first one in each.
+def fitting(rows: Sequence[Row], columns: Sequence[str], width: int) -> tuple[list[str], list[str]]:
+    """The first columns, as many as fit into `width`, and the others.
 
-    A table has two columns at least, and folds the text of one that is too wide."""
-    name, *following = columns
-    sizes = {column: max(map(len, (column, *(cells[column] for cells in rows)))) for column in columns}
-    part, used = [name], sizes[name]
-    for column in following:
-        width_needed = GAP + sizes[column]
-        if len(part) > 1 and used + width_needed > width:
-            yield part
-            part, used = [name], sizes[name]
-        part.append(column)
-        used += width_needed
-    yield part
+    Two columns have a place at least; the text of one that is too wide is folded."""
+    fit, used = 0, -GAP
+    for column in columns:
+        used += GAP + max(map(len, (column, *(cells[column] for cells in rows))))
+        if fit >= 2 and used > width:
+            break
+        fit += 1
+    return list(columns[:fit]), list(columns[fit:])
+
+
+def more(hidden: Sequence[str]) -> Text:
+    """Names columns without a place. A pipe has room for all, see `console`."""
+    return Text(f"More columns in a pipe (| less -S): {', '.join(hidden)}.", "dim")

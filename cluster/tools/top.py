@@ -8,11 +8,10 @@ between two scrapes. `frame` draws them.
 import asyncio
 import contextlib
 import math
-import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from baton.cluster.options.clients import EndpointOptions, TopOptions
 from baton.cluster.tools import status
 from baton.cluster.tools.http import TIMEOUT, answer, checked, session
 from baton.cluster.tools.status import TEXTS, columns_for, merged
-from baton.cluster.tools.tables import console, fitting, table
+from baton.cluster.tools.tables import console, fitting, more, table
 
 PAGE_BYTES = 16 << 20  # of a metrics page, at most
 
@@ -166,9 +165,9 @@ def quantile(buckets: Sequence[tuple[float, float]], q: float) -> float:
 # ------------------------------------------------------------ frames
 
 
-def frame(before: Scrape | None, after: Scrape, width: int, *, wide: bool = False) -> RenderableType:
+def frame(before: Scrape | None, after: Scrape, width: int) -> RenderableType:
     """Text and table. A dash stands for an unknown value, or a quantile without samples. `width`: of the
-    terminal. `wide`: all columns, if need be in several tables."""
+    terminal."""
     workers = merged(after.status)
     rows = [row(worker, before, after) for worker in workers]
     lines = [Text.from_markup(line) for line in headline(before, after)]
@@ -177,14 +176,8 @@ def frame(before: Scrape | None, after: Scrape, width: int, *, wide: bool = Fals
     counts = [counts_of(worker) for worker in workers]
     unused = {column for column, name in OPTIONAL.items() if not any(each.get((name, "")) for each in counts)}
     columns = [column for column in columns_for(rows, COLUMNS) if column not in unused]
-    first, *hidden = fitting(rows, columns, width)
-    parts: list[RenderableType] = [*lines, Text(), table(rows, first, TEXTS)]
-    if hidden and wide:
-        parts += [part for columns in hidden for part in (Text(), table(rows, columns, TEXTS))]
-    elif hidden:
-        names = ", ".join(name for columns in hidden for name in columns[1:])
-        parts.append(Text(f"More columns with --wide: {names}.", "dim"))
-    return Group(*parts)
+    shown, hidden = fitting(rows, columns, width)
+    return Group(*lines, Text(), table(rows, shown, TEXTS), *([more(hidden)] if hidden else []))
 
 
 def headline(before: Scrape | None, after: Scrape) -> list[str]:
@@ -265,12 +258,10 @@ def _pair(pair: tuple[float, float] | None) -> str:
 
 
 def run(endpoint: EndpointOptions, top: TopOptions) -> int:
-    """Draws frames until Ctrl-C, or one with `--once`. Returns the exit code.
+    """Draws frames until Ctrl-C, or one if standard output is no terminal. Returns the exit code.
 
-    Raises ValueError if the first scrape fails. Shows a later failure and tries again.
+    Raises ValueError if the first scrape fails. Shows a later failure on the screen and tries again.
     """
-    if not top.once:  # a shell starts programs with `&` with SIGINT ignored
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(endpoint, top))
     return 0
@@ -278,36 +269,20 @@ def run(endpoint: EndpointOptions, top: TopOptions) -> int:
 
 async def _run(endpoint: EndpointOptions, top: TopOptions) -> None:
     terminal, before = console(), await scrape(endpoint)
-
-    def draw(before: Scrape | None, after: Scrape) -> RenderableType:
-        return frame(before, after, terminal.width, wide=top.wide)
-
-    if top.once:
+    if not sys.stdout.isatty():
         await asyncio.sleep(top.interval)
-        terminal.print(draw(before, await scrape(endpoint)))
-    elif sys.stdout.isatty():
-        with Live(draw(None, before), console=terminal, screen=True, auto_refresh=False) as live:
-            await _follow(endpoint, top, before, draw, lambda screen: live.update(screen, refresh=True))
-    else:
-        await _follow(endpoint, top, before, draw, terminal.print)
-
-
-async def _follow(
-    endpoint: EndpointOptions,
-    top: TopOptions,
-    before: Scrape,
-    draw: Callable[[Scrape | None, Scrape], RenderableType],
-    show: Callable[[RenderableType], None],
-) -> None:
-    screen = draw(None, before)
-    while True:
-        await asyncio.sleep(top.interval)
-        try:
-            after = await scrape(endpoint)
-        except ValueError as error:
-            failure = f"No answer for {time.monotonic() - before.at:.0f} s: {error}"
-            show(Group(screen, Text(failure, style="red")))
-            continue
-        screen = draw(before, after)
-        show(screen)
-        before = after
+        terminal.print(frame(before, await scrape(endpoint), terminal.width))
+        return
+    screen = frame(None, before, terminal.width)
+    with Live(screen, console=terminal, screen=True, auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(top.interval)
+            try:
+                after = await scrape(endpoint)
+            except ValueError as error:
+                failure = f"No answer for {time.monotonic() - before.at:.0f} s: {error}"
+                live.update(Group(screen, Text(failure, style="red")), refresh=True)
+                continue
+            screen = frame(before, after, terminal.width)
+            live.update(screen, refresh=True)
+            before = after

@@ -64,7 +64,7 @@ def _rows(path: Path) -> dict[str, Any]:
 
 
 def _latencies(lines: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """The times to first tokens and all gaps, in ms, of the lines of --jsonl."""
+    """The times to first tokens and all gaps, in ms, of the lines of --advanced.jsonl."""
     gaps = [(b - a) * 1e3 for line in lines for a, b in pairwise(line["arrivals"])]
     return [line["ttft_ms"] for line in lines], gaps
 
@@ -303,7 +303,7 @@ async def test_replay_keeps_the_lengths_and_times_of_the_trace(tmp_path: Path) -
         "40",
         "--json",
         tmp_path / "r.json",
-        "--jsonl",
+        "--advanced.jsonl",
         tmp_path / "r.jsonl",
     )  # the first ones are the probes of text and of token ids
     assert code in MEASURED, err

@@ -264,7 +264,7 @@ async def test_status_asks_workers_where_no_router_runs() -> None:
     assert names == [("decode 4", "ready"), ("?", "silent")]
     assert "UNAVAILABLE" in report["workers"][1]["reason"]
     assert [each["state"] for each in refused["workers"]] == ["silent"]
-    status.show(report, wide=False)
+    status.show(report)
 
 
 def test_status_shows_each_address_in_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
@@ -328,7 +328,7 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
 
 
 def test_status_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """Nothing is cut: what a table has no room for is named, and shown with --wide."""
+    """Nothing is cut: what a table has no room for is named, and shown in a pipe."""
     role = {"stage": "ready", "phase": "ready", "crash_loop": False, "leaving": False, "restarts": 12345}
     role |= {
         "node": "gpu-node-17.region.example.com",
@@ -350,16 +350,19 @@ def test_status_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, url: str
     monkeypatch.setitem(STATUS, "router", router)
     for columns in (60, 80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
-        default, wide = (run_baton("status", "--url", url, *more).stdout for more in ([], ["--wide"]))
-        assert max(map(len, (default + wide).splitlines())) <= columns
-        assert "…" not in default + wide
-        assert "--wide: " in default
+        default = run_baton("status", "--url", url).stdout
+        assert max(map(len, default.splitlines())) <= columns
+        assert "…" not in default
+        assert "last exit." in default.replace("\n", " "), "the last column is named"
         requests = "Requests: 7 with a handover (2 prompts split), 3 on one worker "
         requests += "3 on a decode worker: the prompt is short (short)"
         assert requests in " ".join(default.split())
         assert {"decode 120", "running", "KV used"} <= set(re.split(r"\s{2,}", default.replace("\n", "  ")))
-        for word in ("incarnation", "7cd5cd6aa2f23fee", "SIGKILL", "node-17", "12345"):
-            assert word in wide
+    monkeypatch.delenv("COLUMNS")
+    piped = run_baton("status", "--url", url).stdout
+    (line,) = [each for each in piped.splitlines() if each.startswith("decode 120")]
+    for word in ("7cd5cd6aa2f23fee", "was killed by SIGKILL", "gpu-node-17.region.example.com", "12345"):
+        assert word in line
 
 
 def test_weights_at_a_relative_path_are_those_of_this_directory(

@@ -14,7 +14,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from baton.cluster.cli import app
-from baton.cluster.options.clients import DoctorOptions, EndpointOptions, JsonOptions
+from baton.cluster.options.clients import DoctorEndpointOptions, DoctorOptions, EndpointOptions, JsonOptions
 from baton.cluster.tools.doctor import command, node
 from baton.cluster.tools.doctor.finding import Finding, bad, good, warning
 from baton.cluster.tools.doctor.running import MOST_PAIRS, running, workers
@@ -160,12 +160,13 @@ def test_a_decode_pool_that_is_nearly_full() -> None:
     assert level(workers([worker("prefill", 0), full], complete=True), "decode 3") == "warning"
 
 
-async def test_a_missing_router_is_a_bad_finding() -> None:
+def test_a_missing_router_is_a_bad_finding() -> None:
+    """The only one: with --url the command looks at that cluster alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    found = [finding async for finding in running(DoctorOptions(), EndpointOptions(url=url))]
-    assert [(f.check, f.level) for f in found] == [("router", "bad")]
+    result = CliRunner().invoke(app, ["doctor", "--json", "--url", url])
+    assert [(f["check"], f["level"]) for f in json.loads(result.output)] == [("router", "bad")]
 
 
 def test_every_unused_worker_is_a_finding() -> None:
@@ -336,6 +337,6 @@ def test_only_bad_findings_set_the_exit_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(command, "node", lambda _: iter([good("a", "b"), second("c", "d", "e")]))
-    assert command.run(DoctorOptions(), EndpointOptions(), JsonOptions()) == code
+    assert command.run(DoctorOptions(), DoctorEndpointOptions(), JsonOptions()) == code
     marks = [command.MARKS[level].split("]")[1][0] for level in ("good", "bad" if code else "warning")]
     assert capsys.readouterr().out == f"{marks[0]} a: b\n{marks[1]} c: d\n    e\n"

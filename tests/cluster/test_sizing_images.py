@@ -113,7 +113,7 @@ def test_a_pool_pays_where_images_take_long() -> None:
 
 @pytest.mark.all
 def test_the_command(seeing: Path) -> None:
-    flags = ["plan", "--model", str(seeing), "--rate", "2", "--images", "1", "--input-len", "200"]
+    flags = ["plan", "--model", str(seeing), "--rate", "2", "--advanced.images", "1", "--input-len", "200"]
     printed = CliRunner().invoke(app, flags)
     assert printed.exit_code == 0, printed.output
     assert (

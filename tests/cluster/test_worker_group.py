@@ -150,5 +150,5 @@ async def test_a_second_signal_kills_workers_that_drain(groups: Any) -> None:
 
 def test_what_a_group_cannot_have_is_refused() -> None:
     events = replace(given(), network=WorkerOptions(kv_events_endpoint="tcp://*:5557"))
-    with pytest.raises(ValueError, match=r"--kv-events-endpoint: .* several workers would have it"):
+    with pytest.raises(ValueError, match=r"--advanced.kv-events-endpoint: .* several workers would have it"):
         run("prefill", events, SECRET, FAKE)

@@ -24,7 +24,7 @@ async def measured(
 ) -> tuple[Any, dict[str, float], list[Any]]:
     """The parameters, the rows and the requests of a run."""
     files = [directory / "r.json", directory / "r.jsonl"]
-    outputs = ("--json", files[0], "--jsonl", files[1])
+    outputs = ("--json", files[0], "--advanced.jsonl", files[1])
     command = [
         sys.executable,
         "-m",

@@ -23,12 +23,12 @@ pytestmark = pytest.mark.all
 
 FOUND = {
     "baton status": "decode 1",
-    "baton top --once": "prompt/s",
+    "baton top": "prompt/s",
     "baton status --worker $WORKER": "decode 0",
     "grep": "attempt 1 failed",
     "baton flip": "decode 1: decode → prefill",
     "baton plan": "baton serve",
-    "baton doctor --cluster": "KV came over for 2 of 2 pairs of workers",
+    "baton doctor": "KV came over for 2 of 2 pairs of workers",
 }
 """What the output of a command has, by its beginning."""
 

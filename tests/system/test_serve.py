@@ -58,7 +58,7 @@ def test_status_shows_every_worker(served: Serve) -> None:
     workers = {f"{w['role']} {w['index']}": w for w in json.loads(told.stdout)["workers"]}
     assert set(workers) == {"prefill 0", "decode 0"}
     assert all(worker["state"] == "ready" for worker in workers.values())
-    table = served.machine.baton("status", "--wide", "--url", served.url)
+    table = served.machine.baton("status", "--url", served.url)
     assert table.returncode == 0, table.stderr
     for words in ("prefill 0", "decode 0", "ready", "%", "restarts", socket.gethostname()):
         assert words in table.stdout

@@ -97,7 +97,7 @@ def test_subscribers_of_both_families(endpoint: str, hosts: tuple[str, ...]) -> 
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--kv-events-endpoint tcp://192\.0\.2\.1:5557: "):
+    with pytest.raises(ValueError, match=r"--advanced.kv-events-endpoint tcp://192\.0\.2\.1:5557: "):
         KVEventPublisher("tcp://192.0.2.1:5557")
 
 

@@ -23,7 +23,7 @@ class KVEventPublisher:
         except zmq.ZMQError as error:
             self.close()
             raise ValueError(
-                f"--kv-events-endpoint {endpoint}: {error}; give an address of this machine, "
+                f"--advanced.kv-events-endpoint {endpoint}: {error}; give an address of this machine, "
                 "as tcp://[::]:5557"
             ) from error
 

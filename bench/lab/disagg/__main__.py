@@ -113,7 +113,7 @@ def run(url: str, arguments: Sequence[str], file: Path) -> None:
 
 
 def requests_of(lines: Path) -> list[Request]:
-    """The answered requests of a run, from the file of `baton bench --jsonl`."""
+    """The answered requests of a run, from the file of `baton bench --advanced.jsonl`."""
     records = [json.loads(line) for line in lines.read_text().splitlines()]
     return [
         {
@@ -191,7 +191,7 @@ def measure_side(
                 count = min(args.requests, round(level * args.seconds) or 1)
                 arguments = command(load, level, count, seed, reports)
                 with watched([*servers], report.with_suffix(".status.jsonl")):
-                    run(url, [*arguments, "--jsonl", str(lines)], report)
+                    run(url, [*arguments, "--advanced.jsonl", str(lines)], report)
 
 
 def found(

@@ -38,7 +38,7 @@ def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: JsonOptions) -
 
 
 def _findings(doctor: DoctorOptions, endpoint: EndpointOptions) -> Iterator[Finding]:
-    if doctor.cluster:
+    if endpoint.url:
 
         async def collect() -> list[Finding]:
             return [finding async for finding in running(doctor, endpoint)]

@@ -66,10 +66,10 @@ def images_of(sizing: SizingOptions, model: ModelConfig, speeds: Speeds) -> Imag
     if not sizing.images:
         return None
     if sizing.agents is not None:
-        raise ValueError("--images: agents send none; leave out --agents")
+        raise ValueError("--advanced.images: agents send none; leave out --agents")
     if (vision := model.vision) is None:
         raise ValueError(
-            f"--images: {sizing.model} takes no images; --model must be a directory, or a name on the hub, "
+            f"--advanced.images: {sizing.model} takes no images; --model must be a directory, or a name on the hub, "
             "of a model that does, such as Qwen/Qwen3-VL-8B-Instruct"
         )
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", sizing.image_size)
