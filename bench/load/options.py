@@ -71,7 +71,9 @@ class Target:
         except json.JSONDecodeError as e:
             raise ValueError(f"--advanced.extra-body {self.extra_body!r} is not JSON: {e}.") from e
         if not isinstance(fields, dict):
-            raise ValueError(f'--advanced.extra-body {self.extra_body!r} must be an object, like {{"top_p": 0.9}}.')
+            raise ValueError(
+                f'--advanced.extra-body {self.extra_body!r} must be an object, like {{"top_p": 0.9}}.'
+            )
         return fields
 
 
@@ -266,7 +268,8 @@ class Options(Target, Workload, Agents, Trace, Rate, Load, Output):
                 f"--advanced.burstiness {self.burstiness:g} shapes an open loop: give its --rate."
             )
         # The results would be lost after the run.
-        for option, path in {"--json": self.json, "--advanced.jsonl": self.jsonl, "--html": self.html}.items():
+        files = {"--json": self.json, "--advanced.jsonl": self.jsonl, "--html": self.html}
+        for option, path in files.items():
             if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
                 raise ValueError(
                     f"{option} {path}: no file can be written there. Give a file in a directory that exists."

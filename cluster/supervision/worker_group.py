@@ -42,8 +42,8 @@ def run(role: str, flags: WorkerRole, secret: bytes, program: Sequence[str]) -> 
     size = flags.engine.data_parallel_size
     if flags.network.kv_events_endpoint is not None:
         raise ValueError(
-            f"--advanced.kv-events-endpoint: with --data-parallel-size {size} several workers would have it; leave it "
-            "out"
+            f"--advanced.kv-events-endpoint: with --data-parallel-size {size} several workers "
+            "would have it; leave it out"
         )
     commands = [command_of(role, flags, rank, program) for rank in range(size)]
     environments = [variables | {SECRET_VARIABLE: secret.decode()} for variables in _gpus(flags)]

@@ -69,8 +69,8 @@ def images_of(sizing: SizingOptions, model: ModelConfig, speeds: Speeds) -> Imag
         raise ValueError("--advanced.images: agents send none; leave out --agents")
     if (vision := model.vision) is None:
         raise ValueError(
-            f"--advanced.images: {sizing.model} takes no images; --model must be a directory, or a name on the hub, "
-            "of a model that does, such as Qwen/Qwen3-VL-8B-Instruct"
+            f"--advanced.images: {sizing.model} takes no images; --model must be a directory, or a name on "
+            "the hub, of a model that does, such as Qwen/Qwen3-VL-8B-Instruct"
         )
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", sizing.image_size)
     width, height = map(int, match.groups()) if match else (0, 0)
