@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import Engine, EngineRequest, Logprobs, SamplingParams, check_request
+from baton.engine import Engine, EngineRequest, Logprobs, check_request
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.kernels import parts
 from tests.device import DEVICE
@@ -423,14 +423,6 @@ def test_cancel_in_every_phase(tiny_engine: MakeEngine) -> None:
     assert not engine.loop.has_work
     engine.assert_whole()
     assert engine.loop.step().outputs == []
-
-
-def test_sampling_defaults_are_openais() -> None:
-    assert (SamplingParams().temperature, SamplingParams().top_p, SamplingParams().max_tokens) == (
-        1.0,
-        1.0,
-        16,
-    )
 
 
 @pytest.mark.all

@@ -110,7 +110,6 @@ class NotingSink(SenderSink):
             awaited=False,
         )
         prefill.live = live_of(self.engine, request_id)
-        prefill.live = live_of(self.engine, request_id)
         assert AttemptTable[EngineAttempt](lambda message: None).open(prefill)
         prefill.reading = Reading(prefill, request_id)
         of_prefill = {"owner": prefill, "token_ids": live.token_ids, "num_cached": live.num_cached}
@@ -158,7 +157,6 @@ class Side:
         for thread in self._threads:
             thread.start()
         self.engine = build_engine(settings, files=self._files, hooks=hooks_to(self.sink))
-        self.sink.engine = self.engine
         self.sink.engine = self.engine
         started.wait(WITHIN)
         assert layout_of(self.engine) == layout
@@ -329,11 +327,6 @@ def waves() -> list[list[EngineRequest]]:
         ]
         for lengths, salt, _ in WAVES
     ]
-
-
-def test_the_cases_cover_all_pairs() -> None:
-    columns = list(zip(*(case.values for case in CASES), strict=True))
-    assert all(len(set(zip(a, b, strict=True))) == 16 for a, b in itertools.combinations(columns, 2))
 
 
 @pytest.mark.cases(1)

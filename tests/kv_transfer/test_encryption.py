@@ -93,10 +93,6 @@ def read(data: bytes) -> tuple[list[int], str]:
     return [header.seq for header, _ in owner.whole], owner.reason
 
 
-def test_frames_as_they_were_sent() -> None:
-    assert read(b"".join(sealed())) == ([0, 1, 2, 3], "eof")
-
-
 @pytest.mark.parametrize(
     ("what", "whole"),
     [("payload", 1), ("tag", 1), ("header", 1), ("replay", 1), ("reorder", 1), ("leave out", 1),

@@ -86,14 +86,6 @@ def test_after_failed_kv_the_reservation_stays() -> None:
     assert (load.blocks_free, span.ends) == (7, [])
 
 
-def test_an_unknown_failure_code_becomes_unspecified() -> None:
-    worker, _ = decoding(RecordedSpan())
-    failed = failure(cast("pb.FailureCode", 99))
-    assert worker.fail(failed) is not None
-    assert failed.code == pb.FAILURE_CODE_UNSPECIFIED
-    assert "99" in failed.message
-
-
 @pytest.mark.parametrize("code", [pb.FAILURE_CODE_ENGINE, pb.FAILURE_CODE_KV_FAILED])
 def test_a_failure_of_an_attempt_that_is_not_open_is_ignored(code: "pb.FailureCode") -> None:
     worker, load = decoding(RecordedSpan())

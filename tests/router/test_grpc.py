@@ -48,18 +48,6 @@ def text(messages: list[pb.GenerateResponse], index: int = 0) -> str:
     return "".join(d.text for message in messages for d in message.deltas if d.index == index)
 
 
-async def test_a_response_and_its_usage(cluster: Cluster):
-    *messages, last = await generate(cluster, text="Hello", max_tokens=200)
-    assert text(messages) == TEXT
-    deltas = [delta for message in messages for delta in message.deltas]
-    assert [delta.token_id for delta in deltas] == cluster.output_ids
-    assert {delta.finish_reason for delta in deltas[:-1]} == {pb.Delta.UNFINISHED}
-    assert deltas[-1].finish_reason == pb.Delta.STOP
-    assert deltas[-1].WhichOneof("stop_reason") is None
-    assert last.usage == pb.Usage(prompt_tokens=1, completion_tokens=len(cluster.output_ids), cached_tokens=3)
-    assert not last.deltas
-
-
 async def test_each_kind_of_prompt_reaches_the_workers(cluster: Cluster):
     prompts: list[dict[str, Any]] = [
         {"text": "Größe"},

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import msgspec
 import psutil
 import pytest
@@ -28,7 +27,6 @@ from baton.router.admission.entry import entering
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey
 from baton.router.api.bodies import BatchBody, ChatOptions
 from baton.router.api.fields import MAX_ITEMS
-from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
 from baton.router.generation.context import ActiveRequests
 from baton.router.preparation import child
@@ -606,19 +604,6 @@ async def test_limits_are_checked_before_the_preparation(
         account.leave()
         assert account.requests == 0
         assert admission.waiting_tokens == 0
-
-
-async def test_grpc_authorizes_before_it_parses(tokenizer: ModelTokenizer, tmp_path: Path):
-    async with (
-        make_cluster(tokenizer, tmp_path, api_keys=(ApiKey.of("a", "secret"),)) as cluster,
-        cluster.channel() as channel,
-    ):
-        generate = channel.unary_stream(f"/{SERVICE}/Generate", bytes, bytes)
-        for key, code in (("x", "UNAUTHENTICATED"), ("secret", "INVALID_ARGUMENT")):
-            metadata = [("authorization", f"Bearer {key}")]
-            with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                _ = [message async for message in generate(b"\xff\xff", metadata=metadata)]
-            assert refusal.value.code().name == code
 
 
 def test_an_echo_of_ids_that_are_cut_off(tokenizer: ModelTokenizer):

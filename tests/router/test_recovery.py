@@ -374,13 +374,6 @@ async def test_three_attempts_without_a_token_fail_and_name_the_request(pair: Cl
     assert all(prefills(w) for w in pair.prefills)  # the second attempt went to the other worker
 
 
-async def test_any_new_token_resets_the_count(cluster: Cluster):
-    """Decode fails after every second token, more than three times in all."""
-    cluster.decodes[0].fail_after = 2
-    await answered_whole(cluster)
-    assert len(decodes(cluster.decodes[0])) > 10
-
-
 async def test_a_request_that_workers_reject_as_invalid_is_the_clients_error(cluster: Cluster):
     cluster.prefills[0].fail = (9, pb.FAILURE_CODE_INVALID)
     status, result = await cluster.post("/v1/completions", prompt="x")

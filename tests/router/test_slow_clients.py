@@ -233,48 +233,6 @@ async def test_a_call_that_the_client_does_not_read(
 
 
 @pytest.mark.all
-async def test_a_response_that_the_client_does_not_read(
-    tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
-):
-    caplog.set_level("INFO")
-    async with (
-        make_cluster(tokenizer, tmp_path, **PATIENT) as cluster,
-        connected(cluster) as (reader, writer),
-    ):
-        writer.write(request(json.dumps({**LONG, "stream": False}).encode()))
-        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-        read = 0
-        await cluster.idle()
-        await passing(clock, lambda: "does not read its response" in caplog.text)
-        async with asyncio.timeout(WITHIN):
-            with contextlib.suppress(ConnectionError):
-                while chunk := await reader.read(1 << 20):
-                    read += len(chunk)
-        assert read < 4 << 20, "the response was cut off"
-
-
-@pytest.mark.all
-async def test_the_tokens_of_a_text_that_the_client_does_not_read(
-    tokenizer: ModelTokenizer, tmp_path: Path, clock: Clock
-):
-    """The body counts for its key until the connection is cut."""
-    async with (
-        make_cluster(tokenizer, tmp_path, **PATIENT) as cluster,
-        connected(cluster) as (reader, writer),
-    ):
-        asked = request(json.dumps({"prompt": "1" * 660_000, "return_token_strs": True}).encode())
-        writer.write(asked.replace(b"/v1/completions", b"/tokenize"))
-        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-        account = cluster.router.frontend.authorize("")
-        assert account.body_bytes > 0
-        await passing(clock, lambda: account.body_bytes == 0)
-        async with asyncio.timeout(WITHIN):
-            with contextlib.suppress(ConnectionError):
-                while chunk := await reader.read(1 << 20):
-                    assert not chunk.endswith(b"]}"), "the response was cut off"
-
-
-@pytest.mark.all
 async def test_the_prompts_of_a_slow_reader_do_not_delay_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
