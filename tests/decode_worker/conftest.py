@@ -172,15 +172,15 @@ async def passed_on(stream: WorkerStream) -> None:
 
 
 @asynccontextmanager
-async def paused(worker: WorkerProcess, stream: WorkerStream) -> AsyncIterator[None]:
-    """The engine computes nothing meanwhile. Afterwards it first reads all that came on the stream."""
-    engine = worker.child("engine")
-    engine.suspend()
+async def paused(stream: WorkerStream) -> AsyncIterator[None]:
+    """The worker computes no step meanwhile. Its engine reads the end of the pause after all that came on the
+    stream."""
+    await stream.stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_STEPS, seconds=WITHIN))
     try:
         yield
         await passed_on(stream)
     finally:
-        engine.resume()
+        await stream.stub.SetPause(pb.PauseRequest(pause=pb.PAUSE_NONE))
 
 
 def prompt(length: int) -> list[int]:

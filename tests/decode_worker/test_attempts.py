@@ -82,8 +82,8 @@ async def test_cancel_stops_a_prefill_between_its_chunks(workers: Workers) -> No
 
 
 async def test_cancel_of_the_prefill_alone_fails_the_kv(workers: Workers, pair: Pair) -> None:
-    async with paused(workers[0], pair.prefill):
-        prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
+    async with paused(pair.prefill):
+        prefill_id, decode_id = await pair.reserve(request(prompt(200), ENDLESS))
         await pair.prefill.cancel(prefill_id)
     failure = await pair.decode.failure(decode_id)
     assert (failure.code, failure.message) == (pb.FAILURE_CODE_KV_FAILED, "cancelled")
@@ -94,7 +94,7 @@ async def test_cancel_of_the_prefill_alone_fails_the_kv(workers: Workers, pair: 
 
 
 async def test_cancel_of_the_decode_alone_leaves_the_prefill_held(workers: Workers, pair: Pair) -> None:
-    async with paused(workers[0], pair.prefill):
+    async with paused(pair.prefill):
         prefill_id, decode_id = await pair.reserve(request(prompt(200), ENDLESS))
         await pair.decode.cancel(decode_id)
         await assert_whole(workers[1])
@@ -187,8 +187,8 @@ async def test_a_retarget_takes_the_kv_from_another_prefill(workers: Workers, pa
 
 async def test_a_retarget_replaces_a_fetch_under_way(workers: Workers, pair: Pair) -> None:
     params = sampling(max_tokens=4, ignore_eos=True)
-    req = request(prompt(1500), params)
-    async with paused(workers[0], pair.prefill):
+    req = request(prompt(200), params)
+    async with paused(pair.prefill):
         slow, decode_id = await pair.reserve(req)
         other = await pair.prefill.submit_prefill(req, handover=True)
         await retarget(pair, decode_id, other, [])
@@ -262,7 +262,7 @@ async def test_an_invalid_request_is_refused_and_its_stream_goes_on(pair: Pair) 
 
 
 async def test_an_attempt_id_in_use_is_refused(workers: Workers, pair: Pair) -> None:
-    async with paused(workers[0], pair.prefill):
+    async with paused(pair.prefill):
         prefill_id, decode_id = await pair.reserve(
             request(prompt(10), sampling(max_tokens=3, ignore_eos=True))
         )

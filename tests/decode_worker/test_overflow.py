@@ -54,8 +54,6 @@ async def test_a_local_prefill_beside_a_running_request_changes_no_tokens(pair: 
     assert [first.token_id, *rest] == right
     await pair.decode.reserved(here)
     assert len(await pair.decode.tokens(here)) == 4
-    offered = await status(pair.decode)
-    assert offered.long_chunk_seconds > 0
 
 
 async def test_decoded_tokens_are_cached_for_the_next_turn(caching_workers: Workers) -> None:
@@ -109,7 +107,7 @@ async def test_a_local_prefill_without_room_is_refused_and_the_youngest_is_preem
     async with attached(caching_workers[1]) as decode:
         # Both begin with 146 of 300 blocks. The end of the old one needs 155.
         grow = sampling(max_tokens=140, ignore_eos=True)
-        async with paused(caching_workers[1], decode):
+        async with paused(decode):
             old, young = [await decode.submit_decode(request(prompt(2330 + i), grow)) for i in range(2)]
             third = await decode.submit_decode(request(prompt(BLOCKS * 16 // 2), grow))
         for decode_id in (old, young):

@@ -4,7 +4,15 @@ from typing import Any
 
 import msgspec
 
-from baton.engine import EncoderStats, EngineStats, ExpertStats, MemoryStats, OffloadStats, SpeculationStats
+from baton.engine import (
+    EncoderStats,
+    EngineStats,
+    ExpertStats,
+    MemoryStats,
+    MixedStep,
+    OffloadStats,
+    SpeculationStats,
+)
 from baton.kv_names import Tier
 from baton.kv_transfer import TransferStats
 from baton.rpc import worker_pb2 as pb
@@ -20,6 +28,7 @@ def engine_status(number: int, experts: list[int], **now: Any) -> EngineStatus:
         requests_running=now["running"], requests_decoding=0, requests_waiting=0, tokens_waiting=0,
         blocks_free=0, blocks_spare=0, blocks_total=9, blocks_cached=0, held_prefills=0, reservations=0,
         preemptions=number, prefix_cache_queries=number, prefix_cache_hits=number, prefill_position=0.0,
+        long=MixedStep(20, 0.03),
         experts=ExpertStats(experts, imbalance=1.5, used=2.0),
         offload=(OffloadStats(Tier.HOST, 8, 1, 5.0, number, number, number, number, number),),
         speculation=SpeculationStats(number, number, number),
@@ -64,5 +73,6 @@ def test_routers_are_told_what_each_process_knows() -> None:
     assert (memory, status.images_encoded, status.images_waiting) == ((1, 2, 3), 10, 5)
     assert (status.encode_token_seconds, status.encode_queue_seconds) == (0.1, 0.2)
     assert (status.idle, status.store, status.store_tokens_per_s) == (True, "open", 3.0)
+    assert (status.long_chunk_tokens, status.long_chunk_seconds) == (20, 0.03)
     assert (status.kv_transfers, status.kv_bytes, status.kv_sent) == (3, 5, {"a": 5})
     assert [*status.kv_links] == [pb.KvLink(incarnation=9, bytes_per_s=2.5, bytes_waiting=5, used=0.5)]
