@@ -118,9 +118,11 @@ class HttpWeightTransfer(AdminCalls):
         update.expiry = asyncio.get_running_loop().call_later(seconds, self._expire, update)
 
     def _expire(self, update: _Update) -> None:
+        expired = update.expiry
+
         async def expire() -> None:
             async with self._one_at_a_time:
-                if self._update is update:
+                if self._update is update and update.expiry is expired:  # no call went on with it
                     log.warning("the update of the weights was not finished in time, and changes nothing")
                     await self._end()
 

@@ -28,6 +28,7 @@ from baton.rpc.pools import in_turns
 from baton.rpc.weights import named, replace_weights
 from baton.weights import RefusedUpdate, UnfinishedUpdate, Weights
 from tests.fake_worker import SECRET, FakeWorker, Lanes
+from tests.loop_clock import Clock
 from tests.within import within
 
 from .conftest import Cluster, make_cluster
@@ -44,6 +45,8 @@ class Trained(FakeWorker):
     weights = pb.StageWeights()
     staged = pb.StageWeights()
     spoilt, missing = False, ""
+    reads: asyncio.Event | None = None
+    """It waits for this event before it has read weights."""
     applies: asyncio.Event | None = None
     """It waits for this event before it applies weights."""
     asked = False
@@ -77,7 +80,10 @@ class Trained(FakeWorker):
         weights.ClearField("fingerprint")
         self.staged_files = sorted(file.name for file in Path(weights.path).glob("model*"))
         self.staged = weights
+        self.arrived.set()
         try:
+            if self.reads is not None:
+                await self.reads.wait()
             yield pb.WeightsReport(bytes=100, seconds=1.5)
             assert (await anext(commands)).close
             yield pb.WeightsReport()
@@ -496,17 +502,33 @@ async def test_the_helper_of_trainers_gives_workers_a_state_dict(
 
 
 async def test_an_update_that_is_not_finished_ends_after_a_time(
-    tokenizer: ModelTokenizer, tmp_path: Path
+    tokenizer: ModelTokenizer, tmp_path: Path, clock: Clock
 ) -> None:
-    _, start, update, _ = http_weight_transfer.PATHS
+    """After the last of its calls, however long that took."""
+    _, start, update, finish = http_weight_transfer.PATHS
     key, headers = ApiKey.of("admin", "trainer"), {"Authorization": "Bearer trainer"}
-    async with trained(tokenizer, tmp_path, admin_key=key, request_timeout=0.2) as (cluster, workers):
-        for path, body in ((start, None), (update, {"update_info": {"path": "/step-200"}})):
+    async with trained(tokenizer, tmp_path, admin_key=key, request_timeout=200.0) as (cluster, workers):
+
+        async def call(path: str, body: Any = None) -> int:
             async with cluster.http.post(cluster.url + path, headers=headers, json=body) as response:
-                assert response.status == 200
-        for worker in workers:  # after the request timeout
+                return response.status
+
+        info = {"update_info": {"path": "/step-200"}}
+        assert await call(start) == 200
+        workers[0].reads = asyncio.Event()
+        staging = asyncio.create_task(call(update, info))
+        await workers[0].until(lambda w: w.staged.path)
+        await clock.forward(200.0)
+        workers[0].reads.set()
+        assert await staging == 200
+        assert await call(finish) == 200, "the time begins when workers have read"
+
+        assert await call(start) == 200
+        assert await call(update, info) == 200
+        await clock.forward(200.0)
+        for worker in workers:
             await worker.until(lambda w: not w.staged.path)
-            assert not worker.weights.version
+        assert await call(finish) == 400
 
 
 async def test_without_an_admin_key_there_are_no_calls_for_weights(cluster: Cluster) -> None:
