@@ -13,6 +13,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.within import WITHIN
+
 BROWSERS = [shutil.which("chromium"), shutil.which("google-chrome"), Path(sys.executable).parent / "chromium"]
 """In the order of preference. `make prepare` installs the last one."""
 
@@ -26,7 +28,7 @@ class Page:
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Calls a method of the protocol, and returns its result."""
         await self._socket.send_json({"id": 1, "method": method, "params": params})
-        return (await self._socket.receive_json(timeout=20))["result"]
+        return (await self._socket.receive_json(timeout=WITHIN))["result"]
 
     async def run(self, script: str) -> Any:
         """Returns the value of the script."""
@@ -47,7 +49,7 @@ class Page:
             picture = await self.call("Page.captureScreenshot", format="png")
             (Path(folder) / name).write_bytes(base64.b64decode(picture["data"]))
 
-    async def until(self, condition: str, seconds: float = 20) -> None:
+    async def until(self, condition: str, seconds: float = WITHIN) -> None:
         async with asyncio.timeout(seconds):
             while not await self.run(condition):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -65,7 +67,7 @@ async def browser(url: str, profile: Path, locale: str = "en_US.UTF-8") -> Async
     assert process.stderr is not None
     try:
         async with aiohttp.ClientSession() as http:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(WITHIN):
                 found = None
                 while found is None:
                     found = re.search(rb"ws://([^/]+)/", await process.stderr.readline())

@@ -86,7 +86,6 @@ case "$*" in *down.example*) exit 1;; esac
         cwd=ROOT,
         env=alone,
         check=True,
-        timeout=60,
     )
     installs = [line.split() for line in log.read_text().splitlines() if line.endswith(" torch")]
     indices = [line[line.index("--index-url") + 1] if "--index-url" in line else None for line in installs]

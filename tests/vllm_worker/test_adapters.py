@@ -90,7 +90,7 @@ def changed(cluster: VLLMCluster, call: str, **body: Any) -> tuple[int, str]:
 
 
 def models(cluster: VLLMCluster) -> list[str]:
-    with urllib.request.urlopen(f"{cluster.url}/v1/models", timeout=60) as response:
+    with urllib.request.urlopen(f"{cluster.url}/v1/models") as response:
         return [card["id"] for card in json.load(response)["data"]]
 
 
