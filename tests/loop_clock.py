@@ -15,7 +15,8 @@ class Clock:
         monkeypatch.setattr(loop, "time", lambda: now() + self._ahead)
 
     async def forward(self, seconds: float) -> None:
-        """What is due by then runs."""
-        self._ahead += seconds
-        for _ in range(10):  # what is due wakes a task, and that another one
-            await asyncio.sleep(0)
+        """What is due by then runs. Tasks that were made before begin at the time before."""
+        for ahead in (0.0, seconds):
+            self._ahead += ahead
+            for _ in range(10):  # what is due wakes a task, and that another one
+                await asyncio.sleep(0)

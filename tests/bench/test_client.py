@@ -361,6 +361,7 @@ async def test_a_client_process_ends_quietly_if_its_parent_dies() -> None:
         assert await asyncio.to_thread(os.read, told, 1)
         process.stdin.write(line_of(time.monotonic()))
         await server.requests(1)
+        process.stdin.close()  # `communicate` does it from Python 3.12 on
         os.close(told)
         _, errors = await process.communicate()
     assert (process.returncode, errors) == (0, b"")
