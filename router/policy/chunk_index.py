@@ -27,18 +27,17 @@ entries at once, would stop the event loop: 0.3 s for six million chunks."""
 
 
 class Overlap:
-    """The cached tokens of one prompt at each worker: whole blocks, and never the last position."""
+    """The cached tokens of one prompt at each worker: whole blocks, and never the last position.
 
-    __slots__ = ("_levels",)
+    Attributes:
+        most: cached tokens at any worker.
+    """
+
+    __slots__ = ("_levels", "most")
 
     def __init__(self, levels: list[tuple[int, int]]) -> None:
         """`levels`: (tokens, set of rows with at least so many cached), in ascending order."""
-        self._levels = levels
-
-    @property
-    def most(self) -> int:
-        """The most cached tokens at any worker."""
-        return self._levels[-1][0] if self._levels else 0
+        self._levels, self.most = levels, levels[-1][0] if levels else 0
 
     def of(self, row: int) -> int:
         """Cached tokens at one worker."""
@@ -129,9 +128,6 @@ class ChunkIndex:
     def __len__(self) -> int:
         """The number of chunks that workers reported."""
         return sum(self._chunks[number] for number, holders in enumerate(self._holders) if holders.reported)
-
-    def __bool__(self) -> bool:
-        return bool(self._expecting) or len(self._holders) > 1 + len(self._free) + len(self._cleared)
 
     def grow(self, rows: int) -> None:
         for _ in range(len(self._expected), rows):

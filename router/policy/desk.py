@@ -208,10 +208,11 @@ class Desk(Fleet):
 
     def _take_links(self, planned: Plan) -> None:
         """The links of a plan carry its KV, and then that of later plans."""
-        sender, source = self.workers[planned.ranges[-1].worker], planned.source
-        if planned.decode is not None and planned.decode != sender.row:
+        sends, source = planned.ranges[-1].worker, planned.source
+        if planned.decode is not None and planned.decode != sends:
             arrival = self.now + planned.arrives if planned.arrives else 0.0
-            self.links.planned(planned.decode, sender.description.incarnation, arrival, self.now)
+            sender = self.workers[sends].description
+            self.links.planned(planned.decode, sender.incarnation, arrival, self.now)
         if source is not None:
             asker, holder = self.workers[planned.ranges[0].worker], self.workers[source.holder].description
             arrival = source.arrival(self, asker)

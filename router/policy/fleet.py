@@ -134,10 +134,8 @@ class Fleet:
         worker with room that has the most of the prompt cached, such as its last turn.
 
         The latter gets less KV, and shares its blocks. But it must not be much more loaded than `chosen`."""
-        index, pool = self.loads.index, self.decodes
-        if not index:
-            return chosen.row, 0
-        cached = index.overlap(request.chunks, request.tokens, pool.block_size, pool.rows)
+        pool = self.decodes
+        cached = self.loads.index.overlap(request.chunks, request.tokens, pool.block_size, pool.rows)
         cached_tokens, most = cached.of(chosen.row), cached.most
         if cached_tokens < most:
             loads = [

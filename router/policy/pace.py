@@ -116,16 +116,6 @@ class Pace:
             prompts = least
         return Steps(step, step if step > self.short else self.short, long, prompts, long / prompts)
 
-    def added(self, alone: float, answer: float) -> float:
-        """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes.
-        `answer`: tokens of the answer of each decode."""
-        now = self.now
-        if not now.step or alone <= 0:
-            return 0.0
-        count = min(alone / now.prompts, answer)
-        longer = now.step + (now.long - now.step) * min(1.0, count) - now.base
-        return self.gap_cost * count * max(0.0, longer)
-
     def gap_of(self, steps: Steps, busy: float) -> tuple[float, float]:
         """Mean seconds of a gap with these steps, and how many of them cost: those beyond a short step. With
         vLLM also more of a shorter one the longer it is: its decodes gather on one worker otherwise (0.92 of

@@ -155,11 +155,13 @@ class Offer:
 
     def _added(self, alone: float) -> float:
         """Cost of the gaps that become longer by a prompt that takes `alone` seconds without decodes."""
-        pace = self.pace
-        # A replacement engine decodes before it knows a gap target: its first reports have none.
-        if not pace.gap_cost or not pace.gap:
+        pace, now = self.pace, self.pace.now
+        # A replacement engine decodes before it knows a gap target: its first reports have none, and no step.
+        if not now.step or not pace.gap_cost or alone <= 0:
             return 0.0
-        return pace.added(alone, answer=pace.decodes * self.gap_weight / pace.gap_cost)
+        count = min(alone / now.prompts, pace.decodes * self.gap_weight / pace.gap_cost)
+        longer = now.step + (now.long - now.step) * min(1.0, count) - now.base
+        return pace.gap_cost * count * max(0.0, longer)
 
     def decode_cost(self) -> float:
         """Of the decode at this worker. 0: it is unknown."""
@@ -271,10 +273,10 @@ def offer(
         cached,
         load,
         waiting,
-        loads.mean_prompt,
+        loads.prompts.value,
         held_tokens,
         status.blocks_spare * sent.block_size,
-        loads.reuse,
+        loads.reused.value,
         sent.fits(request.tokens + 1),
         max(waiting, loads.router_tokens(row)) > budget,
         encoding,

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from baton.kv_names import ImageSpan
-from baton.router.policy.chunk_index import NOTHING_CACHED, Overlap
+from baton.router.policy.chunk_index import Overlap
 
 POINTS_PER_WORKER = 128
 """A worker's share of the sessions varies by 1/√128 = 9 %."""
@@ -227,7 +227,8 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
             bound = float(np.add.reduce(snapshot.wait.take(rows))) / len(rows) * (1 + 1e-9)
         if wait <= bound:  # at least one worker is not above the mean
             break
-    if cached is NOTHING_CACHED or not (saved := cached.most - cached.of(home)):
+    held = cached.of(home)
+    if not (saved := cached.most - held):
         return home
     if cached.count > 1 and saved < cached.count * snapshot.mean_prompt:
         return home
@@ -238,7 +239,7 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
     # Routers that see the same costs send different sessions to different ones of equal workers.
     costs = ((cost(row, cached.most), (row ^ request.key) & _ROW, row) for row in cached.holders())
     least, _, best = min(costs)
-    return best if least < cost(home, cached.of(home)) else home
+    return best if least < cost(home, held) else home
 
 
 def round_robin(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:

@@ -138,14 +138,15 @@ class PrefillLoads:
 
     Attributes:
         index: the cached chunks. The caller applies the workers' reports to it.
+        prompts: tokens that a prompt of this router needed to compute lately.
+        reused: share of the tokens of its recent prompts that were cached.
     """
 
     def __init__(self) -> None:
         self.index = ChunkIndex()
         self._workers: list[_Worker | None] = []  # by row; None: free
         self._free: list[int] = []  # these rows
-        self._prompts = Average()
-        self._reused = Average()
+        self.prompts, self.reused = Average(), Average()
         self._speed = np.ones(0)
         # The wait is at least the first, and lasts until the second; infinite if the worker does not serve.
         self._least_wait, self._wait_until = np.zeros(0), np.zeros(0)
@@ -330,8 +331,8 @@ class PrefillLoads:
             worker.first_at = now
         worker.router_tokens += work.tokens
         worker.sent.append(work)
-        self._prompts.add(work.tokens)
-        self._reused.add(work.cached, work.cached + work.tokens)
+        self.prompts.add(work.tokens)
+        self.reused.add(work.cached, work.cached + work.tokens)
         self._changed(row)
         self.index.expect(row, work.chunks)
 
@@ -382,16 +383,6 @@ class PrefillLoads:
         """Prompt tokens that the worker lately computed in a second."""
         return self._worker(row).prompt_rate.value
 
-    @property
-    def mean_prompt(self) -> float:
-        """Tokens that a prompt of this router needed to compute lately. 0: none was sent."""
-        return self._prompts.value
-
-    @property
-    def reuse(self) -> float:
-        """Share of the tokens of recent prompts of this router that were cached."""
-        return self._reused.value
-
     def demand(self) -> Demand | None:
         """What comes to the workers of both pools. None: no prompt or no answer lately."""
         computed = generated = position = context = gap_cost = 0.0
@@ -403,7 +394,7 @@ class PrefillLoads:
                 position += prompts * worker.position.value
                 context += output * worker.context.value
                 gap_cost += output * worker.gap_cost.value
-        prompt = self.mean_prompt
+        prompt = self.prompts.value
         if not (computed and generated and prompt):
             return None
         return Demand(
@@ -458,7 +449,7 @@ class PrefillLoads:
             self._speed,
             cached,
             load,
-            self._prompts.value,
+            self.prompts.value,
             now,
             self._least_wait,
             self._wait_until,

@@ -20,6 +20,17 @@ def test_reference_pages_are_current() -> None:
     assert sorted(found[1] for text in pages().values() for found in BLOCK.findall(text)) == sorted(BLOCKS)
 
 
+def test_each_term_of_a_cost_has_one_row_in_the_table_below_the_formulas() -> None:
+    formulas, rows = "\n".join(BLOCKS["terms"]()).split("\n```\n")
+    costs = dict(line.split(" = ") for line in formulas.splitlines()[1:])
+    costs = {name.strip(): re.findall(r"[A-Za-z]+'?", formula) for name, formula in costs.items()}
+    used = (
+        {term for terms in costs.values() for term in terms} - {*costs} - {"c", "N", "at", "two", "workers"}
+    )
+    explained = [term for names in re.findall(r"^\| `(.*?)` \|", rows, re.M) for term in names.split(", ")]
+    assert sorted(explained) == sorted(used)
+
+
 def test_the_list_of_suites_has_each_test_once_with_its_outcome() -> None:
     for name, suite in tomllib.loads((HERE.parent / "suites.toml").read_text()).items():
         listed = suite["passed"] + [test for group in suite["not_passed"] for test in group["tests"]]

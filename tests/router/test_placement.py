@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -93,14 +94,22 @@ def test_the_formula_of_the_docstring_is_what_costs_are_computed_by() -> None:
     formulas = dict(
         re.findall(r"^    (one worker|handover|prompt|decode|join) += (.*?)(?:  .*)?$", text, re.M)
     )
+    [cost_of_gap] = re.findall(r"^c = (F / .*?) seconds", text, re.M)
+    rows = re.findall(r"^    (\S+|d, d')  +\w", text.partition(" join ")[2], re.M)
     growing = replace(FIXED, decode_seconds=(0.010, 0.010 + 255 * 0.001))
 
     def value(name: str, terms: dict[str, float]) -> float:
-        return eval(formulas[name].replace("·", "*").replace("d'", "d_"), {}, terms)  # noqa: S307
+        return evaluated(formulas[name].replace("d'", "d_"), terms)
 
-    loads: list[dict[str, Any]] = [{"decodes": 3}, {"decodes": 3, "rate": 1500.0}, {"rate": 1500.0}]
+    loads: list[dict[str, Any]] = [
+        {"decodes": 3},
+        {"decodes": 3, "rate": 1500.0},
+        {"rate": 1500.0},
+        {"rate": 1500.0, "mean_prompt": 10_000.0},
+    ]
     for load in loads:
         found = offer(1000, model=growing, ahead=500, **load)
+        alone = 1e-4 * found.mean_prompt
         pace, request = found.pace, found.request
         step, stretch = (0.012, 16 / 6) if pace.decodes else (0.0, 1.0)
         share = pace.busy * stretch
@@ -109,14 +118,15 @@ def test_the_formula_of_the_docstring_is_what_costs_are_computed_by() -> None:
             pace.decodes + 1, pace.context + request.tokens, pace.gap_cost + found.gap_weight / request.answer
         )
         gap, late = pace.gap_of(then, pace.busy)
-        later = then.stretch - stretch + JOIN_STEPS * (then.step - step) / 0.1
-        first_step = 0.0 if pace.decodes else pace.busy * 0.1  # it may compute a prompt of 1,000 tokens only
+        later = then.stretch - stretch + JOIN_STEPS * (then.step - step) / alone
+        # It may compute prompts only, but no more than fit into a step.
+        first_step = 0.0 if pace.decodes else pace.busy * min(alone, 0.8192)
 
         def longer(alone: float, step: float = step) -> float:
             return alone / (0.6 * step) * (1.6 * step - max(step, SHORT)) if step else 0.0
 
         terms = {
-            "c": 1.0 / GAP / request.answer,
+            "c": evaluated(cost_of_gap, {"F": 1.0, "G": GAP, "N": request.answer}),
             "C": pace.decodes * 1.0 / GAP / request.answer,
             "N": request.answer,
             "step": step,
@@ -134,7 +144,7 @@ def test_the_formula_of_the_docstring_is_what_costs_are_computed_by() -> None:
         ):  # fmt: skip
             assert cost == pytest.approx(value(name, terms)), (name, load)
         full: dict[str, Any] = {"spare": 500.0, "reuse": 0.5}
-        prefill, decode = (offer(1000, row, model=growing, **load, **full) for row in (1, 0))
+        prefill, decode = (offer(1000, row, model=growing, ahead=500, **load, **full) for row in (1, 0))
         forgotten, of_prompt = (
             0.5 * (seconds * (stretch + behind) + terms["C"] * longer(seconds)) for seconds in (0.065, 0.05)
         )
@@ -144,6 +154,13 @@ def test_the_formula_of_the_docstring_is_what_costs_are_computed_by() -> None:
         assert (costs["decode"], costs["prefill"]) == pytest.approx((value("one worker", one),) * 2)
         both = {**one, "late": 0.25, "join": decode.join_cost, "forgotten": (of_prompt + forgotten) / 2}
         assert costs["handover"] == pytest.approx(value("handover", both))
+        explained = {*terms, *both} - {"c", "N", *formulas}
+        assert sorted(rows) == sorted({*explained, "d, d'"} - {"d", "d_"}), "each term has its row"
+
+
+def evaluated(formula: str, terms: Mapping[str, float]) -> float:
+    """Of a docstring."""
+    return eval(formula.replace("·", "*").replace("²", "**2"), {}, terms)  # noqa: S307
 
 
 def test_the_largest_step_with_decodes_bounds_what_a_worker_computes_beside_them() -> None:
@@ -165,7 +182,9 @@ def test_decoding_with_vllm_costs_gaps_beyond_the_fastest_step() -> None:
     slow = replace(FIXED, decode_seconds=(0.010, 0.010 + 255 * 0.001))
     assert offer(model=slow, largest=9000).decode_cost() == 0, "the fastest step costs nothing"
     two = offer(model=slow, decodes=1, largest=9000)  # 10 ms, then 11: less than a short step
-    assert two.decode_cost() == pytest.approx(2 * 0.001**2 / (SHORT - 0.010) / GAP)
+    [formula] = re.findall(r"with vLLM (\(.*?) of a shorter", " ".join((placement.__doc__ or "").split()))
+    late = evaluated(formula, {"s": 0.011, "f": 0.010, "short": SHORT})
+    assert two.decode_cost() == pytest.approx(2 * late / GAP)
     ten = offer(model=slow, decodes=10, largest=9000)  # 19 ms, and 20 with this request
     assert ten.decode_cost() == pytest.approx((0.020 - 0.010 + 10 * 0.001) / GAP)
 
