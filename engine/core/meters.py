@@ -172,17 +172,21 @@ class ChunkLimit:
         """Most prompt tokens of the next step with decodes: at least `LEAST`.
 
         `prompts`: of each prompt, in order, the tokens that are left and the time when they should be
-        computed. `begins`: when the step should begin. `joins_at`: when a request from another worker joins,
-        which waits until the step is over. `encoding`: seconds of images that wait for the encoder here.
-        Prompts and images share the time beside the decodes as their work is.
+        computed; -inf: of a stream that begins again. `begins`: when the step should begin. `joins_at`: when
+        a request from another worker joins, which waits until the step is over. `encoding`: seconds of images
+        that wait for the encoder here. Prompts and images share the time beside the decodes as their work is.
 
         The result is the fewest tokens with which all prompts are in time. They are computed a short step
         before they are due, since a prompt waits for the end of its last step. The result is bounded by a
-        long step, and by one that ends a short step after a request joins. So a request that joins waits for
-        a short step at most, and for its own, which is short, too. If several prompts wait, each of them
-        waits as that request does: it may be as many short steps as wait for each of their tokens on average.
-        Without that, streams that begin again after a takeover, while others join in each step, would wait
-        for a second (32 streams of 16,000 tokens on an H200).
+        long step, and for a request that joins:
+
+            joins_at ≤ begins   by a short step, in which the request gets its next token
+            joins_at > begins   by a step that ends w short steps after `joins_at`, if w prompts wait for each
+                                prompt token on average
+
+        So its second token comes w + 1 short steps after its KV at most. Neither bound holds while a stream
+        begins again, as after a takeover: it waits in a gap as the request does. If others joined in each
+        step, 32 streams of 16,000 tokens would begin again in steps of 16 tokens.
 
         Where gaps cost nothing (`long_seconds`), a step that ends the first prompt may take longer, by the
         time that decodes take: the step after it would take that for them anyway.
@@ -196,8 +200,10 @@ class ChunkLimit:
             images = encoding / (encoding + computing)
             short, long = (each - images * max(0.0, each - decode - fixed) for each in (short, long))
         full = self._mixed_step(batch, long)
-        until_join = max(0.0, joins_at - begins) + waiting * short
-        most = max(LEAST, full.tokens if until_join >= long else self._fitting(batch, until_join))
+        until = short if joins_at <= begins else joins_at - begins + waiting * short
+        if any(due == -math.inf for _, due in prompts):
+            until = math.inf
+        most = max(LEAST, full.tokens if until >= long else self._fitting(batch, until))
         least = LEAST
         if behind and batch.rows and not batch.gap_cost and joins_at == math.inf:
             least = behind[0] if behind[0] <= self._fitting(batch, long + decode) else LEAST

@@ -7,6 +7,8 @@ import pytest
 
 from baton.engine import MixedStep
 from baton.engine.core.meters import LEAST, LONG, Batch, ChunkLimit
+from baton.simulator.step_worker import measured as measured_h200
+from baton.simulator.steps import H200_8B
 from baton.steps.learned_steps import LearnedSteps, row_sizes, token_sizes
 from baton.steps.step_model import StepModel
 from tests.engine.conftest import MakeEngine
@@ -191,12 +193,42 @@ def test_a_step_ends_a_short_step_after_a_request_joins_at_most() -> None:
         assert limit.tokens(ONE, LATE, 1.0, joins_at=joins_at) == pytest.approx(tokens, abs=1), joins_at
 
 
-def test_many_that_wait_are_not_held_up_by_one_that_joins() -> None:
-    """As after a takeover: streams begin again with some tokens each, while requests join in each step."""
+def test_a_request_that_joins_waits_as_prompts_do_and_its_own_step_is_short() -> None:
+    """1.5 and 2 prompts wait for each token of two and three. A short step takes 17.3 ms, a long one 30."""
     limit = measured(0.030)
-    short, long = limit.tokens(ONE, [], 0.0), limit.long_step(ONE).tokens
-    waiting = [(60, 0.0)] * 9
-    assert limit.tokens(ONE, waiting, 1.0, joins_at=1.0) == limit.tokens(ONE, waiting, 1.0) == long > short
+    for waiting, tokens in ((1, 83), (2, 170), (3, 200)):
+        prompts = [(60, 0.0)] * waiting
+        assert limit.tokens(ONE, prompts, 1.0, joins_at=1.001) == pytest.approx(tokens, abs=1), waiting
+        assert limit.tokens(ONE, prompts, 1.0, joins_at=1.0) == limit.tokens(ONE, [], 0.0)
+
+
+def begin_again(due: float, *, joins: bool) -> tuple[int, float]:
+    """Returns the steps and the seconds of an H200 in which 32 streams of 16,000 tokens get a token again.
+    Each has 100 tokens whose KV was lost. `joins`: one more request, of 500 tokens, joins in each step."""
+    limit = ChunkLimit(LearnedSteps(*SIZES, measured_h200(H200_8B)), None, 8192)
+    left, joined, now, steps = [100] * 32, 0, 0.0, 0
+    while left:
+        joined += joins
+        again = 32 - len(left)
+        rows, context = again + joined, 16_000 * again + 500 * joined
+        batch = Batch(rows, context, 16_000, 0.13 * rows)
+        tokens = limit.tokens(batch, [(each, due) for each in left], now, now if joins else math.inf)
+        chunks = []
+        while left and tokens:
+            chunks.append((min(tokens, left[0]), 16_000))
+            tokens, left[0] = tokens - chunks[-1][0], left[0] - chunks[-1][0]
+            left = left if left[0] else left[1:]
+        now, steps = now + H200_8B.step(rows, context, chunks), steps + 1
+    return steps, now
+
+
+def test_streams_begin_again_in_long_steps_though_a_request_joins_in_each() -> None:
+    """As after a takeover. Prompts of new requests would be computed in short steps."""
+    (steps, seconds), (alone, _) = begin_again(-math.inf, joins=True), begin_again(-math.inf, joins=False)
+    assert steps <= 1.5 * alone
+    of_prompts, longer = begin_again(0.0, joins=True)
+    assert of_prompts > 4 * steps
+    assert longer > 2 * seconds
 
 
 def test_the_limit_adapts_to_changed_costs() -> None:
