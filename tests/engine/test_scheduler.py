@@ -328,6 +328,7 @@ def test_a_started_request_gets_blocks_at_once_and_is_handed_back_on_preemption(
     )
     schedules = [step(scheduler) for _ in range(9)]
     assert [schedule.preempted for schedule in schedules if schedule.preempted] == [[started]]
+    assert started.phase is Phase.GONE
 
 
 def test_cached_tokens_do_not_count_as_waiting():
