@@ -181,26 +181,6 @@ async def source(
             yield Kubernetes(server)
 
 
-@pytest.mark.all
-async def test_workers_come_and_go(source: Source) -> None:
-    async with Follower(source.discovery) as router:
-        await source.join(A)
-        await router.until(A)
-        await source.join(B)
-        await router.until(A, B)
-        await source.leave(A)
-        await router.until(B)
-        await source.leave(B)
-        await router.until()
-
-
-async def test_workers_listed_before_the_start_are_found(source: Source) -> None:
-    await source.join(A)
-    await source.join(B)
-    async with Follower(source.discovery) as router:
-        await router.until(A, B)
-
-
 async def test_after_fast_changes_the_last_state_of_a_worker_holds(source: Source) -> None:
     await source.join(B)
     async with Follower(source.discovery) as router:
