@@ -237,13 +237,9 @@ class StepModel:
 def interpolated(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
     """Linear between measured sizes, and beyond the last two of them. Below the first it is constant. With
     one size it is proportional beyond it."""
-    right = bisect_left(sizes, size)
+    right = bisect_left(sizes, size, 0, len(sizes) - 1)
     if right == 0:
-        return seconds[0]
-    if right == len(sizes):
-        right -= 1
-        if right == 0:
-            return seconds[0] * size / sizes[0]
+        return seconds[0] if size <= sizes[0] else seconds[0] * size / sizes[0]
     left = right - 1
     begin, start = seconds[left], sizes[left]
     return begin + (seconds[right] - begin) / (sizes[right] - start) * (size - start)

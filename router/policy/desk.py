@@ -98,7 +98,6 @@ class Desk(Fleet):
         self.loads.leave(row)
         self.links.leave(row)
         self._open = {attempt: work for attempt, work in self._open.items() if work[0] != row}
-        self.paces.pop(row, None)
         worker = self.workers.pop(row)
         if self.named.get(worker.address) is worker:
             del self.named[worker.address]

@@ -35,6 +35,9 @@ class Seen:
     """Those of the last report, by incarnation and tier of the other worker."""
     load: DecodeLoad = field(init=False)
     """What the router knows of its decodes, in either pool, while it is attached."""
+    pace: tuple[pb.WorkerStatus, Pace] | None = None
+    """That of the last plan, with the report that it follows from. Reports come once a second, and many
+    requests are planned between two."""
     shown_images: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     """By name, tokens of those whose pixels it got from this router. It should keep their embeddings."""
     retired: bool = False
@@ -62,8 +65,6 @@ class Fleet:
         prefills, decodes: those that get new work of the pool.
         links: those that KV comes on.
         promised_slots, promised_positions: room at decode workers that prompts need when they start.
-        paces: those of the last plans by row, each with the report that it follows from. Reports come once a
-            second, and many requests are planned between two.
         policy: chooses prefill workers.
         apart: prefill workers leave all decodes to decode workers with room, as in `regime`.
         had_decode: the decode pool had a worker once.
@@ -79,7 +80,6 @@ class Fleet:
     loads: PrefillLoads
     policy: PrefillPolicy
     links: Links = field(default_factory=Links)
-    paces: dict[int, tuple[pb.WorkerStatus, Pace]] = field(default_factory=dict)
     promised_slots: int = 0
     promised_positions: int = 0
     settings: PlanSettings = DEFAULT_SETTINGS

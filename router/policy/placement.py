@@ -289,7 +289,7 @@ def offer(
 def _pace(fleet: Fleet, worker: Seen, model: StepModel, gap: float, answer: int) -> Pace:
     """That of the worker now. One that does not depend on the request is kept until a report comes, or until
     the number of decodes changes."""
-    status, sent, kept = worker.status, worker.load, fleet.paces.get(worker.row)
+    status, sent, kept = worker.status, worker.load, worker.pace
     decoding, decodes = status.requests_decoding, sent.running
     # Prompts of other routers count as running, too.
     if (prompts := status.requests_running - decoding) > 0:
@@ -307,7 +307,7 @@ def _pace(fleet: Fleet, worker: Seen, model: StepModel, gap: float, answer: int)
         model, gap, decodes, context, costs, rate, position, status.mixed_step_tokens, by_decodes
     )  # fmt: skip
     if status.gap_target_seconds and (decoding or not decodes):
-        fleet.paces[worker.row] = status, pace
+        worker.pace = status, pace
     return pace
 
 

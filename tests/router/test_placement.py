@@ -27,7 +27,7 @@ from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.policy.prefixes import Prefixes
 from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
-from baton.steps.step_model import StepModel
+from baton.steps.step_model import StepModel, long_seconds
 
 from .fleets import fleet_of, seen_worker
 
@@ -85,6 +85,10 @@ def test_a_prompt_costs_its_first_token_and_what_it_adds_to_others() -> None:
     assert few.prompt_cost == few.first, "a short step costs nothing"
     busy = offer(1000, model=FIXED, rate=5000.0)
     assert busy.prompt_cost == pytest.approx(0.1 + 0.5 / 0.5 * 0.1 / 2), "prompts come behind it"
+    full = offer(1000, model=FIXED, rate=1e6)
+    most = MOST_BUSY / (1 - MOST_BUSY)
+    assert full.prompt_cost == pytest.approx(0.1 + most * 0.1 / 2), "more than it can compute"
+    assert changed(full, decodes=1, gap_cost=0.1).pace.behind == pytest.approx(most), "beside decodes, too"
 
 
 def test_the_formula_of_the_docstring_is_what_costs_are_computed_by() -> None:
@@ -163,6 +167,39 @@ def evaluated(formula: str, terms: Mapping[str, float]) -> float:
     return eval(formula.replace("·", "*").replace("²", "**2"), {}, terms)  # noqa: S307
 
 
+@pytest.mark.parametrize(("position", "within"), [(0.0, 0.01), (4000.0, 0.08)])
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("decodes", "context"), [(1, 0.0), (20, 2000.0), (60, 0.0), (60, 2000.0)])
+def test_a_worker_computes_as_many_prompt_tokens_beside_decodes_as_fit_into_a_long_step(
+    position: float, within: float, overlap: float, decodes: int, context: float
+) -> None:
+    pace = offer(
+        model=replace(H200, overlap=overlap), decodes=decodes, context=decodes * context, position=position
+    ).pace
+    fitting = pace.model.fitting(decodes, decodes * context, position, pace.now.long)
+    assert pace.now.prompts == pytest.approx(fitting * pace.token, rel=within)
+
+
+@pytest.mark.parametrize("decodes", [1, 20])
+def test_a_long_step_is_longer_where_any_prompt_adds_much_to_a_step(decodes: int) -> None:
+    """As with experts: a step with 16 prompt tokens takes 11 ms, one with a decode alone 4 ms."""
+    experts = replace(H200, prompt_seconds=(0.011, 0.016, 0.12))
+    pace = offer(model=experts, decodes=decodes).pace
+    fixed, fastest = experts.fixed(decodes), experts.decode_seconds[0]
+    expected = long_seconds(pace.now.step, fastest, GAP, pace.gap_cost, 1.0, fixed)
+    assert fixed > 0
+    assert pace.now.long == pytest.approx(expected)
+
+
+def test_tokens_far_behind_the_beginning_take_longer_and_a_worker_has_time_to_decode() -> None:
+    far = replace(FIXED, pair_seconds=1e-9)
+    middle, later = (offer(1000, model=far, ahead=500, position=at).pace for at in (4096.0, 14_096.0))
+    assert (middle.token, later.token) == pytest.approx((1e-4, 1e-4 + 1e4 * 1e-9)), "a large step is the mean"
+    full = offer(model=far, decodes=3, rate=1e6, position=1e5).pace
+    assert full.busy * (full.now.long - full.now.step) / full.now.prompts > MOST_BUSY
+    assert full.gap_of(full.now, full.busy)[0] == pytest.approx(full.now.step / (1 - MOST_BUSY))
+
+
 def test_the_largest_step_with_decodes_bounds_what_a_worker_computes_beside_them() -> None:
     """A long step would take 16 ms, 6 of them for 60 tokens. With 22 rows it has 20, and takes 12 ms."""
     beside = offer(1000, model=FIXED, decodes=2)
@@ -197,6 +234,8 @@ def test_decoding_costs_gaps_beyond_a_short_step_and_prompts_that_become_slower(
     hasty = changed(ten, 0.5, gap_cost=ten.pace.gap_cost / 2)
     assert hasty.decode_cost() == pytest.approx(0.5 * ten.decode_cost())
     assert ten.join_cost == pytest.approx(0.019 / 150 / GAP), "it waits for the step under way"
+    reads = offer(model=replace(FIXED, context_seconds=4e-6))  # 2,000 positions in 8 ms
+    assert reads.decode_cost() == pytest.approx((0.018 - SHORT) / GAP)
     busy = offer(model=FIXED, rate=2000.0, decodes=1)  # prompts take a fifth of its time
     gap = 0.010 / (1 - 0.2)
     assert busy.decode_cost() == pytest.approx(0.2 / 0.006 * gap * (GAP - SHORT) / GAP)

@@ -246,14 +246,17 @@ def test_plans_are_those_without_what_is_kept_for_them(monkeypatch: pytest.Monke
 
     def compared(desk: Desk, request: PrefillRequest, held: Held) -> Plan | Lack:
         nonlocal reused
-        drawn, before = desk.rng.getstate(), {id(pace) for _, pace in desk.paces.values()}
+        drawn, workers = desk.rng.getstate(), desk.workers.values()
+        before = [worker.pace for worker in workers]
         found = planned(desk, request, held)
-        kept = dict(desk.paces)
-        reused += len(before.intersection(id(pace) for _, pace in kept.values()))
-        desk.paces.clear()
+        kept = [worker.pace for worker in workers]
+        reused += sum(pace is not None and pace is old for pace, old in zip(kept, before, strict=True))
+        for worker in workers:
+            worker.pace = None
         desk.rng.setstate(drawn)
         assert plan(request, held, desk) == found
-        desk.paces |= kept
+        for worker, pace in zip(workers, kept, strict=True):
+            worker.pace = pace
         return found
 
     monkeypatch.setattr(Desk, "plan", compared)
