@@ -11,21 +11,18 @@ from aiohttp import web
 from baton.router import errors
 from baton.router.api.admin_bodies import LoadAdapterBody, UnloadAdapterBody
 from baton.router.api.validation import parse
-from baton.router.endpoints.http_admin import AdminCalls, name_of
+from baton.router.endpoints.http_admin import AdminCalls, Handler, name_of
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.adapters import change_adapters
 from baton.rpc.all_workers import NotDone
 
-PATHS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PURPOSE = "load or unload adapters"
 SHOWN_WITHIN, SHOWN_CHECK = 5.0, 0.02  # seconds
 
 
 class HttpAdapters(AdminCalls):
-    def routes(self) -> list[web.RouteDef]:
-        load, unload = PATHS
-        answered = self.answered
-        return [web.post(load, answered(self._load)), web.post(unload, answered(self._unload))]
+    def handlers(self) -> dict[str, Handler]:
+        return {"POST /v1/load_lora_adapter": self._load, "POST /v1/unload_lora_adapter": self._unload}
 
     async def _load(self, request: web.Request) -> web.Response:
         body = parse(LoadAdapterBody, await self.body(request))

@@ -35,10 +35,15 @@ class AdminCalls:
         self.status = status
         self._keys = None if config.admin_key is None else KeyRing((config.admin_key,))
 
-    def routes(self) -> list[web.RouteDef]:
+    def handlers(self) -> dict[str, Handler]:
+        """By method and path."""
         raise NotImplementedError
 
-    def answered(self, handler: Handler) -> Handler:
+    def routes(self) -> list[web.RouteDef]:
+        named = ((*call.split(), handler) for call, handler in self.handlers().items())
+        return [web.route(method, path, self._answered(handler)) for method, path, handler in named]
+
+    def _answered(self, handler: Handler) -> Handler:
         """Checks the key, and turns errors into responses."""
 
         async def answer(request: web.Request) -> web.Response:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.router import errors
 from baton.router.api.bodies import BatchBody, FileForm
-from baton.router.api.queries import BatchesQuery, FilesQuery, PageQuery
+from baton.router.api.queries import BatchesQuery, FilesQuery, PageQuery, page_of
 from baton.router.api.validation import parse, validate
 from baton.router.batches.objects import (
     MAX_SECONDS,
@@ -34,8 +35,6 @@ from baton.router.preparation.prepare import Generated
 
 ENDPOINTS: dict[str, Generated] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 WINDOW_SECONDS = 24 * 3600
-PAGE = 100
-"""Objects of one answer with a list, at most. A client that asks for more gets the rest as further pages."""
 PIECE_BYTES = 1 << 20
 """Of an upload, that are written at once."""
 MAX_NAME = 256
@@ -249,14 +248,4 @@ def _json(answer: Any) -> web.Response:
 
 
 def _page(query: PageQuery, objects: list[Any]) -> web.Response:
-    if query.order == "desc":
-        objects = objects[::-1]
-    if (after := query.after) is not None:
-        ids = [each.id for each in objects]
-        if after not in ids:
-            raise errors.NotFound.at("after", f"there is no {after[:80]!r}")
-        objects = objects[ids.index(after) + 1 :]
-    limit = min(PAGE, query.limit)
-    page = objects[:limit]
-    ends = {"first_id": page[0].id, "last_id": page[-1].id} if page else {"first_id": None, "last_id": None}
-    return _json({"object": "list", "data": page, **ends, "has_more": len(objects) > limit})
+    return _json(page_of(query, objects, attrgetter("id"), lambda each: each))

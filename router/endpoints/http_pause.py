@@ -10,24 +10,21 @@ from aiohttp import web
 from baton.router import errors
 from baton.router.api.admin_bodies import LONGEST_PAUSE, MemoryBody, MemoryTag, PauseQuery
 from baton.router.api.validation import parse, validate
-from baton.router.endpoints.http_admin import AdminCalls, name_of
+from baton.router.endpoints.http_admin import AdminCalls, Handler, name_of
 from baton.rpc.all_workers import NotDone
 from baton.rpc.pause import Workers, workers_at
 from baton.system.words import counted
 
-PATHS = "/pause", "/resume", "/is_paused", "/release_memory_occupation", "/resume_memory_occupation"
-
 
 class HttpPause(AdminCalls):
-    def routes(self) -> list[web.RouteDef]:
-        pause, resume, is_paused, release, take_again = PATHS
-        return [
-            web.post(pause, self.answered(self._pause)),
-            web.post(resume, self.answered(self._resume)),
-            web.get(is_paused, self.answered(self._is_paused)),
-            web.post(release, self.answered(self._release)),
-            web.post(take_again, self.answered(self._take_again)),
-        ]
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "POST /pause": self._pause,
+            "POST /resume": self._resume,
+            "GET /is_paused": self._is_paused,
+            "POST /release_memory_occupation": self._release,
+            "POST /resume_memory_occupation": self._take_again,
+        }
 
     async def _pause(self, request: web.Request) -> web.Response:
         query = validate(PauseQuery, dict(request.query))

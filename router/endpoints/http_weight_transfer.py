@@ -17,14 +17,12 @@ from baton.router import errors
 from baton.router.api.admin_bodies import FinishWeightsBody, InitTransferBody, UpdateInfoBody
 from baton.router.api.validation import parse
 from baton.router.config import RouterConfig
-from baton.router.endpoints.http_admin import AdminCalls, Status
+from baton.router.endpoints.http_admin import AdminCalls, Handler, Status
 from baton.router.endpoints.http_weights import new_version, workers_for_weights
 from baton.rpc.all_workers import NotDone
 from baton.rpc.weights import Replacement, named, outcome_of, replacement_at
 
 log = logging.getLogger(__name__)
-
-PATHS = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"
 
 
 class _Update:
@@ -45,9 +43,13 @@ class HttpWeightTransfer(AdminCalls):
         self._one_at_a_time = asyncio.Lock()
         self._expiring: asyncio.Task[None] | None = None
 
-    def routes(self) -> list[web.RouteDef]:
-        handlers = self._init, self._start, self._stage, self._finish
-        return [web.post(path, self.answered(handler)) for path, handler in zip(PATHS, handlers, strict=True)]
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "POST /init_weight_transfer_engine": self._init,
+            "POST /start_weight_update": self._start,
+            "POST /update_weights": self._stage,
+            "POST /finish_weight_update": self._finish,
+        }
 
     async def close(self, app: web.Application) -> None:
         """Ends the update that is under way, if there is one. Workers keep their weights."""

@@ -6,23 +6,18 @@ from aiohttp import web
 
 from baton.router.api.admin_bodies import UpdateWeightsBody
 from baton.router.api.validation import parse
-from baton.router.endpoints.http_admin import AdminCalls, name_of
+from baton.router.endpoints.http_admin import AdminCalls, Handler, name_of
 from baton.rpc.all_workers import NotDone
 from baton.rpc.pools import in_turns
 from baton.rpc.weights import named, outcome_of, replace_weights
 from baton.system.words import counted
 
-PATHS = "/get_world_size", "/update_weights_from_disk"
 CONNECT_WITHIN = 5.0  # seconds
 
 
 class HttpWeights(AdminCalls):
-    def routes(self) -> list[web.RouteDef]:
-        world_size, update = PATHS
-        return [
-            web.get(world_size, self.answered(self._world_size)),
-            web.post(update, self.answered(self._update)),
-        ]
+    def handlers(self) -> dict[str, Handler]:
+        return {"GET /get_world_size": self._world_size, "POST /update_weights_from_disk": self._update}
 
     async def _world_size(self, request: web.Request) -> web.Response:
         workers = (await self.status())["workers"]

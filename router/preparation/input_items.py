@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from baton.router.api.queries import PageQuery
+from baton.router.api.queries import PageQuery, page_of
 from baton.router.errors import InvalidRequest
 
 Raw = bytes | bytearray
@@ -94,33 +94,22 @@ def resolved(input: bytes, items: Mapping[str, bytes]) -> bytes:
 
 def input_items(history: Raw, query: PageQuery) -> bytes:
     """Returns the page as JSON. `history`: a JSON array of what was sent and answered in each turn: arrays of
-    items, and texts of a user."""
+    items, and texts of a user. Raises NotFound."""
     items: list[msgspec.Raw] = []
     for part in _parts(history):
         is_text = bytes(part).startswith(b'"')
         items += [msgspec.Raw(b'{"role":"user","content":%b}' % bytes(part))] if is_text else _parts(part)
-    order = range(len(items)) if query.order == "asc" else range(len(items) - 1, -1, -1)
-    start = 0
-    if query.after:
-        places = (place for place, index in enumerate(order, 1) if _id(items[index], index) == query.after)
-        start = next(places, 0)
-    page = [_shown(items[index], index) for index in order[start : start + query.limit]]
-    ids = [item["id"] for item in page]
-    listed = {
-        "object": "list", "data": page, "has_more": start + query.limit < len(items),
-        "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None,
-    }  # fmt: skip
-    return _encode(listed)
+    return _encode(page_of(query, [*enumerate(items)], lambda each: _id(*each), lambda each: _shown(*each)))
 
 
-def _id(item: msgspec.Raw, index: int) -> str:
+def _id(index: int, item: msgspec.Raw) -> str:
     return _named(item).id or f"item_{index}"
 
 
-def _shown(item: msgspec.Raw, index: int) -> dict[str, Any]:
+def _shown(index: int, item: msgspec.Raw) -> dict[str, Any]:
     fields: dict[str, Any] = dict(_members(item))
     fields |= {name: _decode(fields[name]) for name in ("type", "role") if name in fields}
-    fields["id"] = _id(item, index)
+    fields["id"] = _id(index, item)
     if fields.setdefault("type", "message") == "message" and bytes(fields["content"]).startswith(b'"'):
         kind = "output_text" if fields["role"] == "assistant" else "input_text"
         fields["content"] = [{"type": kind, "text": fields["content"]}]

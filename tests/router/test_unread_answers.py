@@ -15,10 +15,10 @@ import pytest
 
 from baton.router import server
 from baton.router.admission.keys import ApiKey
+from baton.router.api.queries import PAGE
 from baton.router.batches.objects import BatchObject, new_id, owner_of, timestamp
 from baton.router.batches.storage import Storage
 from baton.router.endpoints import http_connections
-from baton.router.endpoints.http_batches import PAGE
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates

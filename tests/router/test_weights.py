@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from baton.cluster.options.clients import EndpointOptions
 from baton.cluster.tools import weights
 from baton.router.admission.keys import ApiKey, api_keys
-from baton.router.endpoints import http_weight_transfer
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import roster
 from baton.rpc import inference_pb2
@@ -37,6 +36,10 @@ from .test_workers import rewrite
 
 NEWEST = pb.StageWeights(path="/step-200", version="v2", named_at=2)
 OLDER = pb.StageWeights(path="/step-100", version="v1", named_at=1)
+
+TRANSFER = (
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+)  # fmt: skip
 
 
 class Trained(FakeWorker):
@@ -370,7 +373,7 @@ async def test_a_trainer_replaces_the_weights_over_http(tokenizer: ModelTokenize
 async def test_a_trainer_moves_weights_by_the_calls_of_vllm(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
-    init, start, update, finish = http_weight_transfer.PATHS
+    init, start, update, finish = TRANSFER
     key, headers = ApiKey.of("admin", "trainer"), {"Authorization": "Bearer trainer"}
     async with trained(tokenizer, tmp_path, admin_key=key) as (cluster, workers):
 
@@ -505,7 +508,7 @@ async def test_an_update_that_is_not_finished_ends_after_a_time(
     tokenizer: ModelTokenizer, tmp_path: Path, clock: Clock
 ) -> None:
     """After the last of its calls, however long that took."""
-    _, start, update, finish = http_weight_transfer.PATHS
+    _, start, update, finish = TRANSFER
     key, headers = ApiKey.of("admin", "trainer"), {"Authorization": "Bearer trainer"}
     async with trained(tokenizer, tmp_path, admin_key=key, request_timeout=200.0) as (cluster, workers):
 
