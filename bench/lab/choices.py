@@ -29,7 +29,7 @@ import msgspec
 
 from baton.bench.lab.driver import LOGS, Bench, Option, Run
 from baton.bench.lab.harness.cluster import served
-from baton.bench.lab.harness.streams import Case, Stream, new_session, post
+from baton.bench.lab.harness.streams import Case, Stream, new_session, post, with_ends
 from baton.bench.lab.shapes import DENSE, SHAPES
 from baton.bench.report import Row
 from baton.kv_names import CHUNK_TOKENS
@@ -201,9 +201,7 @@ def measure(run: Run) -> None:
     record = run.logs / "plans"
     flags = ("--advanced.record-plans", str(record))
     with served(run, *FLAGS, shape=SHAPE, prefill=2, router_flags=flags) as cluster:
-        streams = asyncio.run(send(cluster.url, load))
-    if failed := [stream.error for stream in streams if stream.failed]:
-        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+        with_ends(asyncio.run(send(cluster.url, load)))
     [file] = record.parent.glob("plans.*")
     real = recorded(file)
     ours = simulated(real, load)

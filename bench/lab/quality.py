@@ -41,7 +41,7 @@ import torch
 
 from baton.bench.lab.driver import LOGS, Bench, Option, Run
 from baton.bench.lab.harness.cluster import LocalCluster, served
-from baton.bench.lab.harness.streams import Case, Stream, greedy, new_session, read, until
+from baton.bench.lab.harness.streams import Case, Stream, greedy, new_session, read, until, with_ends
 from baton.bench.report import Row
 from baton.cluster.model import EMBEDDED_NAME, embedded_path
 from baton.router.text.tokenizer import load_tokenizer
@@ -194,9 +194,7 @@ async def answered(cluster: LocalCluster, cases: Sequence[Case], *, kill: bool =
             await until(begun, reading)
             cluster.of("decode")[0].kill("engine")
         await asyncio.gather(*reading)
-    if failed := [stream.error for stream in streams if stream.failed]:
-        raise RuntimeError(f"an answer failed: {failed[0]}")
-    return streams
+    return with_ends(streams)
 
 
 def measure(run: Run) -> None:

@@ -36,7 +36,7 @@ import torch
 from baton.bench.lab.driver import Bench, Run, in_turns
 from baton.bench.lab.harness.processes import Server, spawn
 from baton.bench.lab.harness.sides import SERVE, Side, started
-from baton.bench.lab.harness.streams import Case, new_session, read
+from baton.bench.lab.harness.streams import Case, new_session, read, with_ends
 from baton.bench.lab.harness.workers import prompt_of
 from baton.bench.lab.shapes import DENSE, write_shape
 from baton.bench.report import Row
@@ -82,9 +82,9 @@ class Cluster:
 
     async def turn(self, prompt: Sequence[int], answer: int = ANSWER) -> Turn:
         case, usage = Case("", answer, 0.0, seed=0), {"include_usage": True}
-        stream = await read(self.session, self.url, case, prompt=list(prompt), stream_options=usage)
-        if stream.failed:
-            raise RuntimeError(stream.error or "the stream ended early")
+        [stream] = with_ends(
+            [await read(self.session, self.url, case, prompt=list(prompt), stream_options=usage)]
+        )
         text = [*prompt, *stream.token_ids]
         return Turn(stream.started, stream.ttft, statistics.median(stream.gaps), stream.cached_tokens, text)
 

@@ -47,7 +47,7 @@ import numpy as np
 from baton.bench.lab.disagg.__main__ import FIXED, Request, figure, rates, ratio
 from baton.bench.lab.driver import LOGS, MIN_PAIRS, Bench, Option, Run
 from baton.bench.lab.harness.processes import Server
-from baton.bench.lab.harness.streams import Case, new_session, read
+from baton.bench.lab.harness.streams import Case, new_session, read, with_ends
 from baton.bench.lab.harness.workers import samples
 from baton.bench.lab.shapes import DENSE, SHAPES, write_shape
 from baton.bench.report import Report, Row
@@ -233,9 +233,8 @@ class Deployment:
 
     async def stream(self, name: str, prompt: list[int], tokens: int, **more: Any) -> Answer:
         case = Case("", tokens, temperature=0.0, seed=0)
-        stream = await read(self._session, self._urls[name], case, prompt=prompt, model="m", **more)
-        if stream.failed:
-            raise RuntimeError(f"HTTP {stream.status}: {stream.error[:500]}")
+        reading = read(self._session, self._urls[name], case, prompt=prompt, model="m", **more)
+        [stream] = with_ends([await reading])
         return Answer(stream.token_ids, [at - stream.started for at in stream.arrivals])
 
     async def means(self, name: str) -> dict[str, float]:

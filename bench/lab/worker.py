@@ -14,11 +14,9 @@ import sys
 import time
 from itertools import pairwise
 
-import psutil
-
 from baton.bench.lab.driver import Bench, Option, Run
 from baton.bench.lab.harness.cluster import served
-from baton.bench.lab.harness.processes import tree
+from baton.bench.lab.harness.processes import cpu_seconds, tree
 from baton.bench.lab.harness.workers import Driver, request
 from baton.bench.lab.shapes import SHAPES
 from baton.bench.report import Row
@@ -56,11 +54,6 @@ class Reader(Driver):
                 self.arrivals.append(time.perf_counter())
                 self.count += len(tokens)
                 self.ended += sum(bool(token.finish_reason) for token in tokens)
-
-
-def cpu_seconds(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
 
 
 async def periods(

@@ -180,9 +180,9 @@ def device_of(worker: dict[str, Any]) -> str:
     """What a worker computes on, such as "2 GPUs" or "CPU, 3 ranks"; "" if that is not known."""
     description = worker.get("description") or {}
     device = description.get("device")
-    ranks = description.get("tensor_parallel_size") or 1  # workers of older versions do not say it
     if not device:
         return ""
+    ranks = description["tensor_parallel_size"]
     if device.startswith("cuda"):
         return counted(ranks, "GPU")
     return "CPU" if ranks == 1 else f"CPU, {counted(ranks, 'rank')}"

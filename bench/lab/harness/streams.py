@@ -154,8 +154,9 @@ async def greedy_tokens(url: str, prompts: Iterable[Sequence[int]], count: int) 
 
 def with_ends(answers: list[Stream]) -> list[Stream]:
     """Raises RuntimeError if one of them failed."""
-    if failed := next((answer for answer in answers if answer.failed), None):
-        raise RuntimeError(f"status {failed.status}: {failed.error or 'the answer has no end'}")
+    if failed := [answer for answer in answers if answer.failed]:
+        why = failed[0].error[:500] or "the answer has no end"
+        raise RuntimeError(f"{len(failed)} of {len(answers)} failed: status {failed[0].status}: {why}")
     return answers
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 import baton.kv_transfer as kv
+from baton.bench.lab.harness.processes import cpu_seconds
 from baton.bench.lab.kv.pair import Settings
-from baton.bench.lab.kv.raw_sockets import MIB, cpu_seconds
+from baton.bench.lab.kv.raw_sockets import MIB
 from baton.kv_transfer.arena import TOKEN
 from baton.kv_transfer.config import SLOT_BYTES, SLOTS
 from baton.kv_transfer.peer_memory import PeerArena, export_arena

@@ -16,7 +16,8 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.bench.lab.harness.hosts import Host
-from baton.bench.lab.kv.raw_sockets import MIB, cpu_seconds
+from baton.bench.lab.harness.processes import cpu_seconds
+from baton.bench.lab.kv.raw_sockets import MIB
 from baton.kv_names.cache_kinds import ATTENTION, CacheArray
 from baton.kv_transfer.spawn import Ready, StatsRequest, decode_from_transfer, encode
 from baton.kv_transfer.wait import end_waits_on_time, wait

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from baton.bench.lab.harness.hosts import Host
+from baton.bench.lab.harness.processes import cpu_seconds
 
 MIB = 1 << 20
-_CPUCLOCK_SCHED = 2  # part of the clock id of a process, see clock_getcpuclockid(3)
 _SIZE = 8  # bytes of an order: how much a stream must send
 
 
@@ -86,8 +86,3 @@ def _sender(address: tuple[str, int], streams: int, host: Host | None) -> None:
 def in_threads(function: Callable[[int], None], count: int) -> None:
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(function, range(count)))
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time so far of a process with all threads. The ticks of /proc are longer than a transfer."""
-    return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import psutil
 import uvloop
 
+from baton.bench.lab.harness import processes
 from baton.bench.lab.router.stand_in import Lanes, StandIn
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
@@ -201,9 +202,8 @@ def prompt_of(number: int) -> list[int]:
 
 def cpu_seconds(pid: int) -> float:
     """CPU time so far of a process with its threads and children."""
-    process = psutil.Process(pid)
-    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    children = psutil.Process(pid).children(recursive=True)
+    return sum(map(processes.cpu_seconds, (pid, *(child.pid for child in children))))
 
 
 _PAUSE_S = 0.0005

@@ -161,7 +161,7 @@ def _totals(rows: Rows, detail: Mapping[str, Any]) -> Padding:
         return rows[name]["value"]
 
     sent, ok, failed = (value(f"requests.{name}") for name in ("sent", "ok", "failed"))
-    refused = rows["requests.refused"]["value"] if "requests.refused" in rows else 0  # no row in old reports
+    refused = value("requests.refused")
     refused_text = f", {refused:.0f} of them refused (429)" if refused else ""
     line("Requests", f"{sent:.0f} sent, {ok:.0f} answered, {failed:.0f} failed{refused_text}")
     if "input.cached" in rows:
