@@ -66,6 +66,7 @@ class Cluster:
     async def up(self) -> None:
         await eventually(lambda: all(state.phase == "ready" for _, state in self.supervisor.states()))
         await eventually(lambda: len(self.listed()) == 3)
+        await eventually((self.tmp_path / "router-0.cluster").exists)
 
 
 @pytest.fixture(autouse=True)
