@@ -102,7 +102,8 @@ def test_a_transfer_process_hangs_and_goes_on(make_pair: Any, hangs: str) -> Non
     def notices() -> bool:
         """No time passes once it has noticed: its mover would have closed the lanes by then."""
         peer.later(50.0)
-        return any([peer.stats().deadlines.get("peer_dead") for _ in range(3)])
+        found = [peer.stats().deadlines.get("peer_dead") for _ in range(3)]
+        return any(found)
 
     until(notices, "its peer to notice")
     process.process.send_signal(signal.SIGCONT)
