@@ -330,6 +330,8 @@ async def test_the_items_before_a_response_are_listed(cluster: Cluster):
     for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order")):
         refused = await cluster.get(f"{PATH}/{second.id}/input_items?{query}", expected=400)
         assert refused["error"]["param"] == param
+    unknown = await cluster.get(f"{PATH}/{second.id}/input_items?after=item_9", expected=404)
+    assert unknown["error"]["param"] == "after", "the first page would come again and again"
 
 
 @pytest.mark.all
