@@ -8,7 +8,7 @@ A run file is what `bench.report.Report` writes (`--json`). Among its keys are:
     command: how to repeat the run. It stands here alone, as `note` does.
     note: circumstances, and what the rows cannot say.
     tried: null for a result. For an experiment a list of texts: what was tried, the result, and why it
-        stayed or went. The first sentence stands on the page. Rows of experiments stand in no table. An empty
+        stayed or went. The first sentence stands on the page, and of a long one what was tried. Rows of experiments stand in no table. An empty
         list is a result that is only linked.
 
 `other` of a row is the value of what `ratio_to` names, if known. `low` and `high` are the 95 % interval of
@@ -35,6 +35,8 @@ PART = re.compile(r"(?<!\d)\.|\.(?!\d)")
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z`])")
 VERDICT = re.compile(r"(Kept|Mended|Refuted|Removed|Not \w+)(?=[.,:])")
 SPANS = [(-1, 0), (-2, 0), (-2, -1), (-3, -1), (-3, -2), (1, 2), (2, 3), (3, 4), (1, 3), (2, 4)]
+LONG = 24
+"""Words that an experiment may have on a page, with its figures."""
 MAX_COLUMNS = 9
 MAX_BEGINNING = 4
 WORDS_OF_A_TABLE = 12
@@ -269,8 +271,10 @@ def of_tests(found: list[Run]) -> list[str]:
 
 
 def in_short(text: str) -> str:
-    """The first sentence (what was tried, the result) and the verdict. The file of the run has the rest."""
+    """The first sentence (what was tried: the result) and the verdict. The file of the run has the rest."""
     first, *others = SENTENCE.split(text)
+    if len(first.split()) > LONG:
+        first = f"{first.split(': ')[0].removesuffix('.')}."
     verdicts = filter(None, map(VERDICT.match, others))
     return " ".join((first, *(f"{found[0]}." for found in verdicts)))
 
@@ -286,11 +290,10 @@ def block(section: str, folder: Path) -> str:
     lines = of_tests(shown) if tests else results(shown)
     for run in found:
         texts = [in_short(text) for text in run.tried or []]
-        if len(texts) > 1 and run.results:
-            lines += [f"- [rows](runs/{run.file}):", *(f"  - {text}" for text in texts)]
+        if len(texts) > 1:
+            lines += [f"- [run](runs/{run.file}):", *(f"  - {text}" for text in texts)]
         else:
-            links = f" ([rows](runs/{run.file}))" if run.results else ""
-            lines += [f"- {text}{links}" for text in texts]
+            lines += [f"- {text} ([run](runs/{run.file}))" for text in texts]
     return "\n".join(lines).strip("\n")
 
 
