@@ -106,12 +106,27 @@ With transformers {version}, {own} classes have a class of Baton, the modules of
   transformers: the greedy tokens after {prompts} prompts of 1 to {longest} tokens, in chunks of 64.
   *engine*: by one engine. *1P1D*: by a cluster of one prefill and one decode worker, of classes of
   text alone. *killed*: while the engine of its decode worker was killed.
-- *refused*: why, with the default settings of the class.
+- *refused*: why, with the default settings of the class. `python -m docs.lab.models --only CLASS`
+  prints the reason in full.
 
 | computed by | compared, or why not | classes |
 |---|---|---|
 {rows}
 """
+
+
+REASONS = {
+    "it has layers of type": "layers of a kind that Baton lacks",
+    "its masks are": "masks that are neither causal nor windows nor chunks",
+    "makes its own mask": "masks that are neither causal nor windows nor chunks",
+    "calls attention with": "attention with arguments that Baton lacks",
+    "it never calls": "it never calls transformers' attention interface",
+    "no text model": "no model of text alone",
+    "no causal language model": "no model of text alone",
+    "differs by": "it computes otherwise with Baton's attention",
+}
+"""What the page says of a refused class, by words of the reason. Other reasons are errors of its modules, which
+want an image, an encoder or other settings."""
 
 
 @dataclass(frozen=True)
@@ -263,11 +278,17 @@ def compared(name: str, kind: str, *, cluster: bool) -> str:
         return " · ".join(runs)
 
 
+def in_short(why: str) -> str:
+    """The reason of a refusal as the page has it."""
+    found = (text for words, text in REASONS.items() if words in why)
+    return why and next(found, "an error of its modules")
+
+
 def page_of(verdicts: Mapping[str, Verdict]) -> str:
     counts = Counter(each.by for each in verdicts.values())
     groups: dict[tuple[str, str], list[str]] = {}
     for name, each in verdicts.items():
-        groups.setdefault((each.by, each.tokens or each.why), []).append(name)
+        groups.setdefault((each.by, each.tokens or in_short(each.why)), []).append(name)
     rows = (f"| {by} | {why} | {', '.join(names)} |" for (by, why), names in sorted(groups.items()))
     return PAGE.format(
         version=transformers.__version__,
