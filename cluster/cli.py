@@ -123,8 +123,7 @@ def restart(
     ends when all of them do.
 
     With --engine no worker drains. Its engine process ends between two steps, and another one goes on with
-    its requests and their KV: clients see a pause. It needs the secret of the cluster. That of a
-    `baton serve` of yours on this machine is found by --url.
+    its requests and their KV: clients see a pause.
     """
     if target.engines:
         from baton.cluster.tools.restart import restart_engines
@@ -248,8 +247,6 @@ def flip(
 
     Every worker can do both, so nothing is loaded or interrupted: what runs on the worker goes on to its end.
     The worker keeps its name. When it restarts, it is in the pool of its name again.
-
-    Needs the secret of the cluster. That of a `baton serve` of yours on this machine is found by --url.
     """
     from baton.cluster.tools.flip import run
 
@@ -274,8 +271,6 @@ def weights(
 
     The model must be the same but for the values of its tensors. A worker that starts later gets the same
     weights from the same path, before it serves: keep them there until the next ones.
-
-    Needs the secret of the cluster. That of a `baton serve` of yours on this machine is found by --url.
     """
     from baton.cluster.tools.weights import run
 

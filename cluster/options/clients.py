@@ -52,7 +52,7 @@ class JsonOptions:
 @dataclass(frozen=True)
 class StatusOptions:
     worker: list[str] = opt(
-        [], "Ask this worker, without a router; repeat it. Needs the secret of the cluster.", "HOST:PORT"
+        [], "Ask this worker, without a router; repeat it.", "HOST:PORT"
     )
 
 

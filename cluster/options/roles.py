@@ -145,7 +145,10 @@ def tls_files(prefix: str, *files: Path | None, mutual: bool = False) -> TlsFile
 class SecretOptions:
     panel: ClassVar[str] = "Cluster"
     cluster_secret_file: Path | None = opt(
-        None, "Secret that routers and workers share.", shown="BATON_CLUSTER_SECRET", **OLD_FILE
+        None,
+        "Secret that routers and workers share, which commands to workers need, too.",
+        shown="BATON_CLUSTER_SECRET, or that of a `baton serve` of yours on this machine, by --url",
+        **OLD_FILE,
     )
     cluster_ssl_certfile: Path | None = opt(
         None,

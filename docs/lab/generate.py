@@ -8,8 +8,8 @@ A run file is what `bench.report.Report` writes (`--json`). Among its keys are:
     command: how to repeat the run. It stands here alone, as `note` does.
     note: circumstances, and what the rows cannot say.
     tried: null for a result. For an experiment a list of texts: what was tried, the result, and why it
-        stayed or went. The first sentence stands on the page, and of a long one what was tried. Rows of experiments stand in no table. An empty
-        list is a result that is only linked.
+        stayed or went. The first sentence stands on the page, and of a long one only what was tried. Rows
+        of experiments stand in no table. An empty list is a result that is only linked.
 
 `other` of a row is the value of what `ratio_to` names, if known. `low` and `high` are the 95 % interval of
 the ratio, or of the value if there is no ratio. Without a value they are the least and the most of several

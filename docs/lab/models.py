@@ -125,8 +125,8 @@ REASONS = {
     "no causal language model": "no model of text alone",
     "differs by": "it computes otherwise with Baton's attention",
 }
-"""What the page says of a refused class, by words of the reason. Other reasons are errors of its modules, which
-want an image, an encoder or other settings."""
+"""What the page says of a refused class, by words of the reason. Other reasons are errors of its modules,
+which want an image, an encoder or other settings."""
 
 
 @dataclass(frozen=True)
