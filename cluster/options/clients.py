@@ -51,9 +51,7 @@ class JsonOptions:
 
 @dataclass(frozen=True)
 class StatusOptions:
-    worker: list[str] = opt(
-        [], "Ask this worker, without a router; repeat it.", "HOST:PORT"
-    )
+    worker: list[str] = opt([], "Ask this worker, without a router; repeat it.", "HOST:PORT")
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,6 @@ def test_status_as_a_table_and_as_json(url: str) -> None:
         ({"device": "cuda", "tensor_parallel_size": 4}, "4 GPUs"),
         ({"device": "cpu", "tensor_parallel_size": 1}, "CPU"),
         ({"device": "cpu", "tensor_parallel_size": 3}, "CPU, 3 ranks"),
-        ({"device": "cuda", "tensor_parallel_size": 0}, "1 GPU"),  # a worker of an older version
         ({"device": "", "tensor_parallel_size": 0}, ""),  # not reached yet
         (None, ""),
     ],
