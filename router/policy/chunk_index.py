@@ -119,8 +119,8 @@ class ChunkIndex:
         self._cleared: set[int] = set()  # numbers of NOTHING, of chunks that are removed later
         self._to_sweep = 0  # parts that may have such chunks
         self._reported: list[int] = []  # row → chunks that the worker reported
-        self._expected: list[dict[int, int]] = []  # row → chunk → prompts that will cache it
         self._expecting: dict[int, int] = {}  # chunk → rows that expect it; no empty sets
+        self._again: list[Counter[int]] = []  # row → expected chunk → further prompts that will cache it
         self._stored: dict[int, None] = {}  # in the store that workers share, the oldest first
         self._asked: Sequence[int] = ()  # the chunks of the last `overlap`
         self._known: list[tuple[int, int, bool]] = []  # what is known of them
@@ -130,9 +130,9 @@ class ChunkIndex:
         return sum(self._chunks[number] for number, holders in enumerate(self._holders) if holders.reported)
 
     def grow(self, rows: int) -> None:
-        for _ in range(len(self._expected), rows):
+        for _ in range(len(self._again), rows):
             self._reported.append(0)
-            self._expected.append({})
+            self._again.append(Counter())
 
     def reported_by(self, chunk: int) -> int:
         """The set of rows that reported the chunk."""
@@ -183,24 +183,26 @@ class ChunkIndex:
     def expect(self, row: int, chunks: Iterable[int]) -> None:
         """A prompt that begins with these chunks was sent to the worker. `unexpect` undoes it."""
         self._asked = ()
-        expected, expecting, bit = self._expected[row], self._expecting, 1 << row
+        expecting, again, bit = self._expecting, self._again[row], 1 << row
         for chunk in chunks:
-            expected[chunk] = expected.get(chunk, 0) + 1
-            expecting[chunk] = expecting.get(chunk, 0) | bit
+            rows = expecting.get(chunk, 0)
+            if rows & bit:
+                again[chunk] += 1
+            else:
+                expecting[chunk] = rows | bit
 
     def unexpect(self, row: int, chunks: Iterable[int]) -> None:
         self._asked = ()
-        expected = self._expected[row]
+        expecting, again, bit = self._expecting, self._again[row], 1 << row
         for chunk in chunks:
-            expected[chunk] -= 1
-            if not expected[chunk]:
-                del expected[chunk]
-                self._expects_no_more(row, chunk)
-
-    def _expects_no_more(self, row: int, chunk: int) -> None:
-        self._expecting[chunk] ^= 1 << row
-        if not self._expecting[chunk]:
-            del self._expecting[chunk]
+            if chunk in again:
+                again[chunk] -= 1
+                if not again[chunk]:
+                    del again[chunk]
+            elif rows := expecting[chunk] ^ bit:
+                expecting[chunk] = rows
+            else:
+                del expecting[chunk]
 
     def clear(self, row: int) -> None:
         """Forgets what the worker reported, but not what is expected. Looks at the holders, and not at the
@@ -218,14 +220,6 @@ class ChunkIndex:
                 if now == NOTHING:
                     self._cleared.add(number)
                     self._to_sweep = _PARTS
-
-    def forget(self, row: int) -> None:
-        """Forgets a worker that is gone, with what was expected of it. The row is free for another one."""
-        self.clear(row)
-        self._asked = ()
-        expected, self._expected[row] = self._expected[row], {}
-        for chunk in expected:
-            self._expects_no_more(row, chunk)
 
     def _change(self, chunks: Iterable[int], change: Callable[[Holders], Holders]) -> int:
         """Changes what is known of each chunk. Returns how many have other holders now. Written for speed."""
@@ -305,7 +299,8 @@ class ChunkIndex:
 
     def only_stored(self, row: int, chunks: Iterable[int]) -> int:
         """How many of these chunks the worker lacks, and the shared store has."""
-        lacking = (self._of(chunk) for chunk in chunks if chunk not in self._expected[row])
+        expecting, bit = self._expecting, 1 << row
+        lacking = (self._of(chunk) for chunk in chunks if not expecting.get(chunk, 0) & bit)
         return sum(holders.stored and not holders.reported >> row & 1 for holders in lacking)
 
     def sole_holders(self, chunks: Iterable[int]) -> dict[int, list[int]]:

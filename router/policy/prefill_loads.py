@@ -178,7 +178,9 @@ class PrefillLoads:
         return row
 
     def leave(self, row: int) -> None:
-        self.index.forget(row)
+        for work in self._worker(row).sent:
+            self.index.unexpect(row, work.chunks)
+        self.index.clear(row)
         self._set_store(row, False)
         self._set_adapters(row, pb.WorkerStatus())
         self.serve(row, False)

@@ -637,7 +637,7 @@ def test_the_worker_with_most_of_the_prompt_decodes_unless_it_is_much_more_loade
     index.add(0, CHUNKS)
     assert nearest() == (0, 640), "it has as much"
     index.clear(0)
-    index.forget(2)
+    index.clear(2)
     assert nearest() == (1, 128)
 
 

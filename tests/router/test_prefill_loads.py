@@ -227,8 +227,9 @@ def test_a_worker_that_is_cleared_is_found_no_more():
     index.expect(0, chunks[:2])
     index.add(1, range(10))
     assert cached() == [1000, 10]
-    for clear, left in ((index.clear, 2), (index.forget, 0)):
-        clear(0)
+    for left in (2, 0):
+        index.clear(0)
+        index.unexpect(0, chunks[: 2 - left])
         assert cached() == [left, 10]
         assert (index.reported(0), index.reported_by(0), len(index)) == (0, 2, 10)
         assert not index.offloaded(0, range(1000))
@@ -237,7 +238,7 @@ def test_a_worker_that_is_cleared_is_found_no_more():
         assert not index.offloaded(0, range(1000)), "the tiers before are forgotten"
     assert len(index) == 20
     for row in range(2):
-        index.forget(row)
+        index.clear(row)
     assert not index
 
 
@@ -256,7 +257,7 @@ def test_the_chunks_of_a_worker_that_has_gone_are_removed_part_by_part():
         index.add(0, gone)
         index.place(0, gone[:5000], Tier.HOST)
         index.add(1, gone[:10])
-        index.forget(0)
+        index.clear(0)
         assert (len(index), index.reported(0)) == (10, 0)
         before, most = held(), 0
         assert before > 100_000
@@ -268,7 +269,7 @@ def test_the_chunks_of_a_worker_that_has_gone_are_removed_part_by_part():
         assert held() < empty + 266 * 13
         assert len(index) == 10 + 256
         index.discard(1, gone)
-        index.forget(2)
+        index.clear(2)
         after.append(held())
     assert not index
     assert after[-1] < after[0] + 20, "the numbers of holders are used again"
@@ -277,14 +278,18 @@ def test_the_chunks_of_a_worker_that_has_gone_are_removed_part_by_part():
 def test_a_row_is_used_again():
     loads = PrefillLoads()
     assert [loads.join(name, block_size=16, now=0) for name in "abc"] == [0, 1, 2]
+    for work in (PrefillWork(100, [1, 2]), PrefillWork(100, [1, 3])):
+        loads.sent(1, work, 0)
+    assert look(loads, 0, 500, [1, 2]).cached.of(1) == 128
     loads.leave(1)
     assert loads.join("d", block_size=16, now=0) == 1
+    assert look(loads, 0, 500, [1, 2]).cached.of(1) == 0, "nothing is expected of the next one"
     assert loads.join("e", block_size=16, now=0) == 3
 
 
 ROWS, CHUNKS = 20, 12
 _EVENTS = st.tuples(
-    st.sampled_from(("add", "discard", "expect", "unexpect", "clear", "forget")),
+    st.sampled_from(("add", "discard", "expect", "unexpect", "clear")),
     st.integers(0, ROWS - 1),
     st.lists(st.integers(0, CHUNKS - 1), max_size=CHUNKS),
 )
@@ -306,11 +311,9 @@ def test_the_index_agrees_with_a_table_of_all_workers(events, prompt, left_out):
         if kind == "unexpect":
             if expected[row]:
                 index.unexpect(row, expected[row].pop())
-        elif kind in ("clear", "forget"):
-            getattr(index, kind)(row)
+        elif kind == "clear":
+            index.clear(row)
             reported[row].clear()
-            if kind == "forget":
-                expected[row].clear()
         else:
             getattr(index, kind)(row, chunks)
             match kind:
