@@ -129,7 +129,7 @@ def test_the_link_goes_down_and_comes_back(make_pair: Any) -> None:
         pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))
         for worker in (pair.decode, pair.prefill):
             pair.until(
-                lambda worker=worker: worker.later(50.0) or worker.stats().sessions == 0,
+                lambda worker=worker: worker.later_until(50.0, lambda s: s.sessions == 0),
                 "it to give its peer up",
             )
         assert pair.decode.stats().deadlines["peer_dead"] >= 1

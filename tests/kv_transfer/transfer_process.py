@@ -117,6 +117,13 @@ class TransferProcess:
         with contextlib.suppress(OSError):
             self.service.send(spawn.encode(spawn.StatsRequest()))
 
+    def later_until(self, seconds: float, met: Callable[[kv.TransferStats], object]) -> bool:
+        """Lets so much time pass at once. Returns whether the process, which has looked at its clock, meets a
+        condition. Once it does, no more time may pass: a mover that closes lanes would seem to hang."""
+        self.later(seconds)
+        found = [met(self.stats()) for _ in range(3)]
+        return any(found)
+
     def stop(self) -> None:
         self.service.close()
         self.process.wait(WITHIN)

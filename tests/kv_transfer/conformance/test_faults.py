@@ -98,14 +98,7 @@ def test_a_transfer_process_hangs_and_goes_on(make_pair: Any, hangs: str) -> Non
     prefill_id, decode_id = bring(pair, "receiving")
     process, peer = (pair.prefill, pair.decode) if hangs == "prefill" else (pair.decode, pair.prefill)
     process.process.send_signal(signal.SIGSTOP)
-
-    def notices() -> bool:
-        """No time passes once it has noticed: its mover would have closed the lanes by then."""
-        peer.later(50.0)
-        found = [peer.stats().deadlines.get("peer_dead") for _ in range(3)]
-        return any(found)
-
-    until(notices, "its peer to notice")
+    until(lambda: peer.later_until(50.0, lambda s: s.deadlines.get("peer_dead")), "its peer to notice")
     process.process.send_signal(signal.SIGCONT)
     compute(pair, prefill_id, TOKENS // 2)
     assert pair.until(lambda: pair.decode.events.get(decode_id), "the fetch to end")
