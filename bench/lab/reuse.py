@@ -19,8 +19,8 @@ On GPUs it is the 8B Llama shape with random weights. Two GPUs have a worker eac
 
 import asyncio
 import sys
-from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from baton.bench.lab.driver import MIN_PAIRS, Bench, Option, Run, median_ms
@@ -50,12 +50,6 @@ GOALS = {
 }
 
 
-class Pair(Workers):
-    def received(self) -> Awaitable[float]:
-        """Bytes of KV that came to the decode worker and are verified, since the start."""
-        return self.decode.metric("baton:kv_bytes_total", direction="receive")
-
-
 @dataclass
 class Runs:
     ttfts: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in KINDS})
@@ -65,19 +59,21 @@ class Runs:
     """Of KV from the decode worker to the prefill worker."""
 
 
-async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs: Runs) -> None:
+async def one_round(pair: Workers, turns: Turns, number: int, block_size: int, runs: Runs) -> None:
     def text(length: int, kind: int) -> list[int]:
         return prompt_of(length, 10 * number + kind)
 
+    # Bytes of KV that came to the decode worker and are verified, since the start.
+    received = partial(pair.decode.metric, "baton:kv_bytes_total", direction="receive")
     content = pb.ContentSource(**pair.decode.kv)
-    history, start = text(turns.history, 0), await pair.received()
+    history, start = text(turns.history, 0), await received()
     answer = (await pair.handover(request(history, turns.answer))).tokens
     second = [*history, *answer, *text(NEW_TOKENS, 1)]
-    before = await pair.received()
+    before = await received()
     runs.ttfts["second_turn"].append((await pair.handover(request(second, 2), content)).ttft)
     cached_tokens = (len(history) + len(answer) - 1) // block_size * block_size  # the last token has no KV
     sent_per_token = (before - start) / len(history)
-    sent = await pair.received() - before
+    sent = await received() - before
     runs.bytes_over_missing.append(sent / sent_per_token / (len(second) - cached_tokens))
 
     history = text(turns.history, 2)
@@ -92,7 +88,7 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
 
 async def rounds(run: Run, cluster: LocalCluster, turns: Turns) -> Runs:
     runs = Runs()
-    async with Pair(*cluster.drivers()) as pair:
+    async with Workers(*cluster.drivers()) as pair:
         described = await pair.decode.stub.Describe(pb.DescribeRequest())
         for number in range(run.args.rounds + 1):  # the first one warms up: lanes, page faults
             await one_round(pair, turns, number, described.block_size, runs if number else Runs())
