@@ -107,23 +107,6 @@ def test_lane_0_is_one_of_those_that_there_may_be(make_pair: Any, most: int) -> 
     pair.assert_whole()
 
 
-def test_kv_goes_down_their_lanes(make_prefill: Any, until: Any) -> None:
-    prefill = make_prefill(**TWO)
-    prefill_id = prefill.hold(10)
-    expected = [prefill.rows(prefill.held[prefill_id], layer, 0, 10) for layer in range(3)]
-    control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
-    until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
-    control.say(FETCH, [prefill_id, 0, [[0, 10]]], b"t" * 16)
-    control.say(CREDIT, [3, False])
-    for seq in range(3):
-        kind, transfer, head, payload = data.read()
-        assert (kind, transfer, head["seq"]) == (KV, b"t" * 16, seq)
-        got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 2, 16)
-        assert torch.equal(got, expected[head["layer"]].cpu())
-    assert control.read()[0] == COMMIT
-    until(lambda: prefill.stats().sender_slots_free == 16, "the slots to come home")
-
-
 @pytest.mark.parametrize("cut", [0, 30, 64, 100])
 def test_what_comes_right_behind_the_proof_is_not_lost(make_prefill: Any, until: Any, cut: int) -> None:
     """Read by the transfer process: nothing, a part of a header, all of it, or (left in the socket) more."""
