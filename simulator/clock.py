@@ -4,14 +4,6 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from baton.router.policy.prefill_loads import report_seconds
-from baton.rpc import LONGEST_REPORT
-
-
-def report_interval(workers: int, routers: int) -> float:
-    """Seconds between two reports of a worker. Several routers learn of each other's requests from them."""
-    return LONGEST_REPORT if routers == 1 else report_seconds(workers)
-
 
 class Clock:
     """Owns the events to come. Events at the same time happen in the order in which they were added.

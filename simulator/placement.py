@@ -23,9 +23,11 @@ from typing import Literal, NamedTuple
 from baton.engine.core.meters import LONG
 from baton.router.policy.desk import Listener
 from baton.router.policy.prefill import PrefillPolicy, sticky
+from baton.router.policy.prefill_loads import report_seconds
 from baton.router.policy.settings import PlanSettings
+from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
-from baton.simulator.clock import Clock, report_interval
+from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.requests import Request
 from baton.simulator.router import Pool, Router
@@ -73,7 +75,8 @@ class _Cluster:
         self._arrived = 0
         self._later: Iterator[Session] = iter(())
         count, routers = len(self.workers), len(self.routers)
-        self._interval = report_interval(count, routers)
+        # Several routers learn of each other's requests from reports.
+        self._interval = LONGEST_REPORT if routers == 1 else report_seconds(count)
         self._turns = [itertools.count(router * count // routers) for router in range(routers)]
         self._silent: set[int] = set()  # rows whose reports would say the same until a request arrives
         self._bound: dict[int, int] = {}  # key of a session → colocated engine

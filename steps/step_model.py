@@ -117,7 +117,7 @@ class StepModel:
 
     def prompt(self, tokens: int, position: float = 0.0) -> float:
         """Seconds of a step with prompts alone."""
-        return self._prompt_rows(tokens) + self.attention(tokens, position)
+        return interpolated(self.tokens, self.prompt_seconds, tokens) + self.attention(tokens, position)
 
     def fixed(self, rows: int) -> float:
         """Seconds that a step with so many decodes takes longer with prompts, before what each of their
@@ -138,7 +138,10 @@ class StepModel:
         seconds = max(decode, interpolated(self.tokens, self.prompt_seconds, rows + large) / of_prompts)
         longest = max(decode, interpolated(self.tokens, self.prompt_seconds, rows + most) / of_prompts)
         if overlap < 1.0:
-            alone, all_alone = self._prompt_rows(large) / of_prompts, self.prompt_seconds[-1] / of_prompts
+            alone, all_alone = (
+                interpolated(self.tokens, self.prompt_seconds, large) / of_prompts,
+                self.prompt_seconds[-1] / of_prompts,
+            )
             seconds = overlap * seconds + (1.0 - overlap) * (decode + alone)
             longest = overlap * longest + (1.0 - overlap) * (decode + all_alone)
         each = (longest - seconds) / (most - large)
@@ -149,7 +152,7 @@ class StepModel:
         if tokens <= 0:
             return 0.0
         if tokens <= (largest := self.tokens[-1]):
-            return self._prompt_rows(tokens) + self.attention(tokens, position)
+            return interpolated(self.tokens, self.prompt_seconds, tokens) + self.attention(tokens, position)
         return tokens / largest * self.prompt(largest, position + (tokens - largest) / 2)
 
     def parts(self, rows: int, context: float, tokens: int, position: float) -> tuple[float, float]:
@@ -161,10 +164,10 @@ class StepModel:
         overlap, separate = self.overlap, 1.0 - self.overlap
         decode_rows, prompt_rows = (
             interpolated(self.rows, self.decode_seconds, rows),
-            self._prompt_rows(tokens),
+            interpolated(self.tokens, self.prompt_seconds, tokens),
         )
         attention = self.attention(tokens, position)
-        all_rows = self._prompt_rows(rows + tokens) + min(0.0, attention)
+        all_rows = interpolated(self.tokens, self.prompt_seconds, rows + tokens) + min(0.0, attention)
         decode = context * self.context_seconds + separate * decode_rows
         prompt = separate * (prompt_rows + attention) + overlap * max(0.0, attention)
         if decode_rows > all_rows:
@@ -221,9 +224,6 @@ class StepModel:
             pair_seconds=prompt * self.pair_seconds,
             factors=(decode * self.factors[0], prompt * self.factors[1]),
         )
-
-    def _prompt_rows(self, tokens: int) -> float:
-        return interpolated(self.tokens, self.prompt_seconds, tokens)
 
     def attention(self, tokens: int, position: float) -> float:
         """Seconds beyond those of as many tokens at position 0. Negative for several prompts, but by at most

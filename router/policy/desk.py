@@ -214,7 +214,8 @@ class Desk(Fleet):
             self.links.planned(planned.decode, sender.incarnation, arrival, self.now)
         if source is not None:
             asker, holder = self.workers[planned.ranges[0].worker], self.workers[source.holder].description
-            arrival = source.arrival(self, asker)
+            size = source.tokens * holder.kv_token_bytes
+            arrival = self.links.arrival(asker.row, holder.incarnation, size, self.now)
             self.links.planned(asker.row, holder.incarnation, arrival, self.now)
 
     def uncached(self, chunks: Sequence[int], tokens: int) -> int:
@@ -285,5 +286,5 @@ def _shown_speed(worker: Seen, pool: "pb.Pool") -> float:
         return 0.0
     if pool == pb.POOL_PREFILL:
         return worker.status.prefill_tokens_per_s
-    tokens, seconds = placement.mixed_step(worker.status)
-    return tokens / seconds if seconds else 0.0
+    seconds = worker.status.long_chunk_seconds
+    return worker.status.long_chunk_tokens / seconds if seconds else 0.0

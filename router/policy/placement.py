@@ -245,7 +245,7 @@ def offer(
     if model is None:
         model = reported_model(status, budget, status.prefill_tokens_per_s or loads.speed(row))
     if source is not None:
-        cached, load = cached + source.tokens, load + source.seconds(fleet, worker)
+        cached, load = cached + source.tokens, load + source.seconds
     gap = status.gap_target_seconds or gap
     pace = _pace(fleet, worker, model, gap, request.answer)
     waiting = loads.tokens_waiting(row, fleet.now)
@@ -417,18 +417,14 @@ class PrefillWindow:
         return prompt if prompt < self.step else int(self.step)
 
 
-def mixed_step(status: pb.WorkerStatus) -> tuple[int, float]:
-    """Prompt tokens and seconds of the longest step that also decodes, as reported."""
-    return status.long_chunk_tokens, status.long_chunk_seconds
-
-
 def prefill_window(budgets: list[int], speed: float, decodes: list[pb.WorkerStatus]) -> PrefillWindow:
     """`budgets`, `speed`: of the prefill workers, the tokens of a step of each, and the tokens/s of all
     together. `decodes`: the decode workers that compute prompts too."""
-    chunks = [mixed_step(status) for status in decodes]
     if not budgets:
-        tokens = sum(tokens for tokens, _ in chunks)
-        return PrefillWindow(WINDOW_STEPS * tokens, tokens / len(chunks) if tokens else math.inf)
-    spare = sum(tokens / seconds for tokens, seconds in chunks if seconds)
+        tokens = sum(status.long_chunk_tokens for status in decodes)
+        return PrefillWindow(WINDOW_STEPS * tokens, tokens / len(decodes) if tokens else math.inf)
+    spare = sum(
+        each.long_chunk_tokens / each.long_chunk_seconds for each in decodes if each.long_chunk_seconds
+    )
     share = 1 + (spare / speed if speed else 0.0)
     return PrefillWindow(WINDOW_STEPS * sum(budgets) * share, sum(budgets) / len(budgets))

@@ -24,22 +24,8 @@ class PrefixSource(NamedTuple):
     """That it has more."""
     stop: int
     """Position behind them."""
-
-    def seconds(self, fleet: Fleet, asker: Seen) -> float:
-        """Time in which the asker fetches them, by its recent measurements, and behind the KV that is under
-        way to it. 0: not known."""
-        holder = fleet.workers[self.holder].description
-        link = asker.prefix_links.get((holder.incarnation, self.tier))
-        measured = link.wait + self.tokens / link.tokens_per_s if link is not None else 0.0
-        return max(measured, self.arrival(fleet, asker) - fleet.now)
-
-    def arrival(self, fleet: Fleet, asker: Seen) -> float:
-        """As `Links.arrival`, of these tokens at the asker."""
-        if asker.row not in fleet.links.rows:
-            return 0.0
-        holder = fleet.workers[self.holder].description
-        size = self.tokens * holder.kv_token_bytes
-        return fleet.links.arrival(asker.row, holder.incarnation, size, fleet.now)
+    seconds: float = 0.0
+    """In which the other one fetches them. 0: not known."""
 
     def message(self, workers: Mapping[int, Seen]) -> pb.ContentSource:
         """`workers`: by row."""
@@ -91,9 +77,10 @@ class Prefixes:
             wanted = self._chunks[held_tokens // CHUNK_TOKENS : cached_tokens // CHUNK_TOKENS]
             for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):
                 tier = fleet.loads.index.slowest_tier(holder, wanted)
-                source = PrefixSource(holder, tier, cached_tokens - held_tokens, cached_tokens)
-                if (saved := source.tokens / speed - source.seconds(fleet, worker)) > most_saved:
-                    best, most_saved = source, saved
+                tokens = cached_tokens - held_tokens
+                seconds = _fetch_seconds(fleet, worker, holder, tier, tokens)
+                if (saved := tokens / speed - seconds) > most_saved:
+                    best, most_saved = PrefixSource(holder, tier, tokens, cached_tokens, seconds), saved
         if best is None:
             return None
         root = fleet.workers[best.holder].description.content_root
@@ -109,3 +96,15 @@ class Prefixes:
                 if workers[row].description.exchanges_prefixes
             ]
         return self._having[tokens]
+
+
+def _fetch_seconds(fleet: Fleet, asker: Seen, holder: int, tier: Tier, tokens: int) -> float:
+    """Time in which the asker fetches so many tokens, by its recent measurements, and behind the KV that is
+    under way to it. 0: not known."""
+    described = fleet.workers[holder].description
+    link = asker.prefix_links.get((described.incarnation, tier))
+    seconds = link.wait + tokens / link.tokens_per_s if link is not None else 0.0
+    if asker.row not in fleet.links.rows:
+        return seconds
+    size = tokens * described.kv_token_bytes
+    return max(seconds, fleet.links.arrival(asker.row, described.incarnation, size, fleet.now) - fleet.now)
