@@ -71,7 +71,7 @@ def _latencies(lines: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
 
 async def test_run_writes_every_file_that_its_options_name(tmp_path: Path) -> None:
     files = [tmp_path / f"r.{kind}" for kind in ("json", "jsonl", "html")]
-    outputs = [x for path in files for x in (f"--{path.suffix[1:]}", path)]
+    outputs = ["--json", files[0], "--advanced.jsonl", files[1], "--html", files[2]]
     code, out, err, served = await _against(
         Behavior(ttft=0.02, gaps=(0.005,)), "run", "--rate", "30", "--duration", "1", "--slo", "ttft=100s",
         *QUICK, *outputs,
