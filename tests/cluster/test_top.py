@@ -1,6 +1,7 @@
 """`baton top`: what happened between two scrapes, and a real router's own pages."""
 
 import asyncio
+import contextlib
 import io
 import os
 import signal
@@ -28,7 +29,7 @@ from baton.cluster.tools.top import Page, Scrape, frame, headline, page_text, pa
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.system.python_path import PACKAGES
 from tests.router.conftest import make_cluster
-from tests.within import WITHIN
+from tests.within import WITHIN, eventually
 
 TEXT = "w11 w12 w13 w14 w15 w16 w17"
 TTFT = "vllm:time_to_first_token_seconds"
@@ -258,10 +259,19 @@ async def test_in_a_terminal_it_draws_frame_after_frame_until_ctrl_c(
         )  # fmt: skip
         os.close(its_end)
         drawn = b""
-        while drawn.count(b"decode 0") < 3:
-            drawn += await asyncio.to_thread(os.read, terminal, 4096)
+
+        async def read() -> None:
+            """To the end: a process that draws waits for a terminal that is full."""
+            nonlocal drawn
+            with contextlib.suppress(OSError):  # the other end is closed
+                while True:
+                    drawn += await asyncio.to_thread(os.read, terminal, 4096)
+
+        reading = asyncio.create_task(read())
+        await eventually(lambda: drawn.count(b"decode 0") >= 3)
         process.send_signal(signal.SIGINT)
         _, errors = await process.communicate()
+        await reading
     os.close(terminal)
     assert (process.returncode, errors) == (0, b"")
 
