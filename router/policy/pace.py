@@ -2,6 +2,7 @@
 
     Pace         kept by `Fleet`, so it is computed once for each report and number of decodes
     Pace.steps   ─▶ Steps    those of the worker with other decodes
+    delayed      by how much other prompts come later, for placement and for splits
 
 A worker that decodes computes prompts for the time of a long step less what its decodes add to such a step,
 and they take that much longer than alone. Pure.
@@ -59,8 +60,7 @@ class Pace:
         busy: share of its recent time that its prompts would have taken without decodes.
         now: its steps.
         late: mean seconds of a gap that cost, as in `gap_of`.
-        behind: seconds of prompts that come lately, before the worker has none left, for each second in which
-            it computes one.
+        share: of its time, in which it lately computed prompts beside these decodes.
         by_decodes: what `steps` needs of the model for so many decodes. Plans ask for the same ones again.
     """
 
@@ -77,7 +77,7 @@ class Pace:
     busy: float = field(init=False)
     now: Steps = field(init=False)
     late: float = field(init=False)
-    behind: float = field(init=False)
+    share: float = field(init=False)
     by_decodes: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,8 +88,16 @@ class Pace:
         self.short = math.sqrt(gap * (gap if gap < fastest else fastest))
         self.now = now = self.steps(self.decodes, self.context, self.gap_cost)
         self.late = self.gap_of(now, busy)[1] if now.step else 0.0
-        share = busy * now.stretch  # of its time, as prompts come lately
-        self.behind = share / (1 - share) if share < MOST_BUSY else MOST_BUSY / (1 - MOST_BUSY)
+        share = busy * now.stretch
+        self.share = share if share < MOST_BUSY else MOST_BUSY
+
+    def behind(self, found: float) -> float:
+        """Seconds of prompts that come before the worker has none left, for each second in which it computes
+        one. `found`: share of its prompts that came while it had others, where they wait. A router avoids
+        that, so this may be a small part. Without a choice it is `share`, as in any queue whose arrivals are
+        random. More than that are a few prompts in a row, which do not last."""
+        share = found if found < self.share else self.share
+        return share / (1 - share)
 
     def steps(self, decodes: int, context: float, gap_cost: float) -> Steps:
         """Those of the worker if it decodes so many requests with so many positions and these costs."""
@@ -134,6 +142,13 @@ class Pace:
             if beyond > 0:
                 late += beyond * beyond / (self.short - fastest)
         return gap, late + base - self.short
+
+
+def delayed(behind: float, wait: float, seconds: float) -> float:
+    """By how many seconds prompts are delayed that come before a worker has none left, all together, if it
+    gets one that takes `seconds` after `wait` (an M/G/1 queue). Those that come while it is computed wait for
+    half of it. `behind`: as of its pace."""
+    return behind * (wait + seconds / 2)
 
 
 def _fitting(model: StepModel, seconds: float) -> float:

@@ -58,7 +58,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from baton.router.policy.fleet import Fleet, Seen
-from baton.router.policy.pace import MOST_BUSY, Pace
+from baton.router.policy.pace import MOST_BUSY, Pace, delayed
 from baton.router.policy.plan import Place, Plan, Range, Reason
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.prefixes import PrefixSource
@@ -105,9 +105,11 @@ class Offer:
         adapter: seconds in which its steps stand still until the adapter is on its device.
         embeddings: of each image that encoders encode for it: its position, and seconds until it is encoded.
         arrives: seconds until KV that the prefill worker computes has come here. 0: not known.
+        found: as in `Pace.behind`.
         queues: more than one step of prompts, also of other routers, seems to be ahead of the request.
         first: seconds until the first token.
         within: seconds in which the prompt should be computed, if none is ahead.
+        behind: as of its pace.
         prompt_cost: of the prompt at this worker.
         tokens: of the prompt, that it would compute.
         gap_weight: seconds of a first token that a second more in each gap of an answer costs.
@@ -130,8 +132,10 @@ class Offer:
     embeddings: Sequence[tuple[int, float]] = ()
     adapter: float = 0.0
     arrives: float = 0.0
+    found: float = 1.0
     first: float = field(init=False)
     within: float = field(init=False)
+    behind: float = field(init=False)
     prompt_cost: float = field(init=False)
     tokens: int = field(init=False)
     gap_weight: float = field(init=False)
@@ -142,14 +146,14 @@ class Offer:
         self.gap_weight = self.target / pace.gap if pace.gap else 0.0
         stretch = now.stretch
         alone, wait = pace.model.prefill(self.tokens, self.cached) + self.encoding, self.ahead * pace.token
-        behind = pace.behind * stretch * (wait + alone / 2)
         within = self.load + self.adapter + stretch * alone + JOIN_STEPS * now.step
         first = within + stretch * wait
         for start, seconds in self.embeddings:
             last_part = stretch * pace.model.prefill(self.request.tokens - start, start)
             within = max(within, seconds + last_part + JOIN_STEPS * now.step)
         self.within, self.first = within, first if first > within else within
-        self.prompt_cost = self.first + behind
+        self.behind = pace.behind(self.found)
+        self.prompt_cost = self.first + delayed(self.behind, stretch * wait, stretch * alone)
         if pace.gap_cost:
             self.prompt_cost += self._added(alone) + pace.gap_cost * self.adapter
 
@@ -191,7 +195,7 @@ class Offer:
         if forgotten <= 0:
             return 0.0
         alone = forgotten * self.pace.token
-        slower = self.pace.now.stretch * (1 + self.pace.behind)
+        slower = self.pace.now.stretch * (1 + self.behind)
         return self.reuse * (slower * alone + self._added(alone))
 
     @property
@@ -241,13 +245,11 @@ def offer(
     that would hand the prompt over to this one."""
     worker, loads = fleet.workers[row], fleet.loads
     status, sent, described = worker.status, worker.load, worker.description
-    budget, held_tokens, model = described.max_num_batched_tokens, cached, worker.step_model
-    if model is None:
-        model = reported_model(status, budget, status.prefill_tokens_per_s or loads.speed(row))
+    budget, held_tokens = described.max_num_batched_tokens, cached
     if source is not None:
         cached, load = cached + source.tokens, load + source.seconds
     gap = status.gap_target_seconds or gap
-    pace = _pace(fleet, worker, model, gap, request.answer)
+    pace = pace_of(fleet, worker, gap, request.answer)
     waiting = loads.tokens_waiting(row, fleet.now)
     encoding: float = 0.0
     embeddings: list[tuple[int, float]] = []
@@ -283,13 +285,17 @@ def offer(
         embeddings,
         loads.adapter_seconds(row, request.adapter) if request.adapter else 0.0,
         arrives,
+        loads.found(row),
     )
 
 
-def _pace(fleet: Fleet, worker: Seen, model: StepModel, gap: float, answer: int) -> Pace:
+def pace_of(fleet: Fleet, worker: Seen, gap: float, answer: int) -> Pace:
     """That of the worker now. One that does not depend on the request is kept until a report comes, or until
-    the number of decodes changes."""
+    the number of decodes changes. `gap`: target of a gap in seconds. `answer`: tokens that are expected."""
     status, sent, kept = worker.status, worker.load, worker.pace
+    if (model := worker.step_model) is None:
+        speed = status.prefill_tokens_per_s or fleet.loads.speed(worker.row)
+        model = reported_model(status, worker.description.max_num_batched_tokens, speed)
     decoding, decodes = status.requests_decoding, sent.running
     # Prompts of other routers count as running, too.
     if (prompts := status.requests_running - decoding) > 0:

@@ -230,7 +230,7 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, spared: float, fl
     if not (fleet.settings.split_prompts and request.may_split and _takes_part(first)):
         return None
     loads, now = fleet.loads, fleet.now
-    of_first = _split_worker(first, first, loads.tokens_waiting(first.row, now), fleet)
+    of_first = _split_worker(request, first, first, loads.tokens_waiting(first.row, now), fleet)
     if not split.may_gain(offer.tokens, of_first):
         return None
     # The workers of a plan compute what one worker could read from the shared store.
@@ -253,7 +253,7 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, spared: float, fl
         and last.address not in request.avoid
     )
     if may_decode and _takes_part(last):
-        ends = decode, _split_worker(last, first, loads.tokens_waiting(decode, now), fleet)
+        ends = decode, _split_worker(request, last, first, loads.tokens_waiting(decode, now), fleet)
     if not free and ends is None:
         return None
     cost = split.PromptCost(
@@ -262,7 +262,7 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, spared: float, fl
         doubles_at=first.description.attention_doubles_at,
         layers=max(1, first.description.num_layers),
     )
-    others = ((row, _split_worker(worker, first, waiting, fleet)) for waiting, row, worker in free)
+    others = ((row, _split_worker(request, worker, first, waiting, fleet)) for waiting, row, worker in free)
     draft = split.split(cost, chain([(first.row, of_first)], others), ends, spared)
     arrives = _split_arrives(request, draft, decode, fleet) if draft is not None else 0.0
     if draft is None or _comes_late(draft, arrives, spared):
@@ -288,9 +288,12 @@ def _comes_late(draft: Plan, arrives: float, spared: float) -> bool:
     return arrives > seconds and arrives + costs["harm"] >= costs["unsplit"] - spared
 
 
-def _split_worker(worker: Seen, first: Seen, waiting: float, fleet: Fleet) -> split.SplitWorker:
+def _split_worker(
+    request: PrefillRequest, worker: Seen, first: Seen, waiting: float, fleet: Fleet
+) -> split.SplitWorker:
     """`waiting`: prompt tokens that it has to compute."""
     status, loads, described = worker.status, fleet.loads, worker.description
+    pace = placement.pace_of(fleet, worker, status.gap_target_seconds, request.answer)
     speed = max(1.0, status.prefill_tokens_per_s or loads.speed(first.row))
     fetches = worker.prefix_links.get((first.description.incarnation, Tier.DEVICE))
     rate, free_at = fleet.links.rate(worker.row, first.description.incarnation, fleet.now)
@@ -302,7 +305,7 @@ def _split_worker(worker: Seen, first: Seen, waiting: float, fleet: Fleet) -> sp
         floor=status.fastest_step_seconds,
         link=min(link, rate / max(1, placement.sent_bytes(first.description, described))),
         link_wait=max(0.0, free_at - fleet.now),
-        utilisation=loads.utilisation(worker.row),
+        behind=pace.behind(loads.found(worker.row)),
         computes_on=frozenset(described.computes_on[:_MOST_NAMES]),
     )
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.kv_names import CHUNK_TOKENS
-from baton.router.policy.pace import MOST_BUSY
+from baton.router.policy.pace import delayed
 from baton.router.policy.plan import Plan, Range
 from baton.rpc import worker_pb2 as pb
 
@@ -53,8 +53,8 @@ class SplitWorker:
     """Tokens/s at which KV of other workers comes. Infinite: not known, and so not limited."""
     link_wait: float = 0.0
     """Seconds until that begins to come, behind KV that is under way."""
-    utilisation: float = 0.0
-    """Share of its recent time in which it computed prompts."""
+    behind: float = 0.0
+    """As of its pace."""
     computes_on: frozenset[str] = frozenset()
     """Names of its CPUs or GPUs. Workers that share one take time from each other, so only one takes part."""
 
@@ -174,8 +174,9 @@ def best_of(
     busy = idle.copy()
     for index, start, stop in ranges:
         busy[index] += cost.work(max(start, cost.cached), stop) / workers[index].speed
-    delayed = sum(_delayed(worker, its) * its / alone for worker, its in zip(workers, busy, strict=True))
-    harm = delayed - _delayed(workers[0], alone)
+    harm = -delayed(workers[0].behind, workers[0].wait, alone)
+    for worker, its in zip(workers, busy, strict=True):
+        harm += delayed(worker.behind, worker.wait, its) * its / alone
     rows = [row for row, _ in chosen]
     return Plan(
         "split",
@@ -195,14 +196,6 @@ def _without_waits(cost: PromptCost, workers: Sequence[SplitWorker]) -> float:
         work, speed = work + begins * each, speed + each
         until = work / speed
     return until
-
-
-def _delayed(worker: SplitWorker, seconds: float) -> float:
-    """By how many seconds prompts are delayed that come until this worker is idle, if it gets work for
-    `seconds`, and each of them is as long (an M/G/1 queue). Those that come during that work wait for half of
-    it."""
-    share = min(worker.utilisation, MOST_BUSY)
-    return (worker.wait + seconds / 2) * share / (1 - share)
 
 
 def fill(

@@ -126,7 +126,7 @@ def test_a_plan_costs_less_than_the_best_other_one() -> None:
 def test_time_that_busy_workers_lose_counts_by_the_prompts_that_come() -> None:
     """Prompts that come while a worker computes wait for half of its time, which the starts of steps and the
     waits for other workers make longer. Without the split they wait for half of the time of one worker."""
-    busy = [SplitWorker(0.0, SPEED, STEP, FLOOR, utilisation=used) for used in (0.0, 0.5, 0.7)]
+    busy = [SplitWorker(0.0, SPEED, STEP, FLOOR, behind=behind) for behind in (0.0, 1.0, 7 / 3)]
     plans = [split(cost_of(8_000), [worker, worker]) for worker in busy]
     harms = [plan.costs["harm"] for plan in plans if plan is not None]
     assert harms[0] == 0.0
@@ -141,7 +141,7 @@ def test_time_that_busy_workers_lose_counts_by_the_prompts_that_come() -> None:
 
 def test_a_split_that_others_gain_from_may_cost_less_than_nothing() -> None:
     """Another plan may spare more than the time of one worker, since fewer prompts wait for its worker."""
-    busy = [SplitWorker(0.0, SPEED, STEP, FLOOR, utilisation=0.85)] * 4
+    busy = [SplitWorker(0.0, SPEED, STEP, FLOOR, behind=17 / 3)] * 4
     plan = split(cost_of(30_000), busy)
     assert plan is not None
     spared = plan.costs["unsplit"] + 0.1
@@ -151,7 +151,7 @@ def test_a_split_that_others_gain_from_may_cost_less_than_nothing() -> None:
 
 def test_work_counts_by_the_prompts_that_come_to_its_worker() -> None:
     """Half of the prompt is taken from the first worker. Prompts lose that time where it is computed."""
-    calm, busy = (SplitWorker(0.0, SPEED, STEP, FLOOR, utilisation=used) for used in (0.0, 0.5))
+    calm, busy = (SplitWorker(0.0, SPEED, STEP, FLOOR, behind=behind) for behind in (0.0, 1.0))
     plans = [split(cost_of(8_000), way) for way in ([calm, calm], [busy, calm], [calm, busy])]
     even, relieved, burdened = (plan.costs for plan in plans if plan is not None)
     assert even["harm"] == 0.0

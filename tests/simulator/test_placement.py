@@ -260,7 +260,7 @@ def test_plans_are_those_without_what_is_kept_for_them(monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(Desk, "plan", compared)
-    simulate(agents(12, 3), "policy", at_a_time=12, warm_up=0, workers=4, routers=2)
+    simulate(agents(16, 3), "policy", at_a_time=16, warm_up=0, workers=4, routers=2)
     assert reused > 100
 
 
