@@ -18,7 +18,8 @@ c = F / (G · N) seconds of a first token, and all costs are in these:
 
     C          the sum of c of all requests that decode there
     first      until the first token: the prompts ahead and this one, beside the decodes there
-    behind     added to the first tokens of prompts that come before its worker has none left
+    behind     added to the first tokens of prompts that come before its worker has none left: as many as came
+               lately while it had others, and at most as many as keep it busy
     longer     added to the gaps of each request that decodes where the prompt is computed, while it decodes
     d, d'      seconds of a gap that cost where the request decodes, without and with it: those beyond a short
                step, and with vLLM (s - f)² / (short - f) of a shorter step of s seconds, f being the fastest
