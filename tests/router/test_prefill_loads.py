@@ -356,7 +356,9 @@ def test_a_prompt_finds_others_at_its_worker_until_they_should_be_computed() -> 
     row, other = (loads.join(name, block_size=16, now=0) for name in ("a:1", "b:1"))
     loads.reported(row, status(0, 1_000.0), 0)
     works = [PrefillWork(1_000) for _ in range(3)]
-    for at, work, expected in zip((0.0, 0.5, 3.0), works, (0.0, 1 / 1.9, 0.9 / 2.71), strict=True):
+    for at, work, expected in zip(
+        (0.0, 0.5, 3.0), works, (0.0, 1 / (1 + 0.9**0.5), 0.9**2.5 / (1 + 0.9**2.5 + 0.9**3)), strict=True
+    ):
         loads.sent(row, work, at)
         assert loads.found(row) == pytest.approx(expected), "seconds in which two of them are computed"
         if at == 0.5:
