@@ -353,6 +353,9 @@ else:  # as msgspec reads it
 class ChatBody(ChatOptions):
     """POST /v1/chat/completions."""
 
+    must_keep_budget: ClassVar[bool] = True
+    """False: a budget of reasoning has no effect for a model whose reasoning cannot be limited."""
+
     messages: Annotated[Items[Message], Field(min_length=1)]
 
 

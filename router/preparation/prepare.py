@@ -247,7 +247,7 @@ class Preparation:
         if placed:
             output_room(len(prompt), field, self.context)
         way = self.tokenizer.reasoning
-        if (way is None or way.in_messages) and body.reasoning_budget is not None:
+        if body.must_keep_budget and body.reasoning_budget is not None and (way is None or way.in_messages):
             reason = "this model's way to reason is unknown, see --reasoning-parser"
             if way is not None:
                 effort = body.named("reasoning_effort")

@@ -461,6 +461,8 @@ class AnthropicChat(ChatBody):
         "reasoning_effort": "output_config.effort",
         "thinking_token_budget": "thinking.budget_tokens",
     }
+    must_keep_budget: ClassVar[bool] = False
+    """Clients must send a budget with `thinking.type` enabled, and cannot know how the model reasons."""
 
 
 class PromptBody(Body):
