@@ -133,7 +133,7 @@ def question_of(
         vocab_size,
         Calls(tool_format.name, offered, body.many_calls, free),
         in_messages,
-        _spelled(tokenizer, specials | set(tool_format.specials)),
+        _spelled(tokenizer, specials.union(tool_format.specials, tool_format.tokens)),
     ).question
 
 

@@ -72,7 +72,7 @@ class ModelTokenizer:
         self._bytes: dict[int, bytes] = {}
         self.whole_texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
         added = tokenizer.get_added_tokens_decoder()
-        output_marks = set(tool_format.specials if tool_format is not None else ())
+        output_marks = {*tool_format.specials, *tool_format.tokens} if tool_format is not None else set()
         if self.reasoning is not None:
             output_marks |= {self.reasoning.start, self.reasoning.end}
             output_marks |= set(SPECIALS) if self.reasoning.in_messages else set()

@@ -28,6 +28,7 @@ class HermesParser(MarkedParser):
     name = "hermes"
     mark = opening = "<tool_call>"
     closing = "</tool_call>"
+    tokens = (opening, closing)
     before_closing = "}],`"
     written = Written(f'{opening}\n{{"name": "{{name}}", "arguments": {{arguments}}}}\n{closing}', "\n")
 
@@ -67,6 +68,7 @@ class QwenCoderParser(MarkedParser):
     name = "qwen3_coder"
     mark = opening = "<tool_call>"
     closing = "</tool_call>"
+    tokens = (opening, closing)
     bare = ("<function=",)
     pairs, written = _function_tags(opening, closing)
 
@@ -77,7 +79,7 @@ class SeedOssParser(QwenCoderParser):
     name = "seed_oss"
     mark = opening = "<seed:tool_call>"
     closing = "</seed:tool_call>"
-    specials = (opening, closing)
+    specials, tokens = (opening, closing), ()
     pairs, written = _function_tags(opening, closing)
 
 
@@ -86,6 +88,7 @@ class Glm45Parser(MarkedParser):
 
     name = "glm45"
     mark = opening = "<tool_call>"
+    tokens = (opening, "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     pairs = Pairs(
         head=re.compile(rf"\s*{NAME}\s*"),
         before_key="<arg_key>",
@@ -135,7 +138,7 @@ class MiniMaxM2Parser(MarkedParser):
     name = "minimax_m2"
     opening = "<invoke name="
     mark = "<minimax:tool_call>"
-    section_marks = mark, "</minimax:tool_call>"
+    tokens = section_marks = mark, "</minimax:tool_call>"
     pairs, written = _invocations(*section_marks)
 
 

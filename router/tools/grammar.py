@@ -213,7 +213,9 @@ def _value(
 ) -> Iterator[str]:
     """Yields the rules of one value. `memo`: as of `types_of`."""
     begin = lark(written.value_begin, {})
-    end = lark(written.value_end, {}) if begin else quoted(written.value_end)
+    end = lark(written.value_end, {})
+    if not begin and not end.startswith("<["):  # a text in several parts is no suffix
+        end = quoted(written.value_end)
     if not written.value_end or "string" not in types_of(schema, root, memo):
         shared = {name: root[name] for name in _DEFINITIONS if name in root}
         shared = shared if any("$ref" in part for part in subschemas(schema)) else {}

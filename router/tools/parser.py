@@ -43,6 +43,10 @@ class ToolParser:
     """The name for --tool-call-parser, as in vLLM."""
     specials: ClassVar[tuple[str, ...]] = ()
     """Special tokens of the format. The tokenizer leaves them in the text."""
+    tokens: ClassVar[tuple[str, ...]] = ()
+    """Marks that most tokenizers of the format have as tokens. Outside of calls they are text. llguidance
+    spells a mark like <tool_call> with its token alone, and then takes the token only where a grammar names
+    it."""
 
     written: ClassVar[Written]
     """How calls are written, for the grammar."""
@@ -78,13 +82,14 @@ class ToolParser:
     ) -> str:
         """Returns a Lark grammar (llguidance's dialect) for one call, or for several if `many`.
 
-        `spell` turns a special token into its form in a grammar. `text`: the output may be text, too.
-        Raises Unsupported.
+        `spell` turns one of `specials` or `tokens` into its form in a grammar. `text`: the output may be
+        text, too. Raises Unsupported.
         """
-        grammar = partial(grammar_of, tools=tools, many=many, spell=spell, specials=cls.specials)
+        spelled_alone = cls.specials + cls.tokens
+        grammar = partial(grammar_of, tools=tools, many=many, spell=spell, specials=spelled_alone)
         if not text:
             return grammar(cls.written)
-        spelled = spell(cls.mark) if cls.mark in cls.specials else ""
+        spelled = spell(cls.mark) if cls.mark in spelled_alone else ""
         return or_text(cls.written, cls.mark, spelled if spelled.startswith("<") else None, grammar)
 
     def push(self, text: str) -> list[Part]:

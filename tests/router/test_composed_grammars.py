@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from baton.grammars.compiler import TOO_MUCH
 from baton.grammars.trials import Trials
@@ -235,6 +239,41 @@ KINDS: list[Any] = [
     ["string", "null"],
 ]
 REFERENCES = ["#/$defs/a", "#/$defs/b~1c", "#/$defs/%20", "#", "#x", "y", "#/$defs/é"]
+
+
+OF_CALLS = "<tool_call>", "</tool_call>"
+OF_ARGUMENTS = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+ADDED = {
+    "hermes": OF_CALLS,
+    "qwen3_coder": OF_CALLS,
+    "glm45": OF_CALLS + OF_ARGUMENTS,
+    "glm47": OF_CALLS + OF_ARGUMENTS,
+    "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
+}
+"""Tokens of Qwen 3, GLM 4.5 and MiniMax M2, which their tokenizers do not call special."""
+
+
+@pytest.mark.parametrize("text", ["", "I look. "])
+@pytest.mark.parametrize("name", ADDED)
+def test_a_mark_that_is_a_token_is_written_as_one(name: str, text: str):
+    form = FORMATS[name]
+    letters = sorted(ByteLevel.alphabet())
+    model = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
+    model.pre_tokenizer = ByteLevel(add_prefix_space=False)  # pyrefly: ignore[read-only]
+    model.decoder = ByteLevelDecoder()  # pyrefly: ignore[read-only]
+    model.add_tokens(["<end>", *ADDED[name]])
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"enum": ["x"]}}}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+
+    def spell(mark: str) -> str:
+        return f"<[{model.token_to_id(mark)}]>" if mark in ADDED[name] else json.dumps(mark)
+
+    grammar = form.grammar([tool], many=True, spell=spell, text=bool(text))
+    matcher = LLMatcher(LLTokenizer(model.to_str(), eos_token=model.token_to_id("<end>")), grammar)
+    written = text + form.written.text([("f", {"a": "<b> & c", "b": "x"}), ("f", {"a": "d", "b": "x"})])
+    for token in model.encode(written).ids:
+        assert matcher.consume_token(token), (grammar, matcher.get_error())
+    assert matcher.is_accepting()
 
 
 def drawn(rng: random.Random, depth: int = 3) -> Any:
