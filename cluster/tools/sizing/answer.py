@@ -115,12 +115,6 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: 
     return replace(_answer(of_decode, load, pools, search.of(pools)), why=search.why(pools))
 
 
-def meets(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets, pools: Pools) -> bool:
-    """Whether these pools meet the targets, by one simulation."""
-    search, _ = _search(of_prefill, of_decode, load, targets, _in_memory(of_decode, load))
-    return search.missed(pools) <= 1
-
-
 def _longest(load: SizingOptions) -> int:
     return load.input_len + load.output_len if load.agents is None else AGENT_POSITIONS
 

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from baton.cluster.options.clients import SizingOptions
-from baton.cluster.tools.sizing.answer import GROWTH, Answer, Pools, Targets, answer, meets
+from baton.cluster.tools.sizing.answer import GROWTH, Answer, Pools, Targets, answer
 from baton.cluster.tools.sizing.simulated import SEED
 from baton.cluster.tools.sizing.speeds import Speeds
 from baton.engine.model_config import ModelConfig, VisionConfig
@@ -128,20 +128,8 @@ def choose(
     def gpus(pools: Pools) -> int:
         return pools.prefill * of_prefill.ranks + pools.decode * of_decode.ranks
 
-    def fits(most: int, remaining: Targets) -> bool:
-        """Whether so many GPUs may be enough: the full search takes much longer."""
-        if inside is None or not inside.pools.decode:
-            return True
-        return any(
-            meets(of_prefill, of_decode, load, remaining, pools)
-            for decode in (inside.pools.decode, inside.pools.decode - 1, inside.pools.decode + 1)
-            if min(pools := Pools((most - decode * of_decode.ranks) // of_prefill.ranks, decode)) > 0
-        )
-
     most = MOST_ENCODERS if inside is None else gpus(inside.pools) - 3
     for count, remaining in islice(_numbers(load, targets, images, most), MOST_TRIED):
-        if inside and not fits(gpus(inside.pools) - 1 - count, remaining):
-            continue
         try:
             apart = answer(of_prefill, of_decode, load, remaining)
         except ValueError:  # so little time is left
