@@ -169,6 +169,13 @@ def test_a_missing_router_is_a_bad_finding() -> None:
     assert [(f["check"], f["level"]) for f in json.loads(result.output)] == [("router", "bad")]
 
 
+def test_an_admin_port_alone_names_no_cluster() -> None:
+    """This machine is not checked in its place."""
+    result = CliRunner().invoke(app, ["doctor", "--advanced.admin-url", "http://127.0.0.1:1"])
+    assert result.exit_code == 2
+    assert "give --url, too" in result.output
+
+
 def test_every_unused_worker_is_a_finding() -> None:
     """By address, with the router's own reason and remedy. What may come back by itself is a warning."""
     refused = {

@@ -38,6 +38,8 @@ def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: JsonOptions) -
 
 
 def _findings(doctor: DoctorOptions, endpoint: EndpointOptions) -> Iterator[Finding]:
+    if doctor.admin_url is not None and not endpoint.url:
+        raise ValueError("--advanced.admin-url: give --url, too; without it this machine is checked")
     if endpoint.url:
 
         async def collect() -> list[Finding]:
