@@ -60,7 +60,8 @@ class Pace:
         busy: share of its recent time that its prompts would have taken without decodes.
         now: its steps.
         late: mean seconds of a gap that cost, as in `gap_of`.
-        share: of its time, in which it lately computed prompts beside these decodes.
+        behind: seconds of prompts that come lately, before the worker has none left, for each second in which
+            it computes one.
         by_decodes: what `steps` needs of the model for so many decodes. Plans ask for the same ones again.
     """
 
@@ -77,7 +78,7 @@ class Pace:
     busy: float = field(init=False)
     now: Steps = field(init=False)
     late: float = field(init=False)
-    share: float = field(init=False)
+    behind: float = field(init=False)
     by_decodes: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,16 +89,8 @@ class Pace:
         self.short = math.sqrt(gap * (gap if gap < fastest else fastest))
         self.now = now = self.steps(self.decodes, self.context, self.gap_cost)
         self.late = self.gap_of(now, busy)[1] if now.step else 0.0
-        share = busy * now.stretch
-        self.share = share if share < MOST_BUSY else MOST_BUSY
-
-    def behind(self, found: float) -> float:
-        """Seconds of prompts that come before the worker has none left, for each second in which it computes
-        one. `found`: share of its prompts that came while it had others, where they wait. A router avoids
-        that, so this may be a small part. Without a choice it is `share`, as in any queue whose arrivals are
-        random. More than that are a few prompts in a row, which do not last."""
-        share = found if found < self.share else self.share
-        return share / (1 - share)
+        share = busy * now.stretch  # of its time, as prompts come lately
+        self.behind = share / (1 - share) if share < MOST_BUSY else MOST_BUSY / (1 - MOST_BUSY)
 
     def steps(self, decodes: int, context: float, gap_cost: float) -> Steps:
         """Those of the worker if it decodes so many requests with so many positions and these costs."""

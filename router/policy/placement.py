@@ -18,8 +18,7 @@ c = F / (G · N) seconds of a first token, and all costs are in these:
 
     C          the sum of c of all requests that decode there
     first      until the first token: the prompts ahead and this one, beside the decodes there
-    behind     added to the first tokens of prompts that come before its worker has none left: as many as came
-               lately while it had others, and at most as many as keep it busy
+    behind     added to the first tokens of prompts that come before its worker has none left
     longer     added to the gaps of each request that decodes where the prompt is computed, while it decodes
     d, d'      seconds of a gap that cost where the request decodes, without and with it: those beyond a short
                step, and with vLLM (s - f)² / (short - f) of a shorter step of s seconds, f being the fastest
@@ -106,11 +105,9 @@ class Offer:
         adapter: seconds in which its steps stand still until the adapter is on its device.
         embeddings: of each image that encoders encode for it: its position, and seconds until it is encoded.
         arrives: seconds until KV that the prefill worker computes has come here. 0: not known.
-        found: as in `Pace.behind`.
         queues: more than one step of prompts, also of other routers, seems to be ahead of the request.
         first: seconds until the first token.
         within: seconds in which the prompt should be computed, if none is ahead.
-        behind: as of its pace.
         prompt_cost: of the prompt at this worker.
         tokens: of the prompt, that it would compute.
         gap_weight: seconds of a first token that a second more in each gap of an answer costs.
@@ -133,10 +130,8 @@ class Offer:
     embeddings: Sequence[tuple[int, float]] = ()
     adapter: float = 0.0
     arrives: float = 0.0
-    found: float = 1.0
     first: float = field(init=False)
     within: float = field(init=False)
-    behind: float = field(init=False)
     prompt_cost: float = field(init=False)
     tokens: int = field(init=False)
     gap_weight: float = field(init=False)
@@ -153,8 +148,7 @@ class Offer:
             last_part = stretch * pace.model.prefill(self.request.tokens - start, start)
             within = max(within, seconds + last_part + JOIN_STEPS * now.step)
         self.within, self.first = within, first if first > within else within
-        self.behind = pace.behind(self.found)
-        self.prompt_cost = self.first + delayed(self.behind, stretch * wait, stretch * alone)
+        self.prompt_cost = self.first + delayed(pace.behind, stretch * wait, stretch * alone)
         if pace.gap_cost:
             self.prompt_cost += self._added(alone) + pace.gap_cost * self.adapter
 
@@ -196,7 +190,7 @@ class Offer:
         if forgotten <= 0:
             return 0.0
         alone = forgotten * self.pace.token
-        slower = self.pace.now.stretch * (1 + self.behind)
+        slower = self.pace.now.stretch * (1 + self.pace.behind)
         return self.reuse * (slower * alone + self._added(alone))
 
     @property
@@ -286,7 +280,6 @@ def offer(
         embeddings,
         loads.adapter_seconds(row, request.adapter) if request.adapter else 0.0,
         arrives,
-        loads.found(row),
     )
 
 

@@ -305,7 +305,7 @@ def _split_worker(
         floor=status.fastest_step_seconds,
         link=min(link, rate / max(1, placement.sent_bytes(first.description, described))),
         link_wait=max(0.0, free_at - fleet.now),
-        behind=pace.behind(loads.found(worker.row)),
+        behind=pace.behind,
         computes_on=frozenset(described.computes_on[:_MOST_NAMES]),
     )
 

@@ -94,10 +94,6 @@ class _Worker:
     """These prefills, in order."""
     others: int = 0
     """Tokens of the prefills of other routers in the last report."""
-    found: Average = field(default_factory=Average)
-    """Share of the prefills that this router sent while the worker had others."""
-    sent_at: float = 0.0
-    """Time of the last one."""
     load_speeds: Mapping[Tier, float] = field(default_factory=dict)
     computed: int | None = None
     """Prompt tokens since its start, as last reported. None: there was no report."""
@@ -331,10 +327,8 @@ class PrefillLoads:
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
         """This router sent a prefill."""
         worker = self._worker(row)
-        waiting = self.tokens_waiting(row, now)
-        worker.found.add(waiting > 0, steps=now - worker.sent_at)
-        worker.tokens = waiting + work.tokens + self._as_tokens(row, work.beside)
-        worker.at = worker.sent_at = now
+        waiting = self.tokens_waiting(row, now) + work.tokens + self._as_tokens(row, work.beside)
+        worker.tokens, worker.at = waiting, now
         if not worker.sent:
             worker.first_at = now
         worker.router_tokens += work.tokens
@@ -382,10 +376,6 @@ class PrefillLoads:
         return self._speed.item(row) * min(worker.first_seconds, now - worker.first_at)
 
     # ------------------------------------------------------------ the current state
-
-    def found(self, row: int) -> float:
-        """Share of the prompts that this router lately sent there while the worker had others."""
-        return self._worker(row).found.value
 
     def prompt_rate(self, row: int) -> float:
         """Prompt tokens that the worker lately computed in a second."""

@@ -351,22 +351,6 @@ def test_a_rate_follows_what_the_worker_computed() -> None:
     assert loads.prompt_rate(loads.join("b", block_size=16, now=161.0)) == 0
 
 
-def test_a_prompt_finds_others_at_its_worker_until_they_should_be_computed() -> None:
-    loads = PrefillLoads()
-    row, other = (loads.join(name, block_size=16, now=0) for name in ("a:1", "b:1"))
-    loads.reported(row, status(0, 1_000.0), 0)
-    works = [PrefillWork(1_000) for _ in range(3)]
-    for at, work, expected in zip(
-        (0.0, 0.5, 3.0), works, (0.0, 1 / (1 + 0.9**0.5), 0.9**2.5 / (1 + 0.9**2.5 + 0.9**3)), strict=True
-    ):
-        loads.sent(row, work, at)
-        assert loads.found(row) == pytest.approx(expected), "seconds in which two of them are computed"
-        if at == 0.5:
-            for ended in works[:2]:
-                loads.ended(row, ended, computed=True, now=2.5)
-    assert loads.found(other) == 0
-
-
 def test_the_first_report_of_a_worker_says_nothing_about_its_rate() -> None:
     """A router attaches to a worker that has run for days."""
     loads = PrefillLoads()
