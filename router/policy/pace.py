@@ -1,6 +1,6 @@
 """How fast one worker is while it decodes: the part of its offers that is the same for all requests.
 
-    Pace         kept by `Fleet`, so it is computed once for each report and number of decodes
+    Pace         kept by `Seen`, so it is computed once for each report and number of decodes
     Pace.steps   ─▶ Steps    those of the worker with other decodes
     delayed      by how much other prompts come later, for placement and for splits
 

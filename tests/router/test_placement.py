@@ -23,7 +23,7 @@ from baton.router.policy.placement import offer as placed
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import NOTHING, plan
 from baton.router.policy.prefill import COMPARED, PrefillRequest
-from baton.router.policy.prefill_loads import PrefillLoads
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.policy.prefixes import Prefixes
 from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
@@ -667,6 +667,39 @@ def test_the_worker_with_most_of_the_prompt_decodes_unless_it_is_much_more_loade
     index.clear(0)
     index.clear(2)
     assert nearest() == (1, 128)
+
+
+def test_cached_tokens_are_whole_blocks_of_the_largest_in_the_decode_pool() -> None:
+    prefills = PrefillLoads()
+    sizes = 16, 512
+    rows = [prefills.join(str(size), block_size=size, now=0.0) for size in sizes]
+    loads = [
+        DecodeLoad(row, str(size), size, 100, 64, blocks_free=100)
+        for row, size in zip(rows, sizes, strict=True)
+    ]
+    fleet = fleet_of(prefills, [seen_worker(load, pb.POOL_DECODE) for load in loads])
+    prefills.index.add(0, CHUNKS)
+    for _ in range(2):
+        assert fleet.nearest(loads[0], PrefillRequest(1, 700, CHUNKS)) == (0, 512)
+        fleet.decodes.remove(loads[1])
+        assert fleet.nearest(loads[0], PrefillRequest(1, 700, CHUNKS)) == (0, 640)
+        fleet.decodes.add(loads[1])
+
+
+def test_a_worker_that_leaves_takes_its_open_prompts_with_it() -> None:
+    """Another worker may get its row."""
+    desk = Desk(lambda: 0.0, seed=1)
+    described = pb.WorkerDescription(block_size=16, num_blocks=999, max_num_seqs=99)
+    gone, next_one = (Seen(name, pool=pb.POOL_PREFILL, description=described) for name in ("a:1", "b:1"))
+    desk.join(gone)
+    desk.sent(b"attempt", gone.row, PrefillWork(700, CHUNKS))
+    assert desk.uncached(CHUNKS, 700) == 60
+    desk.leave(gone.row)
+    desk.join(next_one)
+    assert next_one.row == gone.row
+    assert (desk.uncached(CHUNKS, 700), desk.loads.router_tokens(next_one.row)) == (700, 0)
+    with pytest.raises(KeyError):
+        desk.ended(b"attempt", computed=True)
 
 
 @given(

@@ -214,6 +214,19 @@ def test_the_chunks_of_a_sent_prompt_are_expected_until_its_token_comes():
     assert not loads.index
 
 
+def test_chunks_that_no_prompt_will_cache_any_more_take_no_memory():
+    index = ChunkIndex()
+    index.grow(2)
+    empty = pickle.dumps(index)
+    prompts = [(row, range(first, 200)) for row in range(2) for first in (0, 100)]
+    for row, chunks in prompts:
+        index.expect(row, chunks)
+    assert len(pickle.dumps(index)) > len(empty) + 200
+    for row, chunks in prompts:
+        index.unexpect(row, chunks)
+    assert pickle.dumps(index) == empty
+
+
 def test_a_worker_that_is_cleared_is_found_no_more():
     index, chunks = ChunkIndex(), range(1000)
     index.grow(2)
