@@ -4,6 +4,7 @@ import shlex
 from dataclasses import replace
 
 import torch
+from rich.console import Console
 
 from baton.cluster.options.clients import DEFAULT_SLO, SizingOptions
 from baton.cluster.options.parameters import size_in_bytes, to_argv
@@ -60,16 +61,17 @@ def run(sizing: SizingOptions) -> int:
     )  # fmt: skip
     images = images_of(sizing, model, Speeds(gpu, model, weight_format.matrix_bytes(model, torch.bfloat16)))
     load, chosen = with_images(sizing, images), None
-    if load.prefill is not None and load.decode is not None:
-        speeds = of_prefill, of_decode
-        if images is not None:
-            speeds = encoding(of_prefill, load, images), encoding(of_decode, load, images)
-        sized = predicted(*speeds, load, Pools(load.prefill, load.decode))
-    elif images is not None:
-        chosen = choose(of_prefill, of_decode, load, targets, images)
-        sized = chosen.answer
-    else:
-        sized = answer(of_prefill, of_decode, load, targets)
+    with Console(stderr=True).status("Simulating clusters. Hundreds of requests at a time take minutes."):
+        if load.prefill is not None and load.decode is not None:
+            speeds = of_prefill, of_decode
+            if images is not None:
+                speeds = encoding(of_prefill, load, images), encoding(of_decode, load, images)
+            sized = predicted(*speeds, load, Pools(load.prefill, load.decode))
+        elif images is not None:
+            chosen = choose(of_prefill, of_decode, load, targets, images)
+            sized = chosen.answer
+        else:
+            sized = answer(of_prefill, of_decode, load, targets)
     show(sized, sizes, gpu.source)
     if sizing.link_gbps is not None and (second := sized.served.second_token) is not None:
         times = f"first to second token p50 {second.p50 * 1e3:.1f}, p99 {second.p99 * 1e3:.1f} ms"
