@@ -236,8 +236,13 @@ def _value(
             limits.append(anywhere(of_ascii(pattern)))
     if texts == []:
         raise _unsupported(tool, "value for an argument that must have several values")
+    mark = written.value_end.strip()
+    if texts is not None and not (texts := [text for text in texts if mark not in text]):
+        raise _unsupported(tool, f"text with {mark} inside")
     kinds = ["(" + " | ".join(map(quoted, texts)) + ")"] if texts is not None else []
     kinds += map(literal, limits or ([] if kinds else ["(?s:.*)"]))
+    if limits:  # a text is read up to the mark, and what precedes it need not have the schema
+        kinds.append(f"~{literal(f'(?s:.*){re.escape(mark)}(?s:.*)')}")
     # A token is no part of a text, so it ends one.
     by_suffix = texts is None and end.startswith('"')
     yield f"{rule}: {begin} {rule}t" if by_suffix else f"{rule}: {begin} {rule.upper()} {end}"

@@ -166,6 +166,40 @@ async def test_strings_of_a_format_without_json_have_the_schema(
 
 
 @pytest.mark.parametrize(
+    "name", [name for name, form in FORMATS.items() if form.written.pair and form.written.value_end]
+)
+@pytest.mark.parametrize(
+    ("value", "taken"),
+    [
+        ({"enum": ["END", "aENDb", "a"]}, ["a"]),
+        ({"type": "string", "minLength": 2}, ["aa", "a<"]),
+        ({"type": "string", "pattern": "a$"}, ["a", "aba"]),
+    ],
+)
+async def test_a_text_with_schema_never_holds_what_ends_it(
+    name: str, value: Any, taken: list[str], tokenizer: ModelTokenizer
+):
+    """A parser would read what precedes the mark alone."""
+    written = FORMATS[name].written
+    mark = written.value_end.strip()
+    value = json.loads(json.dumps(value).replace("END", json.dumps(mark)[1:-1]))
+    async with running_checker(tokenizer) as checker:
+        made, unenforced = await checker.check(demand(name, properties(value)).question, "")
+    assert made is not None
+    assert not unenforced
+    grammar = LLMatcher.grammar_from_lark(made.text)
+    texts = [*taken, mark, f"a{mark}b", f"{mark}aa", f"a{mark}aa", f"a{mark}"]
+    assert [text for text in texts if accepts(grammar, written.text([("f", {"a": text})]))] == taken
+
+
+async def test_a_text_that_must_hold_what_ends_it_is_refused(tokenizer: ModelTokenizer):
+    asked = demand("glm45", properties({"const": "a</arg_value>"}), strict=True)
+    async with running_checker(tokenizer) as checker:
+        with pytest.raises(Unsupported, match=r"tools: f cannot .* has no text with </arg_value> inside"):
+            await checker.check(asked.question, "")
+
+
+@pytest.mark.parametrize(
     "name", [name for name, form in FORMATS.items() if form.written.pair and getattr(form, "pairs", None)]
 )
 def test_each_key_that_may_be_written_is_read(name: str):
