@@ -21,6 +21,7 @@ from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.kv_names import CHUNK_TOKENS
 from baton.router.admission.fairness import FairQueue
+from baton.simulator import step_worker
 from baton.simulator.agents import CONTEXT, PREFIX, agents, chunk_name
 from baton.simulator.requests import Request
 from baton.simulator.trace import SPREAD, Session, Turn
@@ -251,9 +252,10 @@ OFF = {
     ("Qwen3.5, 4/s", "gap p99"): 0.78,
     # A router that has just started knows no rates, so the first seconds have decodes on both workers.
     ("Qwen3.5, 12/s", "gap p99"): 1.56,
-    # The measured cluster had no decision for all of its workers.
-    ("Qwen3.5, 16 agents", "later p99"): 0.58,
-    ("Qwen3.5, 48 agents", "later p99"): 0.98,
+    # The measured cluster had no decision for all of its workers. The p99 are 3 and 7 later turns: with 48
+    # agents, trees since that decision gave 342 to 1,055 ms, so it jumps.
+    ("Qwen3.5, 16 agents", "later p99"): 0.49,
+    ("Qwen3.5, 48 agents", "later p99"): 0.84,
     ("Qwen3.5, 48 agents", "latency p50"): 0.90,
 }
 """The nearest ratios to 1 that are further off, with their causes."""
@@ -278,18 +280,19 @@ NAMES = [
 
 
 @pytest.fixture
-def queue_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the routers of the measured runs. Today's take short prompts before long ones."""
+def prompts_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the routers and engines of the measured runs. Today's take short prompts before long ones."""
     push = FairQueue[None, Request].push
 
     def pushed(queue, key, rank, item, ticket=None, order=0, *, tokens, lane):
         return push(queue, key, rank, item, ticket, order, lane=lane)
 
     monkeypatch.setattr(FairQueue, "push", pushed)
+    monkeypatch.setattr(step_worker, "insort", lambda prompts, request, key: prompts.append(request))
 
 
 @pytest.mark.cases(1)
-@pytest.mark.usefixtures("queue_in_order_of_arrival")
+@pytest.mark.usefixtures("prompts_in_order_of_arrival")
 @pytest.mark.parametrize("name", NAMES)
 def test_plan_predicts_what_was_measured(name: str) -> None:
     hybrid = name in HYBRID
