@@ -30,7 +30,7 @@ from baton.processes.sandbox.one_shot import HelperEnded, OneShots
 ENDED = "it cannot be compiled now: the process that compiles has ended"
 STACK_BYTES = 8 << 20
 """Of a thread that compiles what was tried."""
-_CPU_SECONDS = 2.0
+_CPU_SECONDS = 4.0
 """Of one text. Routers allow less, also on a machine that is slower than theirs."""
 MEMORY_BYTES = 64 << 20
 """Of one text. JSON schemas of the greatest length take 40 MB at most."""

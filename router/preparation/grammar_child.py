@@ -29,7 +29,8 @@ from baton.router.tools.grammar import OF_WHOLE
 from baton.router.tools.parser import ToolParser
 from baton.router.tools.regex import of_ascii
 
-CPU_SECONDS = 0.5
+CPU_SECONDS = 1.5
+"""Of one demand. The most tools take 0.3 s on a fast core; a busy or old one takes several times as long."""
 MEMORY_BYTES = 2 << 30
 _MAX_ENFORCED = 200
 """Tools, with their schemas. Those of further tools that are not strict would take too long to compile, and
