@@ -8,8 +8,9 @@ A run file is what `bench.report.Report` writes (`--json`). Among its keys are:
     command: how to repeat the run. It stands here alone, as `note` does.
     note: circumstances, and what the rows cannot say.
     tried: null for a result. For an experiment a list of texts: what was tried, the result, and why it
-        stayed or went. The first sentence stands on the page, and of a long one only what was tried. Rows
-        of experiments stand in no table. An empty list is a result that is only linked.
+        stayed or went. The first sentence stands on the page, and of a long one only what was tried and the
+        verdict; one without a verdict is only linked. Rows of experiments stand in no table. An empty list
+        is a result that is only linked.
 
 `other` of a row is the value of what `ratio_to` names, if known. `low` and `high` are the 95 % interval of
 the ratio, or of the value if there is no ratio. Without a value they are the least and the most of several
@@ -33,7 +34,7 @@ BLOCK = re.compile(r"<!-- generated: (\S+) -->\n.*?<!-- end -->", re.S)
 PART = re.compile(r"(?<!\d)\.|\.(?!\d)")
 """Between the parts of a name. `qwen3.5` is one part."""
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z`])")
-VERDICT = re.compile(r"(Kept|Mended|Refuted|Removed|Not \w+)(?=[.,:])")
+VERDICT = re.compile(r"(Kept|Mended|Refuted|Removed|Not (?:built|changed|kept|removed|taken|used))\b")
 SPANS = [(-1, 0), (-2, 0), (-2, -1), (-3, -1), (-3, -2), (1, 2), (2, 3), (3, 4), (1, 3), (2, 4)]
 LONG = 24
 """Words that an experiment may have on a page, with its figures."""
@@ -254,7 +255,7 @@ def results(found: list[Run]) -> list[str]:
     for run in found:
         if run.file in tables:
             lines += [run.link, "", *table(tables[run.file]), ""]
-    linked = [run.link for run in found if run.tried == []]
+    linked = [run.link for run in found if run.tried is not None]
     return [*lines, *([f"More: {', '.join(linked)}", ""] if linked else [])]
 
 
@@ -271,17 +272,26 @@ def of_tests(found: list[Run]) -> list[str]:
 
 
 def in_short(text: str) -> str:
-    """The first sentence (what was tried: the result) and the verdict. The file of the run has the rest."""
+    """The first sentence (what was tried: the result) and the verdict. The file of the run has the rest.
+
+    Empty if there is no verdict, and no room for the result: what was tried alone says nothing."""
     first, *others = SENTENCE.split(text)
+    verdicts = [f"{found[0]}." for found in map(VERDICT.match, others) if found]
     if len(first.split()) > LONG:
+        if not verdicts:
+            return ""
         first = f"{first.split(': ')[0].removesuffix('.')}."
-    verdicts = filter(None, map(VERDICT.match, others))
-    return " ".join((first, *(f"{found[0]}." for found in verdicts)))
+    return " ".join((first, *verdicts))
+
+
+def experiments(run: Run) -> list[str]:
+    """What the page says of those of a run."""
+    return [*filter(None, map(in_short, run.tried or []))]
 
 
 def block(section: str, folder: Path) -> str:
     found = runs(folder, section)
-    shown = [run for run in found if not run.tried]
+    shown = [run for run in found if not experiments(run)]
     tests = (
         bool(shown)
         and all(run.bench == "tests" for run in shown)
@@ -289,7 +299,7 @@ def block(section: str, folder: Path) -> str:
     )
     lines = of_tests(shown) if tests else results(shown)
     for run in found:
-        texts = [in_short(text) for text in run.tried or []]
+        texts = experiments(run)
         if len(texts) > 1:
             lines += [f"- [run](runs/{run.file}):", *(f"  - {text}" for text in texts)]
         else:
