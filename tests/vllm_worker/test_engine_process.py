@@ -134,7 +134,7 @@ def test_what_the_start_has_made_is_not_scanned_again() -> None:
         with closing(EngineLink(None)) as service, asyncio.Runner() as runner:
             runner.run(within(main()))
     finally:
-        gc.unfreeze()
+        gc.freeze()  # as the tests after it expect (`tests.conftest`)
 
 
 def test_a_vllm_that_does_not_start_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -759,7 +759,8 @@ def test_states_alone_travel(tokens: int, slot: int) -> None:
 def test_a_worker_ends_a_request_of_several_groups_without_kv() -> None:
     """vLLM knows no way to fail it. It keeps the request until the worker has aborted it."""
     decode = Groups("decode", 1)
-    gone = Source("127.0.0.1:1", 7, b"p" * 16)
+    address, incarnation = decode.process.address
+    gone = Source(address, incarnation ^ 1, b"p" * 16)
     decode.step(StepMetadata(fetches=[Fetch("b", decode_id_of("b"), 1, gone, [[1, 2], [3], [4]], 0, 20)]))
     [failed] = decode.told(1)
     assert isinstance(failed, FetchFailed)
