@@ -241,7 +241,7 @@ async def test_an_engine_that_hangs_is_replaced_and_counts_go_on(worker: WorkerP
 
 async def test_what_comes_meanwhile_waits_or_ends(worker: WorkerProcess) -> None:
     """Routers are told that the worker drains. One may have sent something before."""
-    params = sampling(max_tokens=300, ignore_eos=True)
+    params = sampling(max_tokens=40, ignore_eos=True)
     async with attached(worker) as stream, attached(worker) as other:
         right = ids(await read(stream, await stream.submit_decode(request(PROMPT, params))))
         streams = stream, stream, other
@@ -270,7 +270,7 @@ async def test_what_comes_meanwhile_waits_or_ends(worker: WorkerProcess) -> None
 async def test_a_planned_restart_ends_the_engine_between_two_steps(worker: WorkerProcess) -> None:
     """Also twice in a row, before the engine has computed a token. `test_replacement_orders.py` has two calls
     at once."""
-    asked = request(PROMPT[1:], sampling(max_tokens=300, ignore_eos=True))
+    asked = request(PROMPT[1:], sampling(max_tokens=130, ignore_eos=True))
     async with attached(worker) as stream, attached(worker) as other:
         right = ids(await read(stream, await stream.submit_decode(asked)))
         decode_id = await held(stream, asked, 100)
