@@ -31,17 +31,20 @@ from tests.engine.scheduling import add, live_of, make, of_slots
 from tests.engine.test_overlap import land_one
 from tests.engine.test_tiers import TURNS, answers, corrupt
 
-KINDS = (
-    "Bamba",
-    "KimiLinear",
-    "OlmoHybrid",
-    *(
-        pytest.param(kind, marks=pytest.mark.long)
-        for kind in ("Qwen3Next", "Qwen3_5Text", "Lfm2", "Lfm3", "Bamba narrow", "KimiLinear narrow")
-    ),
-)
+
+def kinds_of_models(*quick: str) -> list[Any]:
+    """All of them. Those that are not `quick` are of long tests."""
+    kinds = "Bamba", "KimiLinear", "OlmoHybrid", "Qwen3Next", "Qwen3_5Text", "Lfm2", "Lfm3"
+    narrow = "Bamba narrow", "KimiLinear narrow"
+    return [kind if kind in quick else pytest.param(kind, marks=pytest.mark.long) for kind in kinds + narrow]
+
+
+KINDS = kinds_of_models("Bamba", "KimiLinear", "OlmoHybrid")
 """Modules of transformers compute OlmoHybrid and Lfm3. Narrow: states are in bfloat16. The exact mode rounds
 them after each token, so no cut of a prompt decides when they are rounded."""
+of_layers = pytest.mark.parametrize("path", kinds_of_models("Bamba", "KimiLinear"), indirect=True)
+"""Of tests whose faults are in the scheduler and the caches. Modules take four times as long, and get their
+states from the same ones: other tests here and `test_modules` show what modules do with states."""
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(3, 199) for _ in range(n)] for n in (1, 2, 3, 5, 21, 70)]
 
@@ -80,7 +83,7 @@ def test_a_prompt_may_be_cut_anywhere(path: Path, tiny_engine: MakeEngine) -> No
 @pytest.fixture(scope="module")
 def requests() -> list[Any]:
     return [
-        request_of(i, prompt, max_tokens=9 + i, ignore_eos=i % 2 > 0) for i, prompt in enumerate(PROMPTS * 2)
+        request_of(i, prompt, max_tokens=7 + i, ignore_eos=i % 2 > 0) for i, prompt in enumerate(PROMPTS * 2)
     ]
 
 
@@ -93,6 +96,7 @@ def alone(path: Path, tiny_engine: MakeEngine, requests: list[Any]) -> list[list
     return [*(tokens[: request.sampling.max_tokens] for tokens, request in shorter), *longer]
 
 
+@of_layers
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("config", "overlap"),
@@ -222,6 +226,7 @@ def chats_without_a_cache(path: Path, tiny_engine: MakeEngine) -> list[Any]:
     return found
 
 
+@of_layers
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("num_copies", "config", "overlap"),
@@ -261,6 +266,7 @@ def answered(path: Path, tiny_engine: MakeEngine) -> list[Any]:
     return answers(tiny_engine(model=str(path), num_blocks=200), TURNS[:12])
 
 
+@of_layers
 @pytest.mark.all
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_states_live_on_below_the_device(
@@ -299,6 +305,7 @@ def test_states_live_on_below_the_device(
     assert breaks or stats.loaded_tokens
 
 
+@of_layers
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("pays", [True, False])
 def test_blocks_on_the_device_stay_while_their_states_are_loaded(
@@ -360,6 +367,7 @@ def test_a_hit_needs_blocks_and_a_copy_at_their_end(
     engine.assert_whole()
 
 
+@of_layers
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_next_turn_begins_where_the_answer_ended(

@@ -337,11 +337,11 @@ NARROW = () if DEVICE == "cuda" else ("Bamba", "KimiLinear")
 """States in 16 bits, rounded after each token. Exact kernels of a GPU are not for float32."""
 
 
-def asked_of(max_tokens: int) -> list[EngineRequest]:
+def asked_of(max_tokens: int, prompt: Sequence[int] = PROMPT) -> list[EngineRequest]:
     return [
         request_of(
             n,
-            [token + n for token in PROMPT],
+            [token + n for token in prompt],
             max_tokens=max_tokens,
             ignore_eos=True,
             temperature=n,
@@ -375,7 +375,7 @@ def test_models_with_states_go_on_from_the_last_copy(
 ) -> None:
     """An answer has a copy of the states at each multiple of 64 positions."""
     settings = SETTINGS | {"model": str(tiny_of(kind)), "num_blocks": 128} | exact
-    asked = asked_of(60)
+    asked = asked_of(28, range(3, 57))
     right = answers_of(run(tiny_engine(**settings), asked))
     going = streams_that_go_on(lambda: tiny_engine(kept_files=[memory], **settings), asked, right)
     assert [(len(x.prompt_ids) + len(x.output_ids)) // 64 for x, _ in going] == [1] * 3
@@ -479,7 +479,9 @@ def test_a_cache_that_forgets_leaves_what_it_has(
 
 
 @pytest.mark.all
-@pytest.mark.parametrize(("kind", "num_blocks"), [("Qwen3Moe", 64), ("Bamba", 64), ("GptOss", 220)])
+@pytest.mark.parametrize(
+    ("kind", "num_blocks", "block_size"), [("Qwen3Moe", 64, 4), ("Bamba", 16, 16), ("GptOss", 220, 4)]
+)
 @pytest.mark.parametrize("reader", ["request", "other worker"])
 def test_what_came_back_from_a_tier_is_kept(
     tiny_engine: MakeEngine,
@@ -488,6 +490,7 @@ def test_what_came_back_from_a_tier_is_kept(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     num_blocks: int,
+    block_size: int,
     reader: str,
 ) -> None:
     """A request reads it, or another worker does. A block is kept if the cache of the first engine has it on
@@ -496,6 +499,7 @@ def test_what_came_back_from_a_tier_is_kept(
     settings = SETTINGS | {
         "model": str(tiny_of(kind)),
         "num_blocks": num_blocks,
+        "block_size": block_size,
         "max_num_batched_tokens": 16,
         "max_num_seqs": 4,
     }
@@ -507,7 +511,7 @@ def test_what_came_back_from_a_tier_is_kept(
             each.pump()
 
     def computed(prompt: list[int]) -> list[int]:
-        first.add(request_of(len(tokens), prompt, max_tokens=12, ignore_eos=True))
+        first.add(request_of(len(tokens), prompt, max_tokens=5, ignore_eos=True))
         tokens.append([])
         while not first.idle:
             tokens[-1] += [output.token for output in first.loop.step().outputs]
@@ -516,10 +520,11 @@ def test_what_came_back_from_a_tier_is_kept(
 
     tokens: list[list[int]] = []
     before = cache_of(first)
-    count = max(num_blocks // 17, len(before.copies.units.all_places) if before.copies else 0) + 3
+    num_copies = len(before.copies.units.all_places) if before.copies else 0
+    count = max(num_blocks * block_size // 64, num_copies) + 3
     prompts = [[3 + (7 * n + i) % 150 for i in range(60)] for n in range(count)]
     right = [computed(prompt) for prompt in prompts]
-    turn = [*prompts[0], *right[0][:5]]
+    turn = [*prompts[0], *right[0]]
     names = names_of(first, turn)
     assert not first.lives.pool.lookup(names), "evicted"
     assert before.copies is None or names[-1] not in before.copies

@@ -32,7 +32,7 @@ from tests.engine.conftest import request_of, save_tiny, tokens_of
 from tests.engine.test_images import SIZES, pixels_of, with_more_images
 from tests.engine.test_models import scores
 
-LENGTHS = (1, 2, 17, 48, 90, 150, 333, 500)
+LENGTHS = (1, 2, 17, 48, 90, 150)
 LONG = {"max_position_embeddings": 1024, "pad_token_id": 0}
 KINDS: dict[str, dict[str, Any]] = {
     "Llama": {},
@@ -72,12 +72,12 @@ def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     rng = random.Random(7)
     prompts = [[rng.randrange(3, 199) for _ in range(length)] for length in LENGTHS]
     engine = load(
-        tmp_path, num_blocks=192, max_num_batched_tokens=64, max_num_seqs=6, model_impl="transformers",
+        tmp_path, num_blocks=64, max_num_batched_tokens=64, max_num_seqs=5, model_impl="transformers",
         enable_prefix_caching=True,
     )  # fmt: skip
     for first in (0, len(prompts)):
         requests = [
-            request_of(first + i, prompt, max_tokens=8, ignore_eos=True) for i, prompt in enumerate(prompts)
+            request_of(first + i, prompt, max_tokens=6, ignore_eos=True) for i, prompt in enumerate(prompts)
         ]
         for prompt, tokens in zip(prompts, tokens_of(engine, requests), strict=True):
             assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
