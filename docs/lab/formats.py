@@ -54,6 +54,8 @@ PATH = Path(__file__).with_name("formats.md")
 LENGTHS = (2, 17, 48)
 """Of prompts."""
 VOCABULARY = 200
+BETWEEN = " · "
+"""Formats of one verdict on the page."""
 
 PAGE = """# Formats of checkpoints
 
@@ -69,7 +71,7 @@ with a new run.
   of these (root mean squares, on this random model). Some read NVFP4 and W4A16 in bfloat16.
 - *refused*: with these words. *not written*: the tool cannot write the format on a CPU.
 
-| tool | format | verdict |
+| tool | verdict | formats |
 |---|---|---|
 {rows}
 
@@ -83,9 +85,6 @@ class Row(NamedTuple):
     tool: str
     kind: str
     verdict: str
-
-    def __str__(self) -> str:
-        return f"| {self.tool} | {self.kind} | {self.verdict} |"
 
 
 def environment(tool: str, at: Path) -> tuple[list[str], dict[str, str]]:
@@ -199,13 +198,17 @@ def name_of(tool: str) -> str:
 def recorded(page: str, tool: str) -> list[Row]:
     """The rows of a tool on the page, also of another version."""
     name = name_of(tool).rpartition(" ")[0]
-    cells = (line[2:-2].split(" | ", 2) for line in page.splitlines() if line.startswith(f"| {name} "))
-    return [Row(*each) for each in cells]
+    cells = (line[2:-2].split(" | ") for line in page.splitlines() if line.startswith(f"| {name} "))
+    return [Row(of, kind, found) for of, found, kinds in cells for kind in kinds.split(BETWEEN)]
 
 
 def page_of(found: list[Row]) -> str:
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for row in found:
+        kinds.setdefault((row.tool, row.verdict), []).append(row.kind)
+    lines = (f"| {tool} | {each} | {BETWEEN.join(of)} |" for (tool, each), of in kinds.items())
     others = "\n".join(f"- {name}: {why}" for name, why in NOT_RUN.items())
-    return PAGE.format(prompts=len(LENGTHS), rows="\n".join(map(str, found)), others=others)
+    return PAGE.format(prompts=len(LENGTHS), rows="\n".join(lines), others=others)
 
 
 def measure(tool: str, kept: Path | None = None) -> list[Row]:
@@ -218,7 +221,7 @@ def measure(tool: str, kept: Path | None = None) -> list[Row]:
             plain_model.mkdir(parents=True)
             write_plain(plain_model, tool)
         for row in rows(tool, at, plain_model):
-            print(row, flush=True)
+            print(*row, sep=": ", flush=True)
             found.append(row)
     return found
 
