@@ -4,6 +4,23 @@ DIRECTORY holds the sources of the version that docs/suites.toml names, and `tes
 Each RUN of that list, by default all, starts `baton serve` with its options and runs its tests. A test whose
 outcome is not that of the list is `new`, and one that did not run is `not found`. Both end the command with
 1, and so does a run that could not be made. BATON names the command, if it is not in PATH.
+
+All runs, typed in a checkout after `make venv`:
+
+    source .venv/bin/activate
+    pip install --no-deps tblib pillow fastapi starlette httpx httpcore openai-harmony outlines-core
+    pip install --no-deps annotated-doc setuptools-rust semantic-version setuptools-scm vcs-versioning
+    export VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0
+    pip download --no-deps --no-build-isolation --no-binary vllm vllm==0.33.0
+    tar xf vllm-0.33.0.tar.gz
+    embedded=$(python -c "from baton.cluster.model import embedded_path; print(embedded_path())")
+    python -m tests.suites vllm "$PWD/vllm-0.33.0" "$embedded" plain options keys
+    # what wants a model that reasons, and SGLang's tests
+    hf download Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --local-dir .
+    python -m tests.suites.model qwen2.5-coder-0.5b-instruct-q4_k_m.gguf suites.gguf
+    python -m tests.suites vllm "$PWD/vllm-0.33.0" "$PWD/suites.gguf" thinking
+    git clone --depth 1 --branch v0.5.9 https://github.com/sgl-project/sglang
+    python -m tests.suites sglang "$PWD/sglang" "$PWD/suites.gguf"
 """
 
 import json
