@@ -21,7 +21,8 @@ Pure.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 LARGE = 512
 """Prompt tokens from which on a step shows the speed of prompts. A smaller one reads the weights for a few
@@ -91,8 +92,10 @@ class StepModel:
     within each chunk of the table `MOST_IN_PAIRS` of its seconds."""
     overlap: float
     """0 to 1: how far a mixed step computes decodes and prompts in one pass over the weights."""
-    factors: tuple[float, float] = (1.0, 1.0)
-    """Those of decodes and of prompts in these seconds, as in `corrected`."""
+    factor: float = field(default=1.0, init=False)
+    """Of decodes in these seconds, as in `corrected`."""
+    table: "StepModel | None" = field(default=None, init=False, repr=False, compare=False)
+    """The model without factors. None: this one."""
 
     def __post_init__(self) -> None:
         pairs = zip(self.tokens, self.prompt_seconds, strict=True)
@@ -100,7 +103,7 @@ class StepModel:
         object.__setattr__(self, "pair_seconds", min(self.pair_seconds, MOST_IN_PAIRS * most))
 
     def __hash__(self) -> int:
-        return hash((self.context_seconds, self.pair_seconds, self.overlap))  # the tables have forty numbers
+        return hash((self.prompt_seconds[-1:], self.context_seconds, self.pair_seconds))  # of 40 numbers
 
     def step(self, rows: int, context: float, tokens: int = 0, position: float = 0.0) -> float:
         """Seconds of a step.
@@ -123,29 +126,8 @@ class StepModel:
         """Seconds that a step with so many decodes takes longer with prompts, before what each of their
         tokens takes in a large step. A mixture of experts reads nearly all experts for a few dozen tokens;
         a dense model reads no more weights than for the decodes, and has about 0."""
-        return self.fixed_beside(rows, self.decode(rows, 0.0))
-
-    def fixed_beside(self, rows: int, decode: float) -> float:
-        """`fixed`. `decode`: seconds of the step with decodes alone, without context."""
-        most = self.tokens[-1]
-        large = LARGE if most >= 2 * LARGE else most // 2
-        if not large:
-            return 0.0
         # Without the factors: they change at different times, and would then say that all steps begin late.
-        of_decodes, of_prompts = self.factors
-        decode, overlap = decode / of_decodes, self.overlap
-        # Steps with `large` and with most tokens, as `parts` gives them at position 0.
-        seconds = max(decode, interpolated(self.tokens, self.prompt_seconds, rows + large) / of_prompts)
-        longest = max(decode, interpolated(self.tokens, self.prompt_seconds, rows + most) / of_prompts)
-        if overlap < 1.0:
-            alone, all_alone = (
-                interpolated(self.tokens, self.prompt_seconds, large) / of_prompts,
-                self.prompt_seconds[-1] / of_prompts,
-            )
-            seconds = overlap * seconds + (1.0 - overlap) * (decode + alone)
-            longest = overlap * longest + (1.0 - overlap) * (decode + all_alone)
-        each = (longest - seconds) / (most - large)
-        return of_decodes * max(0.0, seconds - large * each - decode)
+        return self.factor * _fixed(self.table or self, rows)
 
     def prefill(self, tokens: int, position: float = 0.0) -> float:
         """Seconds to compute so many prompt tokens, in as few steps with prompts alone as may be."""
@@ -216,14 +198,16 @@ class StepModel:
 
     def corrected(self, decode: float, prompt: float) -> "StepModel":
         """The model of a worker that takes so many times as long for decodes, and for prompts."""
-        return replace(
+        model = replace(
             self,
             decode_seconds=tuple(decode * seconds for seconds in self.decode_seconds),
             context_seconds=decode * self.context_seconds,
             prompt_seconds=tuple(prompt * seconds for seconds in self.prompt_seconds),
             pair_seconds=prompt * self.pair_seconds,
-            factors=(decode * self.factors[0], prompt * self.factors[1]),
         )
+        object.__setattr__(model, "factor", decode * self.factor)
+        object.__setattr__(model, "table", self.table or self)
+        return model
 
     def attention(self, tokens: int, position: float) -> float:
         """Seconds beyond those of as many tokens at position 0. Negative for several prompts, but by at most
@@ -232,6 +216,19 @@ class StepModel:
             return tokens * position * self.pair_seconds
         # Beyond the largest size the table is linear, so it has no more pairs than that size.
         return max(tokens * position, -(min(tokens, self.tokens[-1]) ** 2) / 2) * self.pair_seconds
+
+
+@lru_cache(1 << 16)  # 64 numbers of rows of each of 1,000 workers: 16 MB
+def _fixed(model: StepModel, rows: int) -> float:
+    """`StepModel.fixed` of a model without factors. Plans and steps ask again for the same rows."""
+    most = model.tokens[-1]
+    large = LARGE if most >= 2 * LARGE else most // 2
+    if not large:
+        return 0.0
+    decode = model.decode(rows, 0.0)
+    seconds, longest = (sum(model.parts(rows, 0.0, tokens, 0.0)) for tokens in (large, most))
+    each = (longest - seconds) / (most - large)
+    return max(0.0, seconds - large * each - decode)
 
 
 def interpolated(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:

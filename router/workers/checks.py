@@ -214,8 +214,11 @@ MOST_SIZES = 64
 """Of a table of steps: its sizes double, so 20 reach a million."""
 
 
-def step_model(report: pb.StepModel) -> StepModel | None:
-    """What the steps of a worker cost now, with its factors. None: the report is nonsense."""
+def step_model(report: pb.StepModel, before: StepModel | None = None) -> StepModel | None:
+    """What the steps of a worker cost now, with its factors. None: the report is nonsense.
+
+    `before`: of the last report. The factors change with most reports and the table does not, so the model
+    keeps the table, of which plans know more."""
     tables = (report.rows, report.decode_seconds), (report.tokens, report.prompt_seconds)
     for sizes, seconds in tables:
         if not 0 < len(sizes) == len(seconds) <= MOST_SIZES or sizes[0] < 1:
@@ -235,7 +238,7 @@ def step_model(report: pb.StepModel) -> StepModel | None:
         for factor in (report.decode_factor, report.prompt_factor)
     ):
         return None
-    return StepModel(
+    table = StepModel(
         tuple(report.rows),
         tuple(report.decode_seconds),
         report.context_seconds,
@@ -243,7 +246,10 @@ def step_model(report: pb.StepModel) -> StepModel | None:
         tuple(report.prompt_seconds),
         report.pair_seconds,
         report.overlap,
-    ).corrected(report.decode_factor, report.prompt_factor)
+    )
+    if before is not None and before.table is not None and before.table == table:
+        table = before.table
+    return table.corrected(report.decode_factor, report.prompt_factor)
 
 
 def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:

@@ -270,7 +270,7 @@ class Worker(Seen):
         """Stores a status report. Returns whether the worker's state, pool or pause changed."""
         invalid = clear_invalid_rates(status)
         if status.step_model != self.status.step_model:
-            self.step_model = step_model(status.step_model)
+            self.step_model = step_model(status.step_model, self.step_model)
         if self.step_model is None and status.HasField("step_model"):
             status.ClearField("step_model")
             invalid.append("step_model")

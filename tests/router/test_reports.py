@@ -43,9 +43,18 @@ def model(**changes: Any) -> pb.StepModel:
 
 
 def test_a_model_of_steps_has_its_factors():
-    found = step_model(model(context_seconds=0.125, pair_seconds=0.25))
-    seconds = (0.5, 1.0), 0.25, (16, 64, 512), (0.25, 0.25, 2.0)
-    assert found == StepModel((1, 8), *seconds, 0.125, 1.0, factors=(2.0, 0.5))
+    table = StepModel((1, 8), (0.25, 0.5), 0.125, (16, 64, 512), (0.5, 0.5, 4.0), 2**-20, 1.0)
+    assert table.corrected(2.0, 0.5).prompt_seconds == (0.25, 0.25, 2.0)
+    assert step_model(model(context_seconds=0.125, pair_seconds=2**-20)) == table.corrected(2.0, 0.5)
+
+
+def test_the_table_of_steps_is_kept_while_only_factors_change():
+    before = step_model(model())
+    assert before is not None
+    for changes, is_kept in (({"decode_factor": 1}, True), ({"overlap": 0}, False)):
+        after = step_model(model(**changes), before)
+        assert after is not None
+        assert (after.table is before.table, after.table == before.table) == (is_kept, is_kept)
 
 
 @pytest.mark.parametrize(

@@ -403,6 +403,11 @@ def test_what_the_first_tokens_of_a_prompt_take_is_known() -> None:
     assert model.fixed(1) == pytest.approx(0.0117, abs=0.0005)
     assert model.fixed(8) == pytest.approx(0.0084, abs=0.0005)
     assert model.fixed(256) == 0
+    slower = model.corrected(2.0, 3.0).corrected(1.5, 1.0)
+    assert slower.fixed(8) == 3 * model.fixed(8), "the factors change at different times"
+    assert slower.table is model
+    changed = replace(slower, decode_seconds=model.decode_seconds)
+    assert changed.fixed(8) > 4 * model.fixed(8), "it has a table of its own"
     assert StepModel((1,), (0.01,), 0.0, (1,), (0.01,), 0.0, 1.0).fixed(1) == 0, "one size tells nothing"
 
 
