@@ -236,7 +236,7 @@ def shared(tokens: int, load: float, workers: int, prompts: int, *, splits: bool
 
 def add_split(run: Run) -> None:
     prompts = SPLIT_SHORT if run.short else SPLIT_PROMPTS
-    for workers, tokens in itertools.product((4, MAIN, 1_000), (30_000, 128_000)):
+    for workers, tokens in itertools.product(SCALES, (30_000, 128_000)):
         alone = alone_seconds(tokens)
         for name, (load, goal) in SPLIT_GOALS.items():
             outcome = shared(tokens, load or SPLIT_IDLE / workers, workers, prompts, splits=True)
