@@ -34,6 +34,7 @@ from baton.engine.step import NOT_FINITE, NOT_SCORED, Draws, Scored, Step, Varia
 from baton.engine.step_adjustments import Adjustments, Penalties
 from baton.engine.step_drafts import Draft
 from baton.steps.learned_steps import row_sizes, token_sizes
+from baton.steps.measured_steps import Step as Timing
 from baton.steps.measured_steps import measure
 from baton.steps.step_model import LARGE, StepModel
 
@@ -48,7 +49,8 @@ LONG_CONTEXT = 4_096
 LAST_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Of the rehearsed ends of a long prompt."""
 TIMED_RUNS = 3
-"""Of a timed step, whose median counts. A step that takes longer than `LONG_STEP` runs once."""
+"""Of a timed step: the median counts, and on a CPU the fastest. One that takes longer than `LONG_STEP` is the
+last."""
 LONG_STEP = 0.05
 DECODE_TOKENS = 8
 """Prompt tokens that a CPU computes in the time of a decode, at least, if they are many: a decode reads the
@@ -316,10 +318,7 @@ def measure_times(
     once = _timing(runner, config, pool, vocab_size)
 
     def seconds(rows: int, context: float, tokens: int, position: float) -> float:
-        timed: list[float] = []
-        while len(timed) < TIMED_RUNS and (not timed or timed[-1] < LONG_STEP):
-            timed.append(once(rows, context, tokens, position))
-        return statistics.median(timed)
+        return statistics.median(_runs(once, (rows, context, tokens, position)))
 
     half = max(1, pool.max_model_len // 2)  # a prompt is as long as the positions before it, at most
     long = min(LONG_CONTEXT, half)
@@ -340,20 +339,27 @@ def first_steps(
     ranks run the same ones.
 
     Other processes may start on its cores meanwhile, and the first step of a process takes some milliseconds
-    more. So the engine learns from these steps as from those of requests, which soon count for more."""
+    more. A worker that seems slow for it would get no prompts, and so not learn better: the fastest run
+    counts. The engine learns from these steps as from those of requests, which soon count for more."""
     (budget,) = runner.ranks.agreed([budget])
-    seconds = _timing(runner, config, pool, vocab_size)
+    once = _timing(runner, config, pool, vocab_size)
     decode = 1, 1.0, 0, 0.0
-    of_decode = seconds(*decode)
+    of_decode = min(_runs(once, decode))
     most = min(config.max_num_batched_tokens, max(1, pool.max_model_len // 2), LARGE)
     count = min(most, max(token_sizes(most)[0], int(DECODE_TOKENS * budget / of_decode)))
     prompt = 0, 0.0, count, 0.0
-    return TimedStep(*decode, of_decode), TimedStep(*prompt, seconds(*prompt))
+    return TimedStep(*decode, of_decode), TimedStep(*prompt, min(_runs(once, prompt)))
 
 
-def _timing(
-    runner: ModelRunner, config: EngineConfig, pool: PoolSize, vocab_size: int
-) -> Callable[[int, float, int, float], float]:
+def _runs(once: Timing, size: tuple[int, float, int, float]) -> list[float]:
+    """Seconds of some runs of a step."""
+    timed: list[float] = []
+    while len(timed) < TIMED_RUNS and (not timed or timed[-1] < LONG_STEP):
+        timed.append(once(*size))
+    return timed
+
+
+def _timing(runner: ModelRunner, config: EngineConfig, pool: PoolSize, vocab_size: int) -> Timing:
     """Returns a function that runs a step in the cache of the engine. It returns seconds, the same on all
     ranks."""
     rehearsal = rehearsal_in(pool, config, runner.block_size)

@@ -381,6 +381,21 @@ def test_a_cpu_computes_a_prompt_at_its_start_that_fits_its_time(
     assert steps == ((1, 1.0, 0, 0.0, 0.01), (0, 0.0, tokens, 0.0, 0.01))
 
 
+@pytest.mark.parametrize(
+    ("timed", "fastest"),
+    [([0.04, 0.01, 0.03, 0.03, 0.02, 0.04], [0.01, 0.02]), ([0.06, 0.02, 0.08], [0.06, 0.02])],
+    ids=["three runs", "long ones are the last"],
+)
+def test_a_pause_in_the_first_steps_of_a_cpu_does_not_count(
+    tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, timed: list[float], fastest: list[float]
+) -> None:
+    runner, left = tiny_engine().runner, iter(timed)
+    monkeypatch.setattr(Launched, "seconds", property(lambda _: next(left)))
+    steps = first_steps(runner, EngineConfig("m"), PoolSize(12, 256), 99, 0.0)
+    assert [step.seconds for step in steps] == fastest
+    assert not [*left]
+
+
 def test_an_engine_learns_what_its_steps_cost(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine(max_num_seqs=4, max_num_batched_tokens=16)
     measured = engine.stats().step_table
