@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from tests import ledger
 from tests.bad_network import BadNetwork
 from tests.cluster_helpers import (
     Pair,
-    WorkerProcess,
     assert_whole,
     attached,
     metrics,
@@ -50,22 +50,17 @@ LEDGER = {"architectures": [ledger.NAME], "num_hidden_layers": 3}
 WITH_LEDGER = {"engine_module": "tests.ledger_engine"}
 
 
-def network_to(worker: WorkerProcess, kind: int) -> Any:
-    return closing(BadNetwork(int(worker.ready["kv_address"].rpartition(":")[2]), kind=kind))
-
-
 @pytest.mark.parametrize(
-    ("changes", "array", "more"),
+    ("changes", "arrays", "more"),
     [
-        pytest.param(HYBRID, STATE, {}, id="states"),
-        pytest.param(LATENTS, KV, {}, id="latents"),
-        pytest.param(SPARSE, 1, {}, id="an index"),
-        pytest.param(LEDGER, 2, WITH_LEDGER, id="a token's array of tests"),
-        pytest.param(LEDGER, 3, WITH_LEDGER, id="a request's array of tests"),
+        pytest.param(HYBRID, (STATE,), {}, id="states"),
+        pytest.param(LATENTS, (KV,), {}, id="latents"),
+        pytest.param(SPARSE, (1,), {}, id="an index"),
+        pytest.param(LEDGER, (2, 3), WITH_LEDGER, id="arrays of tests, of tokens and of requests"),
     ],
 )
 async def test_a_request_survives_damage_and_the_death_of_a_prefill_worker(
-    changes: dict[str, Any], array: int, more: dict[str, Any], tmp_path: Path
+    changes: dict[str, Any], arrays: Sequence[int], more: dict[str, Any], tmp_path: Path
 ) -> None:
     """A worker has one slot for states, so a slot that is not freed fails the next request."""
     model = tiny_model(tmp_path / "kind")
@@ -83,13 +78,14 @@ async def test_a_request_survives_damage_and_the_death_of_a_prefill_worker(
         async with attached(prefill) as p, attached(other) as q, attached(decode) as d:
             expected = [token.token_id for token, _ in await d.tokens(await d.reserve(asked))]
             assert len(set(expected)) > 2
-            with network_to(prefill, array) as network:
+            with closing(BadNetwork(int(prefill.ready["kv_address"].rpartition(":")[2]))) as network:
                 pair = Pair(p, d, network.address, prefill.ready["incarnation"])
-                network.fault, network.hits = "corrupt", 1
-                assert (await pair.generate(prompt, params)).tokens == expected
-                assert network.suffered == 1
-                await assert_whole(prefill, decode)
-                assert metrics(decode)['baton:kv_checksum_failures_total{kind="payload"}'] == 1
+                for count, network.kind in enumerate(arrays, 1):
+                    network.fault, network.hits = "corrupt", 1
+                    assert (await pair.generate(prompt, params)).tokens == expected
+                    assert network.suffered == count
+                    await assert_whole(prefill, decode)
+                    assert metrics(decode)['baton:kv_checksum_failures_total{kind="payload"}'] == count
 
                 network.fault, network.hits = "half-open", 1
                 _, decode_id = await pair.submit(asked)
