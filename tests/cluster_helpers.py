@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -325,6 +325,12 @@ class WorkerStream:
     async def next_status(self) -> pb.WorkerStatus:
         """What the worker says of itself about once a second."""
         return await within(self.statuses.get())
+
+    async def until(self, holds: Callable[[pb.WorkerStatus], object]) -> None:
+        """Asks for its status until this holds. To ask all the time would take a core from the worker."""
+        async with asyncio.timeout(WITHIN):
+            while not holds(await self.stub.GetStatus(pb.StatusRequest())):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
     async def failure(self, attempt_id: bytes) -> pb.AttemptFailed:
         """The attempt's next message, which must be its failure."""

@@ -104,10 +104,8 @@ async def all_held(count: int, *asked: tuple[WorkerStream, pb.Request]) -> list[
     return decodes
 
 
-async def until_serving(stream: WorkerStream) -> None:
-    async with asyncio.timeout(WITHIN):
-        while (await status(stream)).health != pb.WorkerStatus.HEALTH_SERVING:
-            pass
+def serving(status: pb.WorkerStatus) -> bool:
+    return status.health == pb.WorkerStatus.HEALTH_SERVING
 
 
 def held_at(count: int, asked: pb.Request) -> pb.Request:
@@ -342,7 +340,7 @@ async def test_the_next_engine_has_the_newest_weights_and_the_kv_of_them(
             await late.stage(saved(tmp_path / "later", 8), "b")
             gone = kill(worker)
             await next_engine(worker, gone)
-            await until_serving(stream)
+            await stream.until(serving)
             with pytest.raises(grpc.aio.AioRpcError, match="the engine process has ended"):
                 await late.command(close=True)
     assert await described(worker) == names
@@ -367,7 +365,7 @@ async def test_an_engine_that_dies_in_the_change_is_followed_by_one_with_all_old
         engine.kill()
         with pytest.raises(grpc.aio.AioRpcError, match="engine"):
             assert not isinstance(await within(cut.call.read()), pb.WeightsReport)
-        await until_serving(stream)
+        await stream.until(serving)
     after = await described(worker)
     assert after.weights.version == "10"
     assert await first_token(worker) == pytest.approx(tokens[after.weights.path])

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from baton.kv_transfer.shared_store.client import ClientProcess
-from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     WorkerProcess,
     WorkerStream,
@@ -84,9 +83,7 @@ def keys(store: Mooncake) -> list[str]:
 
 async def measured(stream: WorkerStream) -> None:
     """Until the worker knows how fast the store is: no prompt waits for it before."""
-    async with asyncio.timeout(WITHIN):
-        while not (await stream.stub.GetStatus(pb.StatusRequest())).store_tokens_per_s:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await stream.until(lambda now: now.store_tokens_per_s)
 
 
 async def test_a_restarted_worker_finds_its_kv_in_the_store(store: Mooncake, tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ from .test_replaced_engine import (
     kill,
     open_files,
     read,
+    serving,
     status,
-    until_serving,
 )
 from .test_weights import described, first_token, memory, pages_of, replaced, saved
 
@@ -145,7 +145,7 @@ async def test_a_standby_has_the_newest_weights(worker: WorkerProcess, tmp_path:
             if ready:
                 old = await within(next_standby(worker, stream, old))
             kill(worker)
-            await until_serving(stream)  # it is replaced
+            await stream.until(serving)  # it is replaced
             assert await first_token(worker) == pytest.approx(token)
             assert await described(worker) == names
     assert "cannot take over" not in worker.log.read_text().removeprefix(log), (
@@ -162,10 +162,9 @@ async def test_standbys_end_with_the_worker_and_are_not_started_for_ever(tmp_pat
             for _ in range(MOST_ENDS):
                 standby = await within(next_standby(worker, stream, standby))
                 standby.kill()
-            while (await within(status(stream))).standby != "ended":
-                pass
+            await stream.until(lambda now: now.standby == "ended")
             kill(worker)
-            await until_serving(stream)
+            await stream.until(serving)
             standby = await within(next_standby(worker, stream, standby))
         assert await asyncio.to_thread(worker.stop) == 0
         assert not standby.is_running()
@@ -177,23 +176,25 @@ async def test_a_standby_that_cannot_share_weights_is_no_end_of_streams(tmp_path
     with started(tmp_path, engine_module="tests.worker.other_layout_engine") as worker:
 
         async def without_standby(tries: int) -> None:
-            log = ""  # "ended" may be the state from before the last engine started
-            while (await status(stream)).standby != "ended" or log.count("cannot share them") < tries:
-                log = worker.log.read_text()
-            assert log.count("no engine process can stand by") == log.count("cannot share them") == tries
+            def refused() -> int:
+                return worker.log.read_text().count("cannot share them")
+
+            # "ended" may be the state from before the last engine started.
+            await stream.until(lambda now: now.standby == "ended" and refused() >= tries)
+            assert worker.log.read_text().count("no engine process can stand by") == refused() == tries
 
         asked = request(PROMPT, sampling(max_tokens=80, ignore_eos=True))
         async with attached(worker) as stream:
             right = ids(await read(stream, await stream.submit_decode(asked)))
-            await within(without_standby(1))
+            await without_standby(1)
             decode_id = await held(stream, asked, 50)
             kill(worker)
             await goes_on(stream, decode_id, right)
-            await within(without_standby(2))
+            await without_standby(2)
             decode_id = await held(stream, asked, 20)
             await within(stream.stub.RestartEngine(pb.RestartEngineRequest()))
             assert ids(await within(read(stream, decode_id))) == right
-            await within(without_standby(4))
+            await without_standby(4)
         assert len(stages_in(worker.log.read_text())["loading weights"]) == 2
         await assert_whole(worker)
 
@@ -204,8 +205,7 @@ async def test_a_new_layout_of_kv_is_no_end_of_streams(tmp_path: Path) -> None:
         asked = request(PROMPT, sampling(max_tokens=80, ignore_eos=True))
         async with attached(worker) as stream:
             right = ids(await read(stream, await stream.submit_decode(asked)))
-            while (await within(status(stream))).standby != "ended":
-                pass
+            await stream.until(lambda now: now.standby == "ended")
             assert "the caches of KV have another layout" in worker.log.read_text()
             old, decode_id = worker.child("engine"), await held(stream, asked, 20)
             await within(stream.stub.RestartEngine(pb.RestartEngineRequest()))
