@@ -31,6 +31,7 @@ class DecodeLoad:
         running: requests that the worker has or will have. Those of other routers are as reported.
         full: the worker refused a reservation, and has not reported free capacity since.
         router_requests: those of `running` that this router sent.
+        shared_prompts: prompts of this router of which the worker computes ranges.
         pool: in which it gets new decodes; None if it gets none.
     """
 
@@ -43,6 +44,7 @@ class DecodeLoad:
     running: int = 0
     full: bool = False
     router_requests: int = 0
+    shared_prompts: int = 0
     pool: "DecodePool | None" = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -76,7 +78,12 @@ class DecodeLoad:
 
     @property
     def pressure(self) -> float:
-        """The higher of two shares: KV blocks in use, and seats in use. 0 is idle, 1 is full."""
+        """The higher of two shares: KV blocks in use, and seats in use. 0 is idle, 1 is full.
+
+        A worker that computes ranges of a split prompt counts as full: beside decodes its steps are shorter,
+        and all other workers of that prompt wait for them."""
+        if self.shared_prompts:
+            return 1.0
         blocks = 1 - self.blocks_free / self.blocks_total if self.blocks_total else 1.0
         batch = self.running / self.max_running if self.max_running else 1.0
         return blocks if blocks > batch else batch

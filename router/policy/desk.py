@@ -155,12 +155,14 @@ class Desk(Fleet):
         self._event("sent", attempt, row, work)
         self._open[attempt] = row, work
         self.loads.sent(row, work, self.now)
+        self.workers[row].load.shared_prompts += work.shared
 
     def ended(self, attempt: bytes, *, computed: bool) -> None:
         """The first token came (`computed`), or the prompt is not computed any more."""
         self._event("ended", attempt, computed)
         row, work = self._open.pop(attempt)
         self.loads.ended(row, work, computed=computed, now=self.now)
+        self.workers[row].load.shared_prompts -= work.shared
 
     def reserved(self, row: int, tokens: int) -> None:
         """The worker got a decode of so many positions. `released` undoes it."""

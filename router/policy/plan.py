@@ -92,7 +92,8 @@ class Plan(NamedTuple):
         tokens = sum(part.stop - part.start for part in ranges) - cached
         seconds = self.within if len(self.ranges) == 1 else 0.0
         beside = self.waits.get(worker, 0.0) + (0.0 if ranges[0].start else self.encoding)
-        return PrefillWork(tokens, chunks[: ranges[-1].stop // CHUNK_TOKENS], cached, seconds, beside)
+        names, shared = chunks[: ranges[-1].stop // CHUNK_TOKENS], len(self.ranges) > 1
+        return PrefillWork(tokens, names, cached, seconds, beside, shared)
 
     def attributes(self) -> dict[str, str | float]:
         """The plan and its reasons, for a trace."""

@@ -51,6 +51,8 @@ class PrefillWork:
     """In which they should be computed, if none is ahead. 0: in those of as many tokens of other prompts."""
     beside: float = 0.0
     """Seconds in which the worker encodes images of the prompt, or waits for ranges of others."""
+    shared: bool = False
+    """Other workers compute ranges of the prompt, too."""
 
 
 class Demand(NamedTuple):

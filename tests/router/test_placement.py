@@ -20,7 +20,7 @@ from baton.router.policy.links import TRY_AGAIN, Links
 from baton.router.policy.pace import MOST_BUSY, Pace
 from baton.router.policy.placement import JOIN_STEPS, Offer, place, place_without_room
 from baton.router.policy.placement import offer as placed
-from baton.router.policy.plan import Plan
+from baton.router.policy.plan import Plan, Range
 from baton.router.policy.planner import NOTHING, plan
 from baton.router.policy.prefill import COMPARED, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
@@ -684,6 +684,28 @@ def test_cached_tokens_are_whole_blocks_of_the_largest_in_the_decode_pool() -> N
         fleet.decodes.remove(loads[1])
         assert fleet.nearest(loads[0], PrefillRequest(1, 700, CHUNKS)) == (0, 640)
         fleet.decodes.add(loads[1])
+
+
+def test_a_worker_that_computes_a_range_of_a_prompt_decodes_others_only_if_no_other_has_room() -> None:
+    """Beside decodes its steps are shorter, and the other workers of that prompt wait for them."""
+    desk = Desk(lambda: 0.0, seed=1)
+    described = pb.WorkerDescription(block_size=16, num_blocks=100, max_num_seqs=99)
+    shares, decodes = (Seen(name, pool=pb.POOL_DECODE, description=described) for name in ("a:1", "b:1"))
+    for worker, blocks_free in ((shares, 100), (decodes, 50)):
+        worker.status.blocks_free = blocks_free
+        desk.join(worker)
+        desk.serve(worker.row, pb.POOL_DECODE, True)
+    request = PrefillRequest(1, 700)
+    split = Plan("split", (Range(9, 0, 64), Range(shares.row, 64, 128)), shares.row)
+    assert desk.choose_decode(request, 700) == (shares.row, 0)
+    desk.sent(b"range", shares.row, split.work(shares.row, ()))
+    assert desk.choose_decode(request, 700) == (decodes.row, 0)
+    assert desk.choose_decode(request, 1000) == (shares.row, 0)
+    desk.ended(b"range", computed=True)
+    assert desk.choose_decode(request, 700) == (shares.row, 0)
+    whole = Plan("decode", (Range(shares.row, 0, 128),), shares.row)
+    desk.sent(b"whole", shares.row, whole.work(shares.row, ()))
+    assert desk.choose_decode(request, 700) == (shares.row, 0)
 
 
 def test_a_worker_that_leaves_takes_its_open_prompts_with_it() -> None:
