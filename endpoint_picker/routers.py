@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import random
-import re
 from collections.abc import Callable, Collection
 
 import aiohttp
@@ -13,6 +12,7 @@ from baton.endpoint_picker.conversation import Conversation
 from baton.router.discovery import Discovery
 from baton.router.endpoints.stored_responses import home_tag
 from baton.router.policy.prefill import Ring
+from baton.system.metrics_page import samples
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +23,12 @@ SLACK = 10
 """Requests that do not make a router busy: with few requests, each conversation stays at its router."""
 POLL_SECONDS = 1.0
 POLL_TIMEOUT = 2.0
-_REQUESTS = re.compile(rb"^vllm:num_requests_(?:waiting|running)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_REQUESTS = "vllm:num_requests_waiting", "vllm:num_requests_running"
 
 
-def reported_requests(page: bytes) -> float:
+def reported_requests(page: str) -> float:
     """Returns the requests of a router, from its metrics. Raises ValueError if they are not there."""
-    numbers = [float(number) for number in _REQUESTS.findall(page)]
+    numbers = [sample.value for sample in samples(page, *_REQUESTS)]
     if not numbers or not all(0 <= number < math.inf for number in numbers):
         raise ValueError("its metrics do not tell how many requests it has")
     return sum(numbers)
@@ -122,7 +122,7 @@ class Routers:
         try:
             async with session.get(f"http://{host}:{self._metrics_port or port}/metrics") as response:
                 response.raise_for_status()
-                requests = reported_requests(await response.read())
+                requests = reported_requests(await response.text())
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             if name not in self.silent and name in self.requests:
                 log.warning("router at %s: %s", name, str(error) or type(error).__name__)

@@ -22,13 +22,13 @@ from typing import IO, Any, TypeVar
 import grpc.aio
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
 from baton.kv_names import prompt_hints
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.token_ids import packed_ids
+from baton.system.metrics_page import samples
 from tests.device import DEVICE, environment
 from tests.forked import FreshPopen
 from tests.within import WITHIN, within
@@ -489,12 +489,9 @@ def metrics(worker: WorkerProcess) -> dict[str, float]:
     """Name with labels (all but model_name and role) → value, as of the last status (`assert_whole` asks)."""
     url = f"http://{worker.ready['metrics_address']}/metrics"
     with urllib.request.urlopen(url, timeout=WITHIN) as response:
-        families = text_string_to_metric_families(response.read().decode())
+        page = samples(response.read().decode())
     found: dict[str, float] = {}
-    for family in families:
-        for sample in family.samples:
-            labels = [
-                f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k not in ("model_name", "role")
-            ]
-            found[sample.name + ("{" + ",".join(labels) + "}" if labels else "")] = sample.value
+    for sample in page:
+        labels = [f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k not in ("model_name", "role")]
+        found[sample.name + ("{" + ",".join(labels) + "}" if labels else "")] = sample.value
     return found

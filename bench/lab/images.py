@@ -62,11 +62,11 @@ import numpy as np
 from baton.bench.lab.driver import Bench, Option, Run, parameters_of
 from baton.bench.lab.harness.sides import SERVE, SIDE, Side, in_order, started, two_sides
 from baton.bench.lab.harness.streams import Case, Stream, new_session, post
-from baton.bench.lab.harness.workers import samples
 from baton.bench.lab.shapes import SEEING_ON, SHAPES, write_shape
 from baton.bench.load.target.tokenization import WORDS
 from baton.bench.report import Row, paired_ratio
 from baton.steps.quantiles import percentile
+from baton.system.metrics_page import samples
 
 TEXT_TOKENS = 200
 IMAGES = 4
@@ -180,7 +180,7 @@ class Client:
         for target in targets:
             async with self._http.get(f"http://{target['targets'][0]}/metrics") as answer:
                 pages.append(await answer.text())
-        return [sum(s.value for s in samples(page) if s.name == ENCODED) for page in pages]
+        return [sum(sample.value for sample in samples(page, ENCODED)) for page in pages]
 
     async def ask(self, body: dict[str, Any], url: str = "", within: float | None = None) -> Stream:
         """`url`: of one process, which keeps images that came before. `within`: seconds; without a first

@@ -48,11 +48,11 @@ from baton.bench.lab.disagg.__main__ import FIXED, Request, figure, rates, ratio
 from baton.bench.lab.driver import LOGS, MIN_PAIRS, Bench, Option, Run
 from baton.bench.lab.harness.processes import Server
 from baton.bench.lab.harness.streams import Case, new_session, read, with_ends
-from baton.bench.lab.harness.workers import samples
 from baton.bench.lab.shapes import DENSE, SHAPES, write_shape
 from baton.bench.report import Report, Row
 from baton.steps.quantiles import percentile
 from baton.system.addresses import free_port
+from baton.system.metrics_page import samples
 
 SMALL = "small-random"
 SIDES = ("nixl", "nvlink", "alone", "proxied", "workers", "overflow", "to_vllm", "from_vllm")

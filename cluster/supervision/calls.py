@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from baton.rpc.channel import check_health, connect
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
 from baton.system.addresses import split_address
+from baton.system.metrics_page import samples
 
 HEALTH_INTERVAL = 2.0  # seconds between two health checks
 ANSWER_WITHIN = 10.0  # seconds for one answer of a role
@@ -24,7 +24,6 @@ PATIENCE = 2.0  # seconds for a router to tell its metrics
 
 _POOLS: dict[Pool, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 _NAMES: dict[pb.Pool, Pool] = {value: name for name, value in _POOLS.items()}
-_HELD = re.compile(r"^baton:tokens_waiting_for_turn(?:\{.*\})? (\S+)$", re.M)
 
 
 # ------------------------------------------------------------ workers
@@ -78,10 +77,10 @@ async def tokens_held(ready: Mapping[str, Any]) -> int:
     A router gives prefill workers at most two steps of prompts. The rest waits in its admission queue, and
     the load that workers report does not contain it. Raises ConnectionError if the router does not answer.
     """
-    match = _HELD.search(await _get(ready, "metrics", PATIENCE))
-    if match is None:
-        raise ConnectionError(f"{ready['url']}: has no metric baton:tokens_waiting_for_turn")
-    return int(float(match[1]))
+    held = samples(await _get(ready, "metrics", PATIENCE), name := "baton:tokens_waiting_for_turn")
+    if not held:
+        raise ConnectionError(f"{ready['url']}: has no metric {name}")
+    return int(held[0].value)
 
 
 async def _get(ready: Mapping[str, Any], page: str, timeout: float) -> str:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -27,6 +26,7 @@ from baton.cluster.tools import status
 from baton.cluster.tools.http import TIMEOUT, answer, checked, session
 from baton.cluster.tools.status import TEXTS, columns_for, merged
 from baton.cluster.tools.tables import console, fitting, more, table
+from baton.system.metrics_page import samples
 
 PAGE_BYTES = 16 << 20  # of a metrics page, at most
 
@@ -78,10 +78,9 @@ class Scrape:
 def parse(text: str) -> Page:
     """Parses a page in Prometheus' text format. Raises ValueError for another format."""
     page: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            for part in {"", sample.labels.get("le", "")}:
-                page[sample.name, part] += sample.value
+    for sample in samples(text):
+        for part in {"", sample.labels.get("le", "")}:
+            page[sample.name, part] += sample.value
     return dict(page)
 
 

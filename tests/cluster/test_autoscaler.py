@@ -329,7 +329,7 @@ async def test_in_a_pause_pools_keep_their_size(pools: Pools) -> None:
 
 
 async def test_tokens_held_are_read_from_the_metrics_of_a_router(tmp_path: Path) -> None:
-    said = 'baton:tokens_waiting{role="router"} 9.0\n'
+    said = 'baton:tokens_waiting_for_turn_seconds{role="router"} 9.0\n'
     pages = {"/metrics": said + 'baton:tokens_waiting_for_turn{role="router"} 7.0\n'}
 
     async def page(request: web.Request) -> web.Response:

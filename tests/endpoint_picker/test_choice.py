@@ -159,6 +159,6 @@ def test_the_load_is_what_a_router_exports():
     metrics = Metrics("a model")
     metrics.running.set(3)
     metrics.waiting.set(2)
-    assert reported_requests(metrics.exposition()) == 5
+    assert reported_requests(metrics.exposition().decode()) == 5
     with pytest.raises(ValueError, match="how many requests"):
-        reported_requests(b"go_goroutines 7\n")
+        reported_requests("go_goroutines 7\n")

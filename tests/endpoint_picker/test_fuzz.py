@@ -165,4 +165,4 @@ async def test_streams_of_random_bytes_do_no_harm(count: int, caplog: pytest.Log
 @pytest.mark.parametrize("said", ["nan", "inf", "-1", "one"])
 def test_a_router_with_a_senseless_number_of_requests_is_as_one_that_does_not_answer(said: str) -> None:
     with pytest.raises(ValueError):
-        reported_requests(f"vllm:num_requests_running {said}\n".encode())
+        reported_requests(f"vllm:num_requests_running {said}\n")

@@ -2,15 +2,16 @@
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import AsyncIterator
+
+from baton.system.metrics_page import samples
 
 from .conftest import Cluster
 
 
 async def metric(cluster: Cluster, name: str) -> float:
-    return sum(map(float, re.findall(rf"^{name}{{.*}} (\S+)$", await cluster.metrics(), re.M)))
+    return sum(sample.value for sample in samples(await cluster.metrics(), name))
 
 
 async def test_counters_move_while_tokens_flow(cluster: Cluster) -> None:

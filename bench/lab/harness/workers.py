@@ -11,16 +11,16 @@ import statistics
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from baton.rpc.token_ids import packed_ids
+from baton.system.metrics_page import samples
 
 
 class Driver:
@@ -200,20 +200,12 @@ def prompt_of(length: int, number: int) -> list[int]:
     return [100 + (number * 7919 + i * 31) % 20_000 for i in range(length)]
 
 
-def samples(page: str) -> Iterator[Sample]:
-    """Of a page of metrics."""
-    return (sample for family in text_string_to_metric_families(page) for sample in family.samples)
-
-
-def metrics_of(url: str) -> Iterator[Sample]:
+def metrics_of(url: str, *names: str) -> list[Sample]:
+    """These metrics of a process, or all."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
-        return samples(page.read().decode())
+        return samples(page.read().decode(), *names)
 
 
 def metric(url: str, name: str, **labels: str) -> float:
     """The sum of a metric over all samples, or over those that have these labels."""
-    return sum(
-        sample.value
-        for sample in metrics_of(url)
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
+    return sum(sample.value for sample in metrics_of(url, name) if labels.items() <= sample.labels.items())

@@ -162,15 +162,12 @@ def until(done: Callable[[], bool], event: str) -> float:
 
 def lags(url: str) -> dict[str, Counter[float]]:
     """How late the timers were, and how late without the wait for a CPU (`own_`)."""
-    page = [*metrics_of(url)]
+    names = {kind: f"baton:event_loop_{kind}lag_seconds_bucket" for kind in ("", "own_")}
+    page = metrics_of(url, *names.values())
     return {
-        kind: Counter({
-            float(each.labels["le"]): int(each.value)
-            for each in page
-            if each.name == f"baton:event_loop_{kind}lag_seconds_bucket"
-        })
-        for kind in ("", "own_")
-    }  # fmt: skip
+        kind: Counter({float(each.labels["le"]): int(each.value) for each in page if each.name == name})
+        for kind, name in names.items()
+    }
 
 
 def add_stalls(run: Run, name: str, url: str, before: dict[str, Counter[float]]) -> None:
