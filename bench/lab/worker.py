@@ -12,7 +12,9 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 from baton.bench.lab.driver import Bench, Option, Run
 from baton.bench.lab.harness.cluster import served
@@ -79,7 +81,7 @@ async def periods(
     return measured
 
 
-async def measured(run: Run, report: dict, secret: str) -> dict[str, list[float]]:
+async def measured(run: Run, report: Mapping[str, Any], secret: str) -> dict[str, list[float]]:
     async with Reader(report, secret) as reader:
         return await periods(reader, tree(report["pid"]), run.args.streams, run.args.seconds)
 

@@ -1,12 +1,13 @@
 """A cluster to be broken, and streams that must not notice: what the tests of recovery share."""
 
 import asyncio
-import threading
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.bench.lab.harness.cluster import LocalCluster, Worker, leaks_when_idle, status
+from baton.bench.lab.harness.processes import kill
 from baton.bench.lab.harness.streams import Case, Stream, cases, new_session, read
 from baton.bench.lab.harness.workers import metric
 from tests.within import WITHIN
@@ -78,23 +79,18 @@ async def ride(
 
 
 def hold(worker: Worker) -> Callable[[], None]:
-    """A process of the worker that ends is not restarted before the result is called."""
-    may_start, live = threading.Event(), worker._live
-
-    def live_when_told() -> None:
-        while not may_start.wait(_STEP):
-            if worker._stopping:
-                return
-        live()
-
-    worker._live = live_when_told
-    return may_start.set
+    """Stops the next process of the worker, whose last one has ended. The result lets it go on."""
+    worker.cluster.wait_for(lambda: worker.pid is not None, WITHIN, f"the next process of {worker.name}")
+    pid = worker.pid
+    assert pid is not None
+    kill(pid, signal.SIGSTOP)
+    return lambda: kill(pid, signal.SIGCONT)
 
 
-def wait_exit(worker: Worker, count: int) -> int:
-    """Waits until `count` processes have ended. Returns the exit code of the last of them."""
+def wait_exit(worker: Worker, count: int) -> str:
+    """Waits until `count` processes have ended. Returns why the last of them did."""
     ended = f"the end of {worker.name}"
-    worker._cluster.wait_for(lambda: len(worker.exits) >= count, WITHIN, ended)
+    worker.cluster.wait_for(lambda: len(worker.exits) >= count, WITHIN, ended)
     return worker.exits[count - 1]
 
 

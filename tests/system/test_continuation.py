@@ -56,10 +56,10 @@ async def test_a_killed_run_equals_a_quiet_one(broken: Broken) -> None:
         broken.all_back()  # when the ride repeats it, one still starts: it would end without a life
         ended = [len(worker.exits) for worker in decodes]
         for worker in decodes:
-            releases.append(hold(worker))
             worker.kill("service")
         for worker, count in zip(decodes, ended, strict=True):
             wait_exit(worker, count + 1)
+            releases.append(hold(worker))
 
     def are_back(streams: list[Stream]) -> bool:
         """And the streams have some tokens, which they may have had before the kill."""

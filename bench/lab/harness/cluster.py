@@ -1,5 +1,4 @@
-"""A cluster of `baton` processes without Ray. It restarts every worker, and the router, when the process
-ends.
+"""A cluster of `baton` processes. Every worker, and the router, starts again when its process ends.
 
 The command lines are those of a user, and a workers file names the workers, as with any supervisor.
 """
@@ -11,11 +10,10 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -30,9 +28,12 @@ from baton.cluster.model import EMBEDDED_NAME
 from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.role_log import end_of
-from baton.cluster.supervision.runner import write_atomically
+from baton.cluster.supervision.role_process import RoleProcess
+from baton.cluster.supervision.runner import BATON, write_atomically
+from baton.processes.restarts import RestartPolicy
 from baton.rpc.channel import connect
 from baton.system.addresses import free_port
+from baton.system.python_path import python_path
 
 START_S = 900.0  # of a machine that others use, too; a process that ends is seen at once
 STOP_S = 60.0
@@ -45,12 +46,11 @@ _MUST_BE_ZERO = (
 
 
 class Worker:
-    """One worker, or the router: its current process and the earlier ones.
+    """One worker, or the router: its current process and the earlier ones. A `RoleProcess` keeps it running.
 
     Attributes:
         lives: the report of each process when it was ready.
-        exits: the exit code of each process that ended.
-        flags: of the next process.
+        exits: why each process ended, as "exited with 1".
     """
 
     def __init__(
@@ -67,21 +67,28 @@ class Worker:
         self.role, self.index = role, index
         self.name = f"{role} {index}"
         self.log = cluster.directory / f"{role}-{index}.log"
-        self.lives: list[dict[str, Any]] = []
-        self.exits: list[int] = []
+        self.lives: list[Mapping[str, Any]] = []
+        self.exits: list[str] = []
         self.ready = False
-        self._cluster = cluster
-        self.flags = flags if host is None else (*flags, "--host", host.address)
+        self.cluster = cluster
         self._cpus, self._host = cpus, host
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._stopping = False
-        # A process dies with the thread that started it, so one thread starts all of them.
+        at = () if host is None else ("--host", host.address)
+        command = (*BATON, role, "--index", str(index), *flags, *at)
+        environment, at_once = {**cluster.environment, **python_path()}, RestartPolicy(first_delay=0.0)
+        self._process = RoleProcess(command, environment, self.log, at_once, _unwatched)
+        self._ending, self._loop = asyncio.Event(), asyncio.new_event_loop()
+        # The CPUs and the network of a process are those of the thread that starts it.
         self._thread = threading.Thread(target=self._supervise, name=self.name, daemon=True)
         self._thread.start()
 
+    @property
+    def pid(self) -> int | None:
+        """Of its service process; None: none runs."""
+        return self._process.state.pid
+
     def processes(self) -> dict[str, int]:
         """Pids by kind: service, engine, transfer."""
-        return processes.tree(self._popen.pid) if self._popen is not None else {}
+        return {} if self.pid is None else processes.tree(self.pid)
 
     def kill(self, kind: str) -> None:
         processes.kill(self.processes()[kind])
@@ -92,14 +99,14 @@ class Worker:
 
     def terminate(self) -> None:
         """SIGTERM: the worker drains."""
-        assert self._popen is not None
-        self._popen.send_signal(signal.SIGTERM)
+        assert self.pid is not None
+        processes.kill(self.pid, signal.SIGTERM)
 
     def set_pool(self, pool: Pool) -> None:
         """Moves the worker to a pool, as `baton flip` does."""
 
         async def call() -> None:
-            address, secret = self.lives[-1]["address"], self._cluster.secret.encode()
+            address, secret = self.lives[-1]["address"], self.cluster.secret.encode()
             async with connect(address, secret) as channel:
                 await set_pool(channel, pool, SET_POOL_S)
 
@@ -107,57 +114,57 @@ class Worker:
 
     def wait_life(self, count: int) -> None:
         """Waits until `count` processes have been ready, and the last one serves."""
-        self._cluster.wait_for(
+        self.cluster.wait_for(
             lambda: len(self.lives) >= count and self.ready, START_S, f"{self.name}, for the {count}th time"
         )
 
     def wait_first_life(self) -> None:
         """Raises RuntimeError if the first process ends before it is ready."""
-        self._cluster.wait_for(lambda: self.lives or self.exits, START_S, f"{self.name} to start")
+        self.cluster.wait_for(lambda: self.lives or self.exits, START_S, f"{self.name} to start")
         if not self.lives:
-            end = end_of(self.log)
-            raise RuntimeError(f"{self.name} ended with {self.exits[0]} before it was ready.\n{end}")
+            raise RuntimeError(f"{self.name}, before it was ready: {self.exits[0]}\n{end_of(self.log)}")
 
     def metric(self, name: str, **labels: str) -> float:
         """Of the current process, as `harness.workers.metric`."""
         return metric(f"http://{self.lives[-1]['metrics_address']}", name, **labels)
 
     def end(self) -> None:
-        self._stopping = True
-        if self._popen is not None and self._popen.poll() is None:
-            for pid in self.processes().values():
-                os.kill(pid, signal.SIGCONT)  # a stopped process cannot end
-            self._popen.send_signal(signal.SIGINT)
-            try:
-                self._popen.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self._popen.kill()
+        for pid in self.processes().values():
+            processes.kill(pid, signal.SIGCONT)  # a stopped process cannot end
+        self._loop.call_soon_threadsafe(self._ending.set)
         self._thread.join()
 
     def _supervise(self) -> None:
         if self._cpus:
-            os.sched_setaffinity(0, self._cpus)  # of this thread; what it starts has the same
+            os.sched_setaffinity(0, self._cpus)
         if self._host is not None:
             self._host.enter()
-        while not self._stopping:
-            self._live()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._keep())
 
-    def _live(self) -> None:
-        flags, environment = ("--index", str(self.index), *self.flags), self._cluster.environment
-        with self.log.open("ab") as log:
-            popen, pipe = processes.spawn(self.role, *flags, environment=environment, output=log)
-        self._popen = popen
-        if self._stopping:  # `end` may have looked before, and waits for this thread
-            popen.kill()
-        with pipe:
-            for line in pipe:
-                message = json.loads(line)
-                if "ready" in message:
-                    self.lives.append(message["ready"])
-                    self._cluster.listed(self, ready=True)
-        code = popen.wait()
-        self.exits.append(code)
-        self._cluster.listed(self, ready=False)
+    async def _keep(self) -> None:
+        following = asyncio.create_task(self._follow())
+        await self._ending.wait()
+        await self._process.stop(signal.SIGINT, STOP_S)
+        await following
+
+    async def _follow(self) -> None:
+        before = state = self._process.launch()
+        while state.phase != "stopped":
+            state = await self._process.changed(state.token)
+            if (state.ready, state.restarts) != (before.ready, before.restarts):
+                if state.restarts > before.restarts:
+                    self.exits.append(state.error)
+                if state.ready is not None:
+                    self.lives.append(state.ready)
+                self.cluster.listed(self, ready=state.ready is not None)
+                before = state
+
+
+async def _unwatched(_: Mapping[str, Any]) -> str:
+    """A process that gives no answer stays: the lab stops processes and cuts links. A check by gRPC would
+    also wake this event loop for each message of a bench, which has another loop."""
+    return await asyncio.get_running_loop().create_future()
 
 
 class LocalCluster:
@@ -216,7 +223,7 @@ class LocalCluster:
         """All workers of a role, or the router."""
         return [worker for worker in (*self._routers, *self.workers) if worker.role == role]
 
-    def report(self, role: str) -> dict[str, Any]:
+    def report(self, role: str) -> Mapping[str, Any]:
         """What the first worker of a role, or the router, said when it was ready last: address, pid, …"""
         return self.of(role)[0].lives[-1]
 
@@ -238,8 +245,7 @@ class LocalCluster:
                 port = str(free_port())  # the same for all of its lives
                 # With a model name the router can start while all workers are down.
                 flags = ("--model", EMBEDDED_NAME, "--port", port, "--workers-file", str(self._file))
-                self._router_flags = (*flags, *self._router_flags)
-                router = Worker(self, "router", 0, self._router_flags)
+                router = Worker(self, "router", 0, (*flags, *self._router_flags))
                 self._routers.append(router)
                 router.wait_first_life()
                 self.url = router.lives[0]["url"]
@@ -256,15 +262,6 @@ class LocalCluster:
             end.start()
         for end in ends:
             end.join()
-
-    def restart_router(self, *flags: str) -> None:
-        """Starts the router again, with these flags besides those of the cluster."""
-        [router] = self.of("router")
-        lives = len(router.lives)
-        router.flags = (*self._router_flags, *flags)
-        router.terminate()
-        router.wait_life(lives + 1)
-        self.wait_serving(len(self.workers))
 
     # ------------------------------------------------------------ what the router sees
 

@@ -170,39 +170,40 @@ def measure(run: Run) -> None:
     def worker(pool: pb.Pool, lanes: Lanes) -> StandIn:
         return StandIn(pool, lanes, list(range(1000, 1400)), secret=secret.encode())
 
-    with (
-        ends.fakes(worker, [0, 0], 1, step) as workers,
-        LocalCluster(
-            run.directory, prefill=0, decode=0, secret=secret, router_flags=ends.to(workers)
-        ) as cluster,
-    ):
-        url = cluster.url
-        uvloop.run(until_ready(url))
+    with ends.fakes(worker, [0, 0], 1, step) as workers:
 
-        def added() -> Pairs:
-            with collector_off():
-                return uvloop.run(measure_added(url, workers[0], secret.encode(), args.pairs))
+        def routed(*flags: str) -> LocalCluster:
+            given = [*ends.to(workers), *flags]
+            return LocalCluster(run.directory, prefill=0, decode=0, secret=secret, router_flags=given)
 
-        add_rows(run, "router.added", added())
-        answer, step.value = ends.fake_answer(url), LOCKSTEP_S
-        stalls = ends.longest_stalls(url, ends.large_requests(answer), MIN_PAIRS)
-        worst = max(map(statistics.median, stalls.values()))
-        p99 = percentile([ms for series in stalls.values() for ms in series], 0.99)
-        run.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50))
-        step.value = LOADED_STEP_S
-        with ends.open_streams(url, args.streams):
-            add_rows(run, f"router.added.streams{args.streams}", added(), bound=False)
-        step.value = SATURATED_STEP_S
-        seconds, cores = saturated(cluster, args)
-        per_core, per_second = statistics.median(cores), statistics.median(seconds)
-        spread = max(cores) - min(cores)
-        name = "router.tokens_per_core"
-        run.add(Row(name, per_core, "tokens/s", spread=spread, goal=32_000, better="higher"))
-        run.add(Row("router.cpu_per_token", 1e6 / per_core, "µs"))
-        run.add(Row("router.processes1.tokens_per_s", per_second, "tokens/s"))
-        cluster.restart_router("--router-processes", "2")
-        uvloop.run(until_ready(url))
-        seconds, cores = saturated(cluster, args)
+        with routed() as cluster:
+            url = cluster.url
+            uvloop.run(until_ready(url))
+
+            def added() -> Pairs:
+                with collector_off():
+                    return uvloop.run(measure_added(url, workers[0], secret.encode(), args.pairs))
+
+            add_rows(run, "router.added", added())
+            answer, step.value = ends.fake_answer(url), LOCKSTEP_S
+            stalls = ends.longest_stalls(url, ends.large_requests(answer), MIN_PAIRS)
+            worst = max(map(statistics.median, stalls.values()))
+            p99 = percentile([ms for series in stalls.values() for ms in series], 0.99)
+            run.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50))
+            step.value = LOADED_STEP_S
+            with ends.open_streams(url, args.streams):
+                add_rows(run, f"router.added.streams{args.streams}", added(), bound=False)
+            step.value = SATURATED_STEP_S
+            seconds, cores = saturated(cluster, args)
+            per_core, per_second = statistics.median(cores), statistics.median(seconds)
+            spread = max(cores) - min(cores)
+            name = "router.tokens_per_core"
+            run.add(Row(name, per_core, "tokens/s", spread=spread, goal=32_000, better="higher"))
+            run.add(Row("router.cpu_per_token", 1e6 / per_core, "µs"))
+            run.add(Row("router.processes1.tokens_per_s", per_second, "tokens/s"))
+        with routed("--router-processes", "2") as cluster:
+            uvloop.run(until_ready(cluster.url))
+            seconds, cores = saturated(cluster, args)
         several = statistics.median(seconds)
         growth = {"ratio": several / per_second, "ratio_to": "processes1"}
         run.add(Row("router.processes2.tokens_per_s", several, "tokens/s", **growth))
