@@ -42,7 +42,9 @@ class StepLoop:
     Attributes:
         under_way: the launched steps that have not landed, the oldest first. While there is one, the engine
             shows no sign of life until its end.
-        joins_at: when the next reservation should have its KV (time.monotonic()). Set by the caller.
+        joins_at: when the next reservation should have its KV (time.monotonic()). Set by the caller. KV that
+            is late is expected in as many seconds as it is late: beside a transfer that stalls, prompts would
+            be computed in short steps until it ends.
         frozen: no step is launched. Those under way land, and requests stay as they are.
         images: makes embeddings of images. None: nothing does.
         landings_fd: an eventfd, readable when a launched step is over, and after `wake`. The caller reads it.
@@ -174,7 +176,8 @@ class StepLoop:
         return 0.0 if self.under_way else time.monotonic() - self._landed_at
 
     def _schedule(self, began: float, result: StepResult) -> Schedule:
-        joins_at, self._joined = began if self._joined else self.joins_at, False
+        joins_at = began if self._joined else began + abs(self.joins_at - began)
+        self._joined = False
         begins = max(began, self._pace.ends) if self.under_way else began
 
         def prompt_limit(batch: Batch) -> int:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -197,7 +198,8 @@ def test_a_join_can_end_the_request(tiny_engine: MakeEngine) -> None:
 
 
 class KnownLimit:
-    """A chunk limit of 16 tokens if a request joins, else 40. Notes the prompt tokens of each step."""
+    """A chunk limit of 16 tokens if a request joins within an hour, else 40. Notes the prompt tokens of each
+    step."""
 
     gap_target = 0.0
 
@@ -207,7 +209,7 @@ class KnownLimit:
     def tokens(
         self, batch: object, prompts: object, now: float, joins_at: float, encoding: float = 0.0
     ) -> int:
-        return 16 if joins_at <= now else 40
+        return 16 if joins_at <= now + 3600 else 40
 
     def record(self, decodes: int, prompt_tokens: int, *_: float) -> None:
         self.taken.append(prompt_tokens)
@@ -228,17 +230,16 @@ def test_the_chunk_limit_knows_when_a_request_joins(
     assert reserved is not None
     for kv in engine.caches:
         parts(kv)[0][:, list(reserved.blocks)] = 0
-    engine.add(request_of(2, range(3, 190)))
+    engine.add(request_of(2, [3, 4] * 106))
     engine.loop.step()
-    engine.loop.joins_at = 0.0
-    for _ in range(2):
+    now = time.monotonic()
+    for joins_at in (now, now + 1, now - 1e6, math.inf):  # the third transfer stalls
+        engine.loop.joins_at = joins_at
         engine.loop.step()
-    engine.loop.joins_at = math.inf
-    engine.loop.step()
     engine.join(live_of(engine, joining.id), 7)
     for _ in range(2):
         engine.loop.step()
-    assert limit.taken == [40, 16, 16, 40, 16, 40]
+    assert limit.taken == [40, 16, 16, 40, 40, 16, 40]
 
 
 LIST = StructuredOutput(
