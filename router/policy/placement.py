@@ -236,14 +236,12 @@ def offer(
 ) -> Offer:
     """The offer of a worker that has `cached` tokens of the prompt, and `load`s them for so many seconds.
     `source`: another worker with more of the prompt, whose tokens come sooner than they are computed.
-    `gap`: target of a gap in seconds, if this worker has not decoded. `prefill`: of the worker
-    that would hand the prompt over to this one."""
+    `gap`: as in `pace_of`. `prefill`: of the worker that would hand the prompt over to this one."""
     worker, loads = fleet.workers[row], fleet.loads
     status, sent, described = worker.status, worker.load, worker.description
     budget, held_tokens = described.max_num_batched_tokens, cached
     if source is not None:
         cached, load = cached + source.tokens, load + source.seconds
-    gap = status.gap_target_seconds or gap
     pace = pace_of(fleet, worker, gap, request.answer)
     waiting = loads.tokens_waiting(row, fleet.now)
     encoding: float = 0.0
@@ -265,7 +263,7 @@ def offer(
     return Offer(
         row,
         request,
-        _target(fleet, gap),
+        _target(fleet, pace.gap),
         pace,
         cached,
         load,
@@ -285,7 +283,8 @@ def offer(
 
 def pace_of(fleet: Fleet, worker: Seen, gap: float, answer: int) -> Pace:
     """That of the worker now. One that does not depend on the request is kept until a report comes, or until
-    the number of decodes changes. `gap`: target of a gap in seconds. `answer`: tokens that are expected."""
+    the number of decodes changes. `gap`: target of a gap in seconds, if the worker has not decoded. `answer`:
+    tokens that are expected."""
     status, sent, kept = worker.status, worker.load, worker.pace
     if (model := worker.step_model) is None:
         speed = status.prefill_tokens_per_s or fleet.loads.speed(worker.row)
@@ -298,6 +297,7 @@ def pace_of(fleet: Fleet, worker: Seen, gap: float, answer: int) -> Pace:
     if kept is not None and kept[0] is status and kept[1].model is model and kept[1].decodes == decodes:
         return kept[1]
     context = costs = 0.0
+    gap = status.gap_target_seconds or gap
     if decodes:
         context = status.decode_context * decodes / (decoding or 1)
         costs = decodes * (status.gap_cost / decoding if decoding else gap_cost(fleet, gap, answer))

@@ -142,7 +142,8 @@ def _first(request: PrefillRequest, fleet: Fleet, prefixes: Prefixes) -> Plan | 
 
 def _prefill_for(request: PrefillRequest, decode: int, fleet: Fleet, prefixes: Prefixes) -> Plan | Lack:
     """Another worker computes the KV for this decode worker."""
-    offer = _offer(_without(request, fleet, decode), fleet, prefixes)
+    gap = fleet.workers[decode].status.gap_target_seconds
+    offer = _offer(_without(request, fleet, decode), fleet, prefixes, gap)
     if offer is None:
         return Lack.TURN if fleet.settings.overflow else Lack.PREFILL
     if offer.row == decode:  # a worker does not fetch from itself, and there is no other
@@ -230,7 +231,8 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, spared: float, fl
     if not (fleet.settings.split_prompts and request.may_split and _takes_part(first)):
         return None
     loads, now = fleet.loads, fleet.now
-    of_first = _split_worker(request, first, first, loads.tokens_waiting(first.row, now), fleet)
+    gap = fleet.workers[decode].status.gap_target_seconds
+    of_first = _split_worker(request, first, first, loads.tokens_waiting(first.row, now), fleet, gap)
     if not split.may_gain(offer.tokens, of_first):
         return None
     # The workers of a plan compute what one worker could read from the shared store.
@@ -253,7 +255,7 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, spared: float, fl
         and last.address not in request.avoid
     )
     if may_decode and _takes_part(last):
-        ends = decode, _split_worker(request, last, first, loads.tokens_waiting(decode, now), fleet)
+        ends = decode, _split_worker(request, last, first, loads.tokens_waiting(decode, now), fleet, gap)
     if not free and ends is None:
         return None
     cost = split.PromptCost(
@@ -262,7 +264,9 @@ def _split(request: PrefillRequest, offer: Offer, decode: int, spared: float, fl
         doubles_at=first.description.attention_doubles_at,
         layers=max(1, first.description.num_layers),
     )
-    others = ((row, _split_worker(request, worker, first, waiting, fleet)) for waiting, row, worker in free)
+    others = (
+        (row, _split_worker(request, worker, first, waiting, fleet, gap)) for waiting, row, worker in free
+    )
     draft = split.split(cost, chain([(first.row, of_first)], others), ends, spared)
     arrives = _split_arrives(request, draft, decode, fleet) if draft is not None else 0.0
     if draft is None or _comes_late(draft, arrives, spared):
@@ -289,11 +293,11 @@ def _comes_late(draft: Plan, arrives: float, spared: float) -> bool:
 
 
 def _split_worker(
-    request: PrefillRequest, worker: Seen, first: Seen, waiting: float, fleet: Fleet
+    request: PrefillRequest, worker: Seen, first: Seen, waiting: float, fleet: Fleet, gap: float
 ) -> split.SplitWorker:
-    """`waiting`: prompt tokens that it has to compute."""
+    """`waiting`: prompt tokens that it has to compute. `gap`: as in `placement.pace_of`."""
     status, loads, described = worker.status, fleet.loads, worker.description
-    pace = placement.pace_of(fleet, worker, status.gap_target_seconds, request.answer)
+    pace = placement.pace_of(fleet, worker, gap, request.answer)
     speed = max(1.0, status.prefill_tokens_per_s or loads.speed(first.row))
     fetches = worker.prefix_links.get((first.description.incarnation, Tier.DEVICE))
     rate, free_at = fleet.links.rate(worker.row, first.description.incarnation, fleet.now)

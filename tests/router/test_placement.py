@@ -18,7 +18,7 @@ from baton.router.policy.desk import Desk
 from baton.router.policy.fleet import Seen
 from baton.router.policy.links import TRY_AGAIN, Links
 from baton.router.policy.pace import MOST_BUSY, Pace
-from baton.router.policy.placement import JOIN_STEPS, Offer, place, place_without_room
+from baton.router.policy.placement import JOIN_STEPS, Offer, pace_of, place, place_without_room
 from baton.router.policy.placement import offer as placed
 from baton.router.policy.plan import Plan, Range
 from baton.router.policy.planner import NOTHING, plan
@@ -434,6 +434,18 @@ def test_a_split_counts_what_it_costs_others_by_the_figure_of_placement(slower: 
         busy[part.worker] += (part.stop - part.start) / 20_000
     delayed = sum(seconds * seconds / alone for seconds in busy.values()) / 2 - alone / 2
     assert split.costs["harm"] == pytest.approx(share / (1 - share) * delayed, rel=1e-3)
+    # Workers that have not decoded count with the target of the decode worker, as in their offers.
+    workers[2].status.gap_target_seconds, fleet.settings = GAP, PlanSettings(overflow=False)
+    harms, behind = list[float](), list[float]()
+    for reservations in (0, 1):  # of another router
+        for worker in workers[:2]:
+            worker.load.running = reservations
+        found = plan(PrefillRequest(key=1, tokens=30_000, may_split=True), NOTHING, fleet)
+        assert isinstance(found, Plan)
+        harms.append(found.costs["harm"])
+        behind.append(pace_of(fleet, workers[0], GAP, 1).behind)
+    assert behind[1] > 1.1 * behind[0]
+    assert harms[1] / harms[0] == pytest.approx(behind[1] / behind[0])
 
 
 @pytest.mark.parametrize(
