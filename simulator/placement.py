@@ -34,6 +34,7 @@ from baton.simulator.router import Pool, Router
 from baton.simulator.step_worker import Rule, Worker
 from baton.simulator.steps import H200_8B, Machine, of_vllm
 from baton.simulator.trace import Load, Session, arrivals
+from baton.steps.step_model import StepModel
 
 SEATS = 256
 AUTOSCALER_INTERVAL = 1.0
@@ -54,6 +55,24 @@ class Change(NamedTuple):
     at: float
     row: int
     pool: Pool | None
+
+
+class Measured(NamedTuple):
+    """What a real worker has reported at this time. From then on the steps of this one cost as much.
+
+    Attributes:
+        machine: with these steps.
+        model: of its steps.
+        fastest: seconds of its fastest step that only decoded.
+        links: over which it fetches prefixes, by the row of the other worker, as far as measured.
+    """
+
+    at: float
+    row: int
+    machine: Machine
+    model: StepModel
+    fastest: float
+    links: Mapping[int, pb.PrefixLink]
 
 
 @dataclass
@@ -83,7 +102,12 @@ class _Cluster:
         self._pools: dict[int, Pool] = {}
 
     def run(
-        self, prefills: int, at_a_time: int, flips: FlipPolicy | None, changes: Sequence[Change] = ()
+        self,
+        prefills: int,
+        at_a_time: int,
+        flips: FlipPolicy | None,
+        changes: Sequence[Change],
+        measured: Sequence[Measured],
     ) -> None:
         for row, worker in enumerate(self.workers):
             worker.cache_changed = partial(self._cache_changed, row)
@@ -99,6 +123,8 @@ class _Cluster:
             self.clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
         for change in changes:
             self.clock.after(change.at, partial(self._move, change.row, change.pool))
+        for each in measured:
+            self.clock.after(each.at, partial(self._measured, each))
         self.clock.run()
         assert all(worker.idle for worker in self.workers), "requests left at workers"
         assert all(router.idle for router in self.routers), "requests left in the view of a router"
@@ -138,10 +164,17 @@ class _Cluster:
             for router in self.routers:
                 router.cached(row, added, evicted)
 
-    def _report(self, row: int) -> None:
+    def _measured(self, each: Measured) -> None:
+        self.workers[each.row].measured(each.machine, each.model, each.fastest, each.links)
+        self._tell(each.row)
+
+    def _tell(self, row: int) -> None:
         status = self.workers[row].status()
         for router in self.routers:
             router.reported(row, status)
+
+    def _report(self, row: int) -> None:
+        self._tell(row)
         if all(worker.idle for worker in self.workers) and all(router.idle for router in self.routers):
             self._silent.add(row)
         else:
@@ -203,7 +236,7 @@ def simulate(
     changes: Sequence[Change] = (),
     slowness: Mapping[int, float] = MappingProxyType({}),
     names: Sequence[str] = (),
-    warm: bool = True,
+    measured: Sequence[Measured] = (),
     listener: Listener | None = None,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times, or sessions. Times depend on the load and the seed only.
@@ -219,8 +252,8 @@ def simulate(
     policy may split prompts. `machine`: of each worker. `prefill_machine`: of those that begin in the prefill
     pool, if theirs is another one. `policy`: chooses prefill workers. `prefix_fetches`: as of a router.
     `slowness`: how many times as long the
-    steps of a worker take, by its row. `names`: of the workers. Empty: their rows. `warm`: as of a worker.
-    `listener`: of all desks.
+    steps of a worker take, by its row. `names`: of the workers. Empty: their rows. `measured`: by real
+    workers, in place of what these measure. `listener`: of all desks.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -239,7 +272,6 @@ def simulate(
             rule=RULES.get(kind, "baton"),
             target_steps=target_steps,
             machine=of_prefill if row < prefills else machine,
-            warm=warm,
         )
         for row in range(workers)
     ]
@@ -260,5 +292,5 @@ def simulate(
         router.desk.policy = policy
         router.desk.listener = listener
     cluster = _Cluster(sessions, kind, engines, seen_by, clock, rng, outcome, warm_up, max_answer)
-    cluster.run(prefills, at_a_time, flips, changes)
+    cluster.run(prefills, at_a_time, flips, changes, measured)
     return outcome

@@ -33,9 +33,15 @@ FETCH_SECONDS, FETCH_TOKEN_SECONDS = 6e-3, 0.5e-6
 Pool = Literal["prefill", "decode"]
 
 
-def _link(worker: Worker) -> pb.PrefixLink:
+ALL_LINKS = 0
+"""Incarnation of all workers if their links are equal. Others have their rows, from 1 on."""
+
+
+def _links(worker: Worker) -> dict[tuple[int, int], pb.PrefixLink]:
+    if worker.links is not None:
+        return {(row + 1, Tier.DEVICE): link for row, link in worker.links.items()}
     wait = worker.fetch_wait.value or FETCH_SECONDS
-    return pb.PrefixLink(wait=wait, tokens_per_s=1 / FETCH_TOKEN_SECONDS)
+    return {(ALL_LINKS, Tier.DEVICE): pb.PrefixLink(wait=wait, tokens_per_s=1 / FETCH_TOKEN_SECONDS)}
 
 
 def _seen(worker: Worker, seats: int) -> Seen:
@@ -54,7 +60,7 @@ def _seen(worker: Worker, seats: int) -> Seen:
         description=description,
         status=worker.status(),
         step_model=worker.step_model,
-        prefix_links={(0, Tier.DEVICE): _link(worker)},
+        prefix_links=_links(worker),
     )
 
 
@@ -113,7 +119,8 @@ class Router:
     def reported(self, row: int, status: pb.WorkerStatus) -> None:
         view = self._views[row]
         view.status, view.step_model = status, self.workers[row].step_model
-        view.prefix_links = {(0, Tier.DEVICE): _link(self.workers[row])}
+        view.prefix_links = _links(self.workers[row])
+        view.description.incarnation = ALL_LINKS if self.workers[row].links is None else row + 1
         self.desk.reported(row)
         self.admission.dispatch()
 

@@ -11,7 +11,7 @@ behind it.
 import heapq
 import math
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Literal
@@ -37,6 +37,8 @@ BUDGET = 8_192
 """Prompt tokens of a step."""
 LEAD_SECONDS = 1.1e-3
 """Before the end of a step, the engine launches the next one. From traces of an H200."""
+SIZES = row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET)
+"""Of steps that count together."""
 LONG_CONTEXT = 4_096
 """As in `engine.execution.warmup`, which measures the steps of a real engine."""
 
@@ -55,7 +57,14 @@ def measured(machine: Machine) -> StepModel:
     def step(rows: int, context: float, tokens: int, position: float) -> float:
         return machine.step(rows, context, [(tokens, int(position))] if tokens else [])
 
-    return measure(step, row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET), LONG_CONTEXT, LONG_CONTEXT)
+    return measure(step, *SIZES, LONG_CONTEXT, LONG_CONTEXT)
+
+
+class _GivenSteps(LearnedSteps):
+    """As a real worker has measured them, until its next report."""
+
+    def record(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> None:
+        pass
 
 
 class Worker:
@@ -69,6 +78,7 @@ class Worker:
         kv: its memory.
         copies: of states. None: the model has none.
         slowness: how many times as long its steps take.
+        links: that it has measured, by the row of the other worker. None: all are equal.
         sends_until, receives_until: when its link has carried the KV that is under way.
         cache_changed: called when names entered or left the cache.
         fetch_wait: seconds that fetches of prefixes lately took beside the transfer.
@@ -83,9 +93,7 @@ class Worker:
         rule: Rule,
         target_steps: float,
         machine: Machine = H200_8B,
-        warm: bool = True,
     ) -> None:
-        """`warm`: it has measured its steps at the start, as on a GPU."""
         self.name = name
         self.reserved = 0
         self.arriving: dict[int, float] = {}
@@ -94,6 +102,7 @@ class Worker:
         self.copies = None if machine.copies is None else Copies(machine.copies, BLOCK)
         self.slowness = 1.0
         self.fetch_wait = Average()
+        self.links: Mapping[int, pb.PrefixLink] | None = None
         self.sends_until = self.receives_until = 0.0
         self.cache_changed: Callable[[], None] = lambda: None
         self._leases: dict[int, Lease] = {}  # by the number of the request
@@ -102,9 +111,8 @@ class Worker:
         self._outcome = outcome
         self._rule: Rule = rule
         self.machine = machine
-        largest = (BUDGET, machine.step(0, 0, [(BUDGET, 0)])) if warm else (0, 0.0)
-        sizes = row_sizes(GRAPH_ROWS[-1]), token_sizes(BUDGET)
-        steps = LearnedSteps(*sizes, measured(machine) if warm else None)
+        largest = BUDGET, machine.step(0, 0, [(BUDGET, 0)])
+        steps = LearnedSteps(*SIZES, measured(machine))
         self._limit = ChunkLimit(steps, None, BUDGET, target_steps)
         self._meters = Meters(self._limit, largest)
         self._prompts: list[Request] = []
@@ -125,6 +133,16 @@ class Worker:
         self._generated = 0
         self._joined = self._stepping = False
         self._step_ends = self._step_seconds = 0.0
+
+    def measured(
+        self, machine: Machine, model: StepModel, fastest: float, links: Mapping[int, pb.PrefixLink]
+    ) -> None:
+        """As in `placement.Measured`."""
+        if self.links is None:
+            self._meters = Meters(self._limit)  # it has computed no large step
+        self.machine, self.links = machine, links
+        self._limit.steps = self._meters.steps = _GivenSteps(*SIZES, model)
+        self._limit.fastest_seconds = fastest
 
     # ------------------------------------------------------------ requests
 

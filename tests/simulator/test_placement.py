@@ -1,9 +1,10 @@
 """What the simulator shows of placement, step by step."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,15 @@ from baton.router.policy.planner import Held, Lack, plan
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
+from baton.simulator import step_worker
 from baton.simulator.agents import agents
-from baton.simulator.placement import Kind, simulate
+from baton.simulator.placement import Kind, Measured, simulate
 from baton.simulator.placement_outcome import PlacementOutcome, Quantiles
 from baton.simulator.router import Router
-from baton.simulator.steps import H200_8B, step_seconds
+from baton.simulator.steps import H200_8B, modelled, step_seconds
 from baton.simulator.trace import Load, Session, Turn
 from baton.steps.quantiles import percentile
+from baton.steps.step_model import StepModel
 
 MEASURED = {
     Load(2000, 150, 12): (179, 16.0),
@@ -285,3 +288,30 @@ def test_routers_that_hear_of_each_other_in_reports_leave_nothing_behind():
     found = simulate(Load(2000, 150, 12), "policy", requests=200, workers=4, routers=3)
     assert len(found.ttft) == 180
     assert found.places.total() == 200
+
+
+@pytest.mark.parametrize(("wait", "fetched"), [(0.01, 1024), (60.0, None)])
+def test_workers_cost_what_real_ones_have_reported(wait: float, fetched: int | None) -> None:
+    """Worker 1 is the faster one at first, and worker 0 from 10 s on. A prefix is fetched if the link is said
+    to be fast."""
+    fast, plans, names = step_worker.measured(H200_8B), list[Plan](), tuple(range(1, 17))
+    slow = fast.corrected(4.0, 4.0)
+
+    def told(at: float, row: int, model: StepModel) -> Measured:
+        machine = modelled(model, H200_8B.positions, H200_8B.doubles_at, 0.0, layers=32, copies=None)
+        link = pb.PrefixLink(wait=wait, tokens_per_s=1e6)
+        return Measured(at, row, machine, model, model.decode_seconds[0], {1 - row: link})
+
+    def heard(_: float, name: str, arguments: Sequence[Any]) -> None:
+        if name == "plan":
+            plans.append(arguments[2])
+
+    prompt = Session(1, (Turn(1100, names, 0.0, 8),), 0)
+    reports = [told(0.0, 0, slow), told(0.0, 1, fast)]
+    reports += [told(10.0, 0, fast.corrected(0.1, 0.1)), told(10.0, 1, slow)]
+    found = simulate(
+        [(5.0, prompt), (15.0, prompt)], "policy", warm_up=0, measured=reports, listener=heard, splits=False
+    )
+    assert [plan.ranges[0].worker for plan in plans] == [1, 0]
+    assert [plan.source and plan.source.tokens for plan in plans] == [None, fetched]
+    assert 2 * max(found.ttft[1:]) < found.ttft[0] < 2 * fast.prefill(1100), "steps take as long as reported"
