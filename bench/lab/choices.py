@@ -222,7 +222,7 @@ def measure(run: Run) -> None:
 
 
 BENCH = Bench(
-    "choices", measure, __doc__, options=(Option("--requests", default=150, short=90), LOGS), devices=("cpu",)
+    "choices", measure, __doc__, options=(Option("--requests", default=150, short=30), LOGS), devices=("cpu",)
 )
 
 if __name__ == "__main__":
