@@ -115,6 +115,7 @@ _PRELOADED["tests"] = (
     *_PRELOADED["loads"],
     "_pytest.assertion.rewrite",
     "aiohttp",
+    "anthropic.types.beta",
     "baton.bench.lab.chaos",
     "baton.cluster.tools.doctor",
     "baton.engine.kernels.attention.latent_kernels",
