@@ -7,7 +7,7 @@ cancelled.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from baton.router.api.jobs import Job
 from baton.router.errors import ApiError, Overloaded, RateLimited, TooSlow
 from baton.router.generation.context import RequestContext
 from baton.router.generation.generation import Generation
-from baton.router.generation.output import Choice, Delta, TokenQueue
+from baton.router.generation.output import Choice, Delta, Item, TokenQueue
 from baton.router.history import Ended
 from baton.router.preparation.prepare import Prepared
 from baton.router.text.detokenizer import StopStrings
@@ -130,9 +130,7 @@ class ActiveRequest:
         the ApiError that ended the request once, after all deltas before it were taken.
         """
         if self._error is None:
-            deltas: list[tuple[int, Delta]] = []
-            for index, item in await self.context.tokens.take(timeout):
-                self._add(deltas, _numbered, index, item)
+            deltas = self._deltas_of(await self.context.tokens.take(timeout))
             if deltas or self._error is None:
                 return deltas
         error, self._error = self._error, None
@@ -141,6 +139,13 @@ class ActiveRequest:
             raise error
         finally:
             del error  # it refers to this frame, and a cycle would be garbage
+
+    def _deltas_of(self, items: Iterable[Item]) -> list[tuple[int, Delta]]:
+        """One of them may be an error, which the frame of `take` must not refer to."""
+        deltas: list[tuple[int, Delta]] = []
+        for index, item in items:
+            self._add(deltas, _numbered, index, item)
+        return deltas
 
     def consume(
         self,

@@ -18,7 +18,8 @@ STALL = 0.2
 
 
 @pytest.mark.all
-async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
+@pytest.mark.parametrize("first_tokens", [True, False])
+async def test_a_request_leaves_no_garbage(cluster: Cluster, first_tokens: bool) -> None:
     """The collector would pass all objects of all requests, and stall them."""
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 99}
     text = {"prompt": "Hello", "max_tokens": 99}
@@ -31,7 +32,7 @@ async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
         ("/v1/responses", {"input": "Hello", "stream": True, "store": False}),
     ]
     background = ("/v1/responses", {"input": "Hello", "background": True})
-    [decode] = cluster.decodes
+    [prefill], [decode] = cluster.prefills, cluster.decodes
 
     async def ask() -> None:
         for path, body in asked:
@@ -39,6 +40,7 @@ async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
                 assert response.status == 200, await response.text()
                 await response.read()
         decode.steps = asyncio.Semaphore(0)  # the first token comes, and no other
+        prefill.steps = None if first_tokens else asyncio.Semaphore(0)
         for path, body in [*asked, background]:
             begun = body.get("stream") or body.get("background")
             late = {"x-request-timeout": "0.1"}
@@ -47,7 +49,7 @@ async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
                 assert response.status in ((200, 504) if begun else (504,)), await response.text()
                 await response.read()
         await cluster.idle()
-        decode.steps = None
+        decode.steps = prefill.steps = None
 
     await ask()
     gc.collect()
