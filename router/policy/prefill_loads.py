@@ -346,8 +346,11 @@ class PrefillLoads:
         worker.router_tokens -= work.tokens
         place = next(i for i, sent in enumerate(worker.sent) if sent is work)
         del worker.sent[place]
-        if computed or place == 0:  # otherwise the worker goes on with the first prompt
+        if place == 0:
             worker.first_at = now
+        elif computed:  # it came before the first prompt, which waited meanwhile
+            seconds = (work.seconds or work.tokens / self.speed(row)) + work.beside
+            worker.first_at = min(now, worker.first_at + seconds)
         if not computed:
             waiting -= work.tokens + self._as_tokens(row, work.beside)
         most_left = worker.router_tokens + self._as_tokens(row, worker.beside) + worker.others

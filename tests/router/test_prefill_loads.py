@@ -71,6 +71,25 @@ def test_the_first_prompt_takes_as_long_as_its_plan_says():
     assert look(loads, 5).wait[row] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("short", "seconds"),
+    [(PrefillWork(500), 0.5), (PrefillWork(500, seconds=0.75), 0.75), (PrefillWork(500, beside=0.5), 1.0)],
+)
+def test_a_prompt_that_ends_before_the_first_one_delays_it_by_its_own_time(
+    short: PrefillWork, seconds: float
+):
+    """Engines compute short prompts before the rest of long ones. That does not begin again."""
+    loads, row = one()
+    loads.reported(row, status(0, SPEED), 0)
+    loads.sent(row, PrefillWork(1000, seconds=20.0), 0)
+    loads.sent(row, short, 4)
+    loads.ended(row, short, computed=True, now=6)
+    assert look(loads, 6).wait[row] == pytest.approx(20 - 6 + seconds)
+    loads.sent(row, late := PrefillWork(50_000), 6)
+    loads.ended(row, late, computed=True, now=7)
+    assert look(loads, 7).wait[row] == pytest.approx(20), "the worker did nothing else since it got the first"
+
+
 def test_images_that_wait_for_the_encoder_take_their_time():
     loads, row = one()
     loads.reported(row, status(2000, SPEED, tokens_of_others=2000, encode_queue_seconds=3.0), 10)
