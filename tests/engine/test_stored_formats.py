@@ -62,7 +62,7 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", ["words-8", "awq", *sorted({*KINDS} - {"awq", "words-8"})])
 def test_memory_sizing_counts_what_is_kept(kind: str, model_impl: str, tmp_path: Path) -> None:
     """Experts of modules are dequantized, and so is what this CPU has no product for."""
-    sizes = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512}
+    sizes = {"hidden_size": 512, "intermediate_size": 256, "moe_intermediate_size": 256}
     save_quantized(tmp_path, kind, "Qwen3Moe", **sizes, mlp_only_layers=[0] if kind == "mixed" else [])
     config, dtype = EngineConfig(str(tmp_path), model_impl=model_impl), torch.bfloat16
     checkpoint = open_checkpoint(config, CPU)
