@@ -83,6 +83,12 @@ def main() -> None:
     from baton.kv_transfer.device import copy_kernels
     from baton.kv_transfer.device.copy_kernels import Pages
 
+    def of(block_size: int, blocks: int, prefills: list[tuple[int, int]]) -> AttentionMetadata:
+        """Of a step with 64 decodes. `blocks`: of each request."""
+        rows, requests = 64 + sum(stop - start for start, stop in prefills), 64 + len(prefills)
+        slots, tables = torch.zeros(rows, dtype=torch.int64), torch.zeros(requests, blocks, dtype=torch.int32)
+        return AttentionMetadata(block_size, slots, tables, tables[:, 0] + 1, 64, prefills)
+
     def step(
         dtype: torch.dtype,
         heads: int,
@@ -110,14 +116,7 @@ def main() -> None:
         kernels.add_rms_norm(x, x, x[0], 1e-5)
         kernels.activate(torch.zeros(rows, 2 * 14336, dtype=dtype))
         kernels.activate(torch.zeros(rows, 2 * 14336, dtype=dtype), activation=GeLU())
-        metadata = AttentionMetadata(
-            block_size,
-            torch.zeros(rows, dtype=torch.int64),
-            torch.zeros(65, 16, dtype=torch.int32),
-            torch.ones(65, dtype=torch.int32),
-            64,
-            [(0, rows - 64)],
-        )
+        metadata = of(block_size, 16, [(0, rows - 64)])
         head_norm = HeadNorm(torch.zeros(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if norm else None
         qkv = torch.zeros(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
         rotary = torch.zeros(rows, 2, head_dim)
@@ -272,14 +271,7 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32)[: 1 + (block_size == 64)]:
             shape = LatentConfig(1536, 512, nope, 64, value, 1.0)
             kernels, rows = TritonKernels(torch.device("cpu"), 256), 64 + 500
-            metadata = AttentionMetadata(
-                block_size,
-                torch.zeros(rows, dtype=torch.int64),
-                torch.zeros(66, 32, dtype=torch.int32),
-                torch.ones(66, dtype=torch.int32),
-                64,
-                [(0, 20), (0, 480)],
-            )
+            metadata = of(block_size, 32, [(0, 20), (0, 480)])
             q = torch.zeros(rows, heads, nope + 64, dtype=dtype)
             made, norm = q.new_zeros(rows, 576), LatentNorm(q.new_zeros(512), 1e-6)
             kv, up = q.new_zeros(1, 8, block_size, 1, 576), q.new_zeros(heads, nope + value, 512)
@@ -298,14 +290,7 @@ def main() -> None:
             index = IndexConfig(heads // 2, 128, 2048, interleaved)
             shape = LatentConfig(1536, 512, 128, 64, 128, 1.0, index)
             rows = 64 + 16
-            metadata = AttentionMetadata(
-                64,
-                torch.zeros(rows, dtype=torch.int64),
-                torch.zeros(65, blocks, dtype=torch.int32),
-                torch.ones(65, dtype=torch.int32),
-                64,
-                [(2100, 2116)],
-            )
+            metadata = of(64, blocks, [(2100, 2116)])
             ones, plain = torch.ones(128, dtype=dtype), torch.zeros(1, 8, 64, 1, 128)
             keys: KV = plain if dtype is torch.float32 else Fp8KV(plain.to(FP8), torch.zeros(1, 8, 1, 64))
             layer = IndexLayer(ones, ones, interleaved, None if keys is plain else ones.diag())
