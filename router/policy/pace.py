@@ -62,6 +62,7 @@ class Pace:
         late: mean seconds of a gap that cost, as in `gap_of`.
         behind: seconds of prompts that come lately, before the worker has none left, for each second in which
             it computes one.
+        by_decodes: what `steps` needs of the model for so many decodes. Plans ask for the same ones again.
     """
 
     model: StepModel
@@ -78,6 +79,7 @@ class Pace:
     now: Steps = field(init=False)
     late: float = field(init=False)
     behind: float = field(init=False)
+    by_decodes: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         model, gap, most = self.model, self.gap, self.model.tokens[-1]
@@ -95,9 +97,13 @@ class Pace:
         model, gap = self.model, self.gap
         if not decodes or not gap:
             return PROMPTS_ALONE
-        alone = interpolated(model.rows, model.decode_seconds, decodes)
+        known = self.by_decodes.get(decodes)
+        if known is None:
+            alone = interpolated(model.rows, model.decode_seconds, decodes)
+            known = self.by_decodes[decodes] = alone, model.fixed(decodes)
+        alone, fixed = known
         step, overlap = alone + context * model.context_seconds, model.overlap
-        long = long_seconds(step, model.decode_seconds[0], gap, gap_cost, 1.0, model.fixed(decodes))
+        long = long_seconds(step, model.decode_seconds[0], gap, gap_cost, 1.0, fixed)
         # As far as a step reads the weights once for all, a decode takes as long as a prompt token.
         spare = long - step + overlap * alone
         tokens = _fitting(model, spare) - overlap * decodes

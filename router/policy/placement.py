@@ -302,7 +302,10 @@ def pace_of(fleet: Fleet, worker: Seen, gap: float, answer: int) -> Pace:
         context = status.decode_context * decodes / (decoding or 1)
         costs = decodes * (status.gap_cost / decoding if decoding else gap_cost(fleet, gap, answer))
     rate, position = fleet.loads.prompt_rate(worker.row), status.prefill_position
-    pace = Pace(model, gap, decodes, context, costs, rate, position, status.mixed_step_tokens)
+    by_decodes = kept[1].by_decodes if kept is not None and kept[1].model is model else {}
+    pace = Pace(
+        model, gap, decodes, context, costs, rate, position, status.mixed_step_tokens, by_decodes
+    )  # fmt: skip
     if status.gap_target_seconds and (decoding or not decodes):
         worker.pace = status, pace
     return pace
