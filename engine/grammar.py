@@ -30,7 +30,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import Reasoning
 from baton.engine.grammar_compiler import Compiler, Shared
-from baton.grammars.compiler import readable
+from baton.grammars.compiler import for_texts, readable
 
 TOKEN_SECONDS = 0.002
 """CPU time of a grammar for each token, on average. JSON takes 0.1 ms, with 300 optional properties 0.2 ms.
@@ -376,7 +376,7 @@ class Grammars:
     def _load_tokenizer(self) -> LLTokenizer:
         if not self._eos_ids:
             raise ValueError("structured output needs a model with an end-of-sequence token")
-        text = self._read(self._source)
+        text = for_texts(self._read(self._source))
         tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
         if tokenizer.vocab_size != self._vocab_size:
             counts = f"{tokenizer.vocab_size} tokens, the model {self._vocab_size}"

@@ -1,5 +1,6 @@
 """Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance). Pure."""
 
+import json
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -35,6 +36,36 @@ def compiled(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
     if matcher.is_error():
         raise ValueError(readable(matcher.get_error()))
     return matcher
+
+
+def for_texts(tokenizer_json: str) -> str:
+    """Returns a tokenizer.json that finds no special token in a text. Raises ValueError.
+
+    Where a grammar leaves no choice, llguidance asks for the tokens of the text, and allows the first of them
+    alone. Then it refuses special ones, and all added ones in angle brackets are special for it. So a `const`
+    like "<tool_call>" would end the output. Here these tokens have names that no text has: a grammar names
+    them by their numbers.
+    """
+    tokenizer = json.loads(tokenizer_json)
+    model, names = tokenizer["model"], dict[str, str]()
+    for token in tokenizer.get("added_tokens") or ():
+        name = token["content"]
+        if token["special"] or (name.startswith("<") and name.endswith(">")):
+            token["content"] = names[name] = f"<\uffff{token['id']}>"  # no character is U+FFFF
+    if isinstance(vocab := model["vocab"], list):  # a Unigram model has pairs of a token and its score
+        model["vocab"] = [(names.get(token, token), score) for token, score in vocab]
+    elif renamed := names.keys() & vocab.keys():
+        model["vocab"] = {names.get(token, token): number for token, number in vocab.items()}
+        if "merges" in model:
+            model["merges"] = [merge for merge in model["merges"] if _merged(merge) not in renamed]
+        if (unknown := model.get("unk_token")) in renamed:
+            model["unk_token"] = names[unknown]
+    return json.dumps(tokenizer)
+
+
+def _merged(merge: str | list[str]) -> str:
+    """Returns the token that a merge makes. Older files have a space between its parts."""
+    return "".join(merge.split(" ") if isinstance(merge, str) else merge)
 
 
 def readable(error: str) -> str:

@@ -1,9 +1,12 @@
-"""Tries the grammars of requests before vLLM compiles them: no grammar may end vLLM's processes."""
+"""Tries the grammars of requests before vLLM compiles them: no grammar may end vLLM's processes. A text in a
+grammar has no special token, as in Baton's engine."""
 
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
+from baton.grammars.compiler import for_texts
 from baton.grammars.trials import Trials
 from baton.system.turns import Turns
 
@@ -46,3 +49,13 @@ class Gate:
     def close(self) -> None:
         self._trials.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def find_no_special_tokens_in_texts() -> None:
+    """In vLLM's process with the scheduler, before its first grammar. May be repeated."""
+    from llguidance import LLTokenizer, hf
+
+    def changed(text: str, **options: Any) -> LLTokenizer:
+        return LLTokenizer(for_texts(text), **options)
+
+    vars(hf)["LLTokenizer"] = changed

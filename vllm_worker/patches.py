@@ -63,6 +63,7 @@ PATCHES: Sequence[Patch] = (
         lambda config: _on_cpu() and config.speculative_config is not None,
         "cpu_drafts.repeat_what_drafts_are_sampled_with",
     ),
+    Patch("model", lambda _: True, "grammars.find_no_special_tokens_in_texts"),
 )
 
 

@@ -44,9 +44,8 @@ class ToolParser:
     specials: ClassVar[tuple[str, ...]] = ()
     """Special tokens of the format. The tokenizer leaves them in the text."""
     tokens: ClassVar[tuple[str, ...]] = ()
-    """Marks that most tokenizers of the format have as tokens. Outside of calls they are text. llguidance
-    spells a mark like <tool_call> with its token alone, and then takes the token only where a grammar names
-    it."""
+    """Marks that most tokenizers of the format have as tokens. Outside of calls they are text. In a grammar a
+    token is no part of a text (`grammars.compiler.for_texts`), so it names these marks."""
 
     written: ClassVar[Written]
     """How calls are written, for the grammar."""

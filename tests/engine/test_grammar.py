@@ -135,6 +135,19 @@ def test_regex_and_grammar(spelled_engine: Any, text_of: Any) -> None:
         assert re.fullmatch((regex, r"[1-9][0-9]?(\+[1-9][0-9]?){1,4}")[i % 2], text)
 
 
+def test_a_text_that_spells_a_special_token_is_written(spelled_engine: Any, text_of: Any) -> None:
+    """The tokenizer finds the token in the text, and llguidance refuses it there."""
+    texts = ["a</s>b", "<unk>"]
+    requests = [
+        request_of(i, [1, 5], max_tokens=30, structured_output=json_schema({"const": text}))
+        for i, text in enumerate(texts)
+    ]
+    results = run(spelled_engine(), requests)
+    written = [results[request.id].tokens for request in requests]
+    assert [json.loads(text_of(tokens[:-1])) for tokens in written] == texts
+    assert all(EOS not in tokens[:-1] for tokens in written)
+
+
 @pytest.mark.all
 def test_eos_is_allowed_only_where_the_grammar_may_end(spelled_engine: Any, text_of: Any) -> None:
     """A bias makes EOS the most likely token everywhere."""

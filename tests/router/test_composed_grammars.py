@@ -13,7 +13,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from baton.grammars.compiler import TOO_MUCH
+from baton.grammars.compiler import TOO_MUCH, for_texts
 from baton.grammars.trials import Trials
 from baton.router.api.messages import Tool
 from baton.router.api.structured import Structure
@@ -296,16 +296,21 @@ def test_a_mark_that_is_a_token_is_written_as_one(name: str, text: str):
     model.pre_tokenizer = ByteLevel(add_prefix_space=False)  # pyrefly: ignore[read-only]
     model.decoder = ByteLevelDecoder()  # pyrefly: ignore[read-only]
     model.add_tokens(["<end>", *ADDED[name]])
-    parameters = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"enum": ["x"]}}}
+    enum = ["x", "<end>"]
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"enum": enum}}}
     tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
 
     def spell(mark: str) -> str:
         return f"<[{model.token_to_id(mark)}]>" if mark in ADDED[name] else json.dumps(mark)
 
     grammar = form.grammar([tool], many=True, spell=spell, text=bool(text))
-    matcher = LLMatcher(LLTokenizer(model.to_str(), eos_token=model.token_to_id("<end>")), grammar)
-    written = text + form.written.text([("f", {"a": "<b> & c", "b": "x"}), ("f", {"a": "d", "b": "x"})])
-    for token in model.encode(written).ids:
+    matcher = LLMatcher(LLTokenizer(for_texts(model.to_str()), eos_token=model.token_to_id("<end>")), grammar)
+    written = text + form.written.text([("f", {"a": "<b> & c", "b": "x"}), ("f", {"a": "d", "b": "<end>"})])
+    before, _, after = written.partition("<end>")
+    of_text = model.encode("<en").ids + model.encode("d>").ids
+    for token in model.encode(before).ids + of_text + model.encode(after).ids:
+        bits = matcher.compute_bitmask()
+        assert bits[token // 8] >> token % 8 & 1, (grammar, token)
         assert matcher.consume_token(token), (grammar, matcher.get_error())
     assert matcher.is_accepting()
 
