@@ -40,6 +40,10 @@ OF_WHOLE = {
 """Keywords of arguments as a whole, which a grammar of single arguments cannot enforce."""
 
 
+Read = Callable[[Tool, Mapping[str, str]], Any]
+"""What a parser reads where a call of a tool is written with these arguments."""
+
+
 @dataclass(frozen=True)
 class Written:
     """How a format writes calls. Names in braces are places: name, arguments, number, key and value."""
@@ -94,6 +98,7 @@ def grammar_of(
     many: bool,
     spell: Callable[[str], str],
     specials: Sequence[str],
+    read: Read,
 ) -> str:
     """Returns a grammar for one call, or for several if `many`.
 
@@ -120,7 +125,7 @@ def grammar_of(
         if written.pair is None:
             rules.append(f"args{i}: %json {tool.schema_text}")
         else:
-            for rule in _pairs(written, tool, f"args{i}", lark):
+            for rule in _pairs(written, tool, f"args{i}", lark, read):
                 rules.append(rule)
                 length += len(rule)
                 if length > MAX_LENGTH:  # each rule may repeat the definitions of its tool
@@ -161,7 +166,7 @@ def or_text(written: Written, mark: str, token: str | None, grammar: Callable[[W
 
 
 def _pairs(
-    written: Written, tool: Tool, rule: str, lark: Callable[[str, Mapping[str, str]], str]
+    written: Written, tool: Tool, rule: str, lark: Callable[[str, Mapping[str, str]], str], read: Read
 ) -> Iterator[str]:
     """Yields the rules of arguments that are written one by one, in the order of the schema."""
     assert written.pair is not None
@@ -183,7 +188,7 @@ def _pairs(
         more = lark(written.between_pairs, {})
         yield f"{rule}: ({rule}_pair ({more} {rule}_pair)*)?"
         yield f"{rule}_pair: {pair}"
-        yield from _value(written, tool, f"{rule}_value", True, root, memo, lark)
+        yield from _value(written, tool, f"{rule}_value", "", True, root, memo, lark, read)
         return
     required = frozenset(schema.get("required") or ())
     # Each argument has two rules: before the first one that is written, and after it.
@@ -196,7 +201,7 @@ def _pairs(
         next_first, next_later = f"{rule}_{k + 1}", f"{rule}_{k + 1}b"
         yield f"{first}: {pair} {next_later}" + ("" if key in required else f" | {next_first}")
         yield f"{later}: {between} {pair} {next_later}" + ("" if key in required else f" | {next_later}")
-        yield from _value(written, tool, f"{rule}_{k}v", of_value, root, memo, lark)
+        yield from _value(written, tool, f"{rule}_{k}v", key, of_value, root, memo, lark, read)
     last = len(fields)
     yield f'{rule}_{last}: ""' if fields else f'{rule}: ""'
     yield f'{rule}_{last}b: ""'
@@ -206,12 +211,14 @@ def _value(
     written: Written,
     tool: Tool,
     rule: str,
+    key: str,
     schema: Any,
     root: Mapping[str, Any],
     memo: dict[int, Types],
     lark: Callable[[str, Mapping[str, str]], str],
+    read: Read,
 ) -> Iterator[str]:
-    """Yields the rules of one value. `memo`: as of `types_of`."""
+    """Yields the rules of the value of `key`. `memo`: as of `types_of`."""
     begin = lark(written.value_begin, {})
     end = lark(written.value_end, {})
     if not begin and not end.startswith("<["):  # a text in several parts is no suffix
@@ -223,32 +230,56 @@ def _value(
         yield f"{rule}: {rule}j {'' if begin else end}"
         yield f"{rule}j: %json {as_text}"
         return
-    texts: list[str] | None = None  # None: any text
-    limits = []
-    for each in conjuncts(schema, root):
-        for values in allowed_values(each):
-            spelled = [text if isinstance(text, str) else json.dumps(text) for text in values]
-            texts = [text for text in spelled if texts is None or text in texts]
-        min_length, max_length = (_count(tool, each, name) for name in ("minLength", "maxLength"))
-        if min_length is not None or max_length is not None:
-            limits.append(f"(?s:.{{{min_length or 0},{'' if max_length is None else max_length}}})")
-        if isinstance(pattern := each.get("pattern"), str):
-            limits.append(anywhere(of_ascii(pattern)))
-    if texts == []:
-        raise _unsupported(tool, "value for an argument that must have several values")
+    texts, limits = _texts(schema, root, key), list(_limits(tool, schema, root))
     mark = written.value_end.strip()
-    if texts is not None and not (texts := [text for text in texts if mark not in text]):
-        raise _unsupported(tool, f"text with {mark} inside")
-    kinds = ["(" + " | ".join(map(quoted, texts)) + ")"] if texts is not None else []
-    kinds += map(literal, limits or ([] if kinds else ["(?s:.*)"]))
+    kinds = [literal(limit) for limit in limits or ([] if texts is not None else ["(?s:.*)"])]
+    if texts is not None:
+        is_text = types_of(schema, root, memo) == {"string"}  # else a text like 5 may be read as a number
+
+        def is_read(text: str) -> bool:
+            plain = is_text and mark[0] not in text  # no tag is inside, and a parser takes long
+            return json.dumps({key: text} if plain else read(tool, {key: text})) in texts
+
+        kept = list(filter(is_read, dict.fromkeys(texts.values())))
+        if not kept:
+            lack = f"form of {', '.join(texts.values())[:40]!r} that is read as such"
+            raise _unsupported(tool, lack if texts else "value for an argument that must have several values")
+        kinds.append("(" + " | ".join(map(quoted, kept)) + ")")
     if limits:  # a text is read up to the mark, and what precedes it need not have the schema
         kinds.append(f"~{literal(f'(?s:.*){re.escape(mark)}(?s:.*)')}")
-    # A token is no part of a text, so it ends one.
-    by_suffix = texts is None and end.startswith('"')
-    yield f"{rule}: {begin} {rule}t" if by_suffix else f"{rule}: {begin} {rule.upper()} {end}"
-    if by_suffix:
+    values = " & ".join(kinds)
+    if not end.startswith('"'):  # a token is no part of a text, so it ends one
+        yield f"{rule}: {begin} {rule.upper()} {end}"
+    elif texts is None:
+        yield f"{rule}: {begin} {rule}t"
         yield f"{rule}t[suffix={end}]: {rule.upper()}"
-    yield f"{rule.upper()}: {' & '.join(kinds)}"
+    else:  # one text may go on as the end of another begins
+        yield f"{rule}: {begin} {rule.upper()}"
+        values = f"({values}) {end}"
+    yield f"{rule.upper()}: {values}"
+
+
+def _texts(schema: Any, root: Mapping[str, Any], key: str) -> dict[str, str] | None:
+    """Returns the texts of the values that a schema names, by what a parser should read. None: any text."""
+    texts: dict[str, str] | None = None
+    for each in conjuncts(schema, root):
+        for values in allowed_values(each):
+            spelled = {
+                json.dumps({key: value}): value if isinstance(value, str) else json.dumps(value)
+                for value in values
+            }
+            texts = {value: spelled[value] for value in spelled if texts is None or value in texts}
+    return texts
+
+
+def _limits(tool: Tool, schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
+    """Yields regular expressions that a text must match."""
+    for each in conjuncts(schema, root):
+        min_length, max_length = (_count(tool, each, name) for name in ("minLength", "maxLength"))
+        if min_length is not None or max_length is not None:
+            yield f"(?s:.{{{min_length or 0},{'' if max_length is None else max_length}}})"
+        if isinstance(pattern := each.get("pattern"), str):
+            yield anywhere(of_ascii(pattern))
 
 
 def _count(tool: Tool, schema: Mapping[str, Any], name: str) -> int | None:

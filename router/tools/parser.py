@@ -3,12 +3,13 @@
 They read one character at a time, so the result does not depend on the pieces in which the text arrives.
 """
 
+import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from baton.router.api.messages import Tool
 from baton.router.tools.grammar import Written, grammar_of, or_text
@@ -85,11 +86,19 @@ class ToolParser:
         text, too. Raises Unsupported.
         """
         spelled_alone = cls.specials + cls.tokens
-        grammar = partial(grammar_of, tools=tools, many=many, spell=spell, specials=spelled_alone)
+        grammar = partial(
+            grammar_of, tools=tools, many=many, spell=spell, specials=spelled_alone, read=cls._read
+        )
         if not text:
             return grammar(cls.written)
         spelled = spell(cls.mark) if cls.mark in spelled_alone else ""
         return or_text(cls.written, cls.mark, spelled if spelled.startswith("<") else None, grammar)
+
+    @classmethod
+    def _read(cls, tool: Tool, arguments: Mapping[str, str]) -> Any:
+        parser = cls([tool])
+        parts = parser.push(cls.written.text([(tool.function.name, arguments)])) + parser.finish(ended=True)
+        return json.loads("".join(part.text for part in parts if part.kind == "call") or "null")
 
     def push(self, text: str) -> list[Part]:
         """Takes the next text. Returns the parts that are certain now."""
