@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
 
 from baton.router.api import responses
 from baton.router.api.messages import Tool
@@ -31,7 +32,7 @@ from baton.router.tools.reasoning import (
 from baton.rpc import worker_pb2 as pb
 from tests.within import WITHIN
 
-from .conftest import ANSWER, CALL, THINKING_TEMPLATE, THOUGHT, Cluster
+from .conftest import ANSWER, CALL, THINKING_TEMPLATE, THOUGHT, Cluster, make_cluster
 from .test_tools import TOOLS
 from .work import work
 
@@ -425,6 +426,32 @@ async def test_a_model_that_is_not_known_to_reason(cluster: Cluster):
     events = await cluster.events("/v1/chat/completions", **body)
     for part in (result["choices"][0]["message"], *(event["choices"][0]["delta"] for event in events)):
         assert part["reasoning_content"] is None
+
+
+async def test_a_model_that_reasons_in_messages_has_no_budget(
+    small_directory: Path, tmp_path: Path
+):
+    """No single token ends the reasoning of gpt-oss. Clients of /v1/messages send a budget to each model."""
+    tokenizer = Tokenizer.from_file(str(small_directory / "tokenizer.json"))
+    tokenizer.add_special_tokens([*SPECIALS])
+    (tmp_path / "model").mkdir()
+    for file in small_directory.iterdir():
+        (tmp_path / "model" / file.name).symlink_to(file)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    harmony = load_tokenizer(str(tmp_path / "model"), reasoning_parser="openai_gptoss")
+    text = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    async with make_cluster(harmony, tmp_path, text=text) as cluster:
+        body = {"messages": CHAT, "max_tokens": 99}
+        status, result = await cluster.post("/v1/chat/completions", **body, thinking_token_budget=5)
+        assert (status, result["error"]["param"]) == (400, "thinking_token_budget")
+        assert "no single token ends" in result["error"]["message"]
+        assert "use reasoning_effort" in result["error"]["message"]
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        status, result = await cluster.post("/v1/messages", **body, thinking=thinking)
+        assert status == 200, result
+        assert [part["type"] for part in result["content"]] == ["thinking", "text"]
+        assert not cluster.sent.sampling.HasField("reasoning")
 
 
 @pytest.mark.all
