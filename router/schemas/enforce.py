@@ -19,18 +19,19 @@ _REMEDIES = {
 
 
 def enforceable(
-    alphabet: LLTokenizer, schema: Any, *, forms_of_the_whole: bool = True
+    alphabet: LLTokenizer, schema: Any, *, forms_of_the_whole: bool = True, compiles: bool = True
 ) -> tuple[Rewritten, str]:
     """Returns the schema that the compiler takes, and an empty text; otherwise its error.
 
-    `forms_of_the_whole`: the outermost schema may have alternatives. Raises ValueError."""
+    `forms_of_the_whole`: the outermost schema may have alternatives. Without `compiles` the compiler is
+    expected to take it. Raises ValueError."""
     probe = Probe(alphabet)
     without = frozenset[str]() if forms_of_the_whole else frozenset({"forms of the whole"})
     while True:
         made = rewritten(schema, probe, without)
         if made.schema is False:
             return made, "no value has this schema"
-        error = error_of(alphabet, "json_schema", json.dumps(made.schema))
+        error = error_of(alphabet, "json_schema", json.dumps(made.schema)) if compiles else ""
         remedies = {name for text, name in _REMEDIES.items() if text in error}
         if "regex" in error:  # of a value, of a name, or one that the compiler made of bounds
             remedies |= {"patternProperties", "bounds"}

@@ -6,6 +6,7 @@ import random
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
@@ -13,12 +14,14 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from baton.grammars.compiler import TOO_MUCH, for_texts
+from baton.grammars.compiler import TOO_MUCH, error_of, for_texts
 from baton.grammars.trials import Trials
 from baton.router.api.messages import Tool
 from baton.router.api.structured import Structure
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.preparation.demand import Calls, Demand, OfferedTool
+from baton.router.preparation.grammar_child import answer_to
+from baton.router.schemas import enforce
 from baton.router.schemas.enforce import enforceable
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.formats import FORMATS
@@ -290,6 +293,25 @@ async def test_a_grammar_whose_parts_compile_is_refused_if_the_whole_does_not(
             await checker.check(demand("qwen3_coder", many).question, "")
         made, _ = await checker.check(demand("qwen3_coder", properties({"type": "integer"})).question, "")
     assert made is not None, "the child works again"
+
+
+def test_schemas_compile_as_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch):
+    """Alone, too, only if the whole does not compile: so an error names the field, and what the compiler does
+    not take is left out."""
+    compiled = list[str]()
+
+    def counted(alphabet: LLTokenizer, kind: str, text: str) -> str:
+        compiled.append(text)
+        return error_of(alphabet, kind, text)
+
+    monkeypatch.setattr(enforce, "error_of", counted)
+    taken = answer_to(demand("hermes", properties({"type": "string"})).question.text)
+    structure, unenforced = msgspec.msgpack.decode(taken)
+    assert (structure["kind"], unenforced, compiled) == ("grammar", [], [])
+    backwards = properties({"type": "string", "pattern": r"(a)\1"})
+    _, unenforced = msgspec.msgpack.decode(answer_to(demand("hermes", backwards).question.text))
+    assert unenforced == ["/tools/0/function/parameters/properties/a/pattern"]
+    assert compiled
 
 
 # ------------------------------------------------------------ fuzz

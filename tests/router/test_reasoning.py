@@ -428,9 +428,7 @@ async def test_a_model_that_is_not_known_to_reason(cluster: Cluster):
         assert part["reasoning_content"] is None
 
 
-async def test_a_model_that_reasons_in_messages_has_no_budget(
-    small_directory: Path, tmp_path: Path
-):
+async def test_a_model_that_reasons_in_messages_has_no_budget(small_directory: Path, tmp_path: Path):
     """No single token ends the reasoning of gpt-oss. Clients of /v1/messages send a budget to each model."""
     tokenizer = Tokenizer.from_file(str(small_directory / "tokenizer.json"))
     tokenizer.add_special_tokens([*SPECIALS])
