@@ -8,7 +8,7 @@ simulator predicts all else: queues, steps, caches, and so what each plan knows.
 
 Equal workers cost nearly the same, and a choice that differs takes the next turns of its session along. So
 steps take many times as long as a pause of a process, and workers are idle most of the time. At three times
-the rate two simulations whose steps differ by 5 % choose the same workers for 0.4 to 0.8 of the requests.
+the rate two simulations whose steps vary by 5 % choose the same workers for 0.5 to 0.95 of the requests.
 
 `choices.same` is the share of requests for which both choose the same workers. The others are counted by
 what differs first, in this order:
