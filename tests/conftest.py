@@ -102,7 +102,7 @@ SCOPES = ("system", "engine", "more of engine", "kernels", "vllm_worker", "deplo
 of `system` share clusters, those of `engine` classes of transformers, which take seconds to import, those of
 `vllm_worker` servers, and those of `deploy` what kustomize builds. `engine` has two processes: with one, the
 others end before it."""
-MORE = re.compile(r"tests/engine/test_[i-z]")
+MORE = re.compile(r"tests/engine/test_[m-z]")
 KERNELS = re.compile(r"tests/engine/test_(exact|mamba2|(\w+_)?kernels)\.py")
 """Tests of the scope `kernels`: most of their time they are in Triton's interpreter, and few compare with
 transformers."""
