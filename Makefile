@@ -115,8 +115,8 @@ prepare: venv venv-vllm $(NODE_MODULES) prometheus  ## all that make test-all ne
 test: venv  ## the tests of most changes, from unit to a cluster: three minutes on two cores, with pip alone
 	$(BIN)/python -m pytest -m 'not all and not long and not gpu' --numprocesses 3 $(ARGS)
 
-test-all: prepare  ## these and all others that take no minutes each: ten minutes on two cores; also needs npm
-	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 5 $(ARGS)
+test-all: test prepare  ## make test, then all tests that take no minutes each: ten minutes; also needs npm
+	$(BIN)/python -m pytest -m 'all and not long and not gpu' --numprocesses 5 $(ARGS)
 
 # SHARD=1/6: the first of six parts, of at most 25 minutes each on two cores.
 test-long: venv venv-vllm $(NODE_MODULES)  ## the tests that take minutes; SHARD=1/6 for a part

@@ -8,6 +8,7 @@ its time, so with two of them two cores would be idle for a part of the time.
 import gc
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -52,11 +53,14 @@ if DEVICE == "cpu":
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes of tests have no terminal, and trust no authority of the machine.
+    """Processes of tests have no terminal, heed Ctrl-C, and trust no authority of the machine.
 
     To read all of them takes a tenth of a second in each process that imports aiohttp, and for each client.
+    What a shell starts in the background ignores Ctrl-C, and so would all that tests start.
     Long tests and those of GPUs run if `-m` or the name of a test asks for them.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.option.markexpr and not any("::" in given for given in config.args):
         on_gpu = os.environ.get("BATON_TEST_DEVICE") == "cuda"
         config.option.markexpr = "not long" if on_gpu else "not long and not gpu"
