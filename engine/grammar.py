@@ -11,9 +11,9 @@ A request may reason first, up to a token that ends the reasoning. The matcher g
 Until then every token is allowed, except EOS if a structure follows. When the budget of the reasoning is
 spent, only its ending token is allowed.
 
-The first grammar reads the model's tokenizer, which holds Python's lock: for 1.4 s with 150,000 tokens, and no
-step is launched meanwhile. Grammars compile without that lock, and a request that waits for its grammar delays
-no other request.
+The first grammar reads the model's tokenizer, which holds Python's lock: for 1.4 s with 150,000 tokens, and
+no step is launched meanwhile. Grammars compile without that lock, and a request that waits for its grammar
+delays no other request.
 """
 
 import os
