@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 from baton.engine.core.meters import LONG
 from baton.router.policy.desk import Listener
+from baton.router.policy.plan import Plan
 from baton.router.policy.prefill import PrefillPolicy, sticky
 from baton.router.policy.prefill_loads import report_seconds
 from baton.router.policy.settings import PlanSettings
@@ -237,6 +238,7 @@ def simulate(
     slowness: Mapping[int, float] = MappingProxyType({}),
     names: Sequence[str] = (),
     measured: Sequence[Measured] = (),
+    given: Mapping[int, Plan] = MappingProxyType({}),
     listener: Listener | None = None,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times, or sessions. Times depend on the load and the seed only.
@@ -253,7 +255,8 @@ def simulate(
     pool, if theirs is another one. `policy`: chooses prefill workers. `prefix_fetches`: as of a router.
     `slowness`: how many times as long the
     steps of a worker take, by its row. `names`: of the workers. Empty: their rows. `measured`: by real
-    workers, in place of what these measure. `listener`: of all desks.
+    workers, in place of what these measure. `given`: plans of requests by their numbers, in place of those of
+    the desks. `listener`: of all desks.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -285,7 +288,7 @@ def simulate(
         prefix_fetches=plans and prefix_fetches,
     )
     seen_by = [
-        Router(engines, seats, clock, seed + number, outcome, settings)
+        Router(engines, seats, clock, seed + number, outcome, settings, given)
         for number in range(routers)  # with equal draws all would choose the same workers
     ]
     for router in seen_by:

@@ -3,8 +3,8 @@
 import random
 import sys
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -71,6 +71,7 @@ class Router:
     Attributes:
         workers: each is in no pool at first (`move`).
         seats: requests that a worker decodes at once.
+        given: plans by the number of the request, in place of its own.
     """
 
     workers: list[Worker]
@@ -79,6 +80,7 @@ class Router:
     seed: InitVar[int]
     outcome: PlacementOutcome
     settings: PlanSettings = DEFAULT_SETTINGS
+    given: Mapping[int, Plan] = field(default_factory=dict)
 
     def __post_init__(self, seed: int) -> None:
         def now() -> float:
@@ -148,6 +150,7 @@ class Router:
         )
         if isinstance(planned, Lack):
             return TurnResult.NO_CAPACITY
+        planned = self.given.get(request.number, planned)
         request.due, request.gap_cost = request.arrived + planned.within, planned.gap_cost
         self.outcome.places[planned.place] += 1
         if planned.place == "split":

@@ -24,7 +24,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ from baton.simulator.agents import chunk_name
 from baton.simulator.placement import Measured, simulate
 from baton.simulator.steps import modelled
 from baton.simulator.trace import Session, Turn
+from baton.steps.step_model import StepModel
 
 SHAPE = "llama-tiny"
 SHAPES[SHAPE] = SHAPES[DENSE] | {
@@ -62,7 +63,9 @@ SESSIONS, TURNS = 12, 5
 PROMPT, NEW, ANSWER = (400, 1600), (50, 400), (8, 48)
 """Least and most tokens of a first prompt, of what each turn adds, and of an answer."""
 WARM_UP = 16
-"""Requests that do not count: neither router knows its workers yet."""
+"""Requests that do not count, and that the simulator sends where the router has sent them. Workers on a CPU
+do not know their steps yet: a worker was measured as ten times slower than it was, and one prompt more on it
+changed the next sixty plans."""
 BEFORE = 1.0
 """Simulated seconds before the first request, as workers that have started."""
 
@@ -144,22 +147,29 @@ def recorded(file: Path) -> Recorded:
 
 def measured(real: Recorded, rows: Sequence[int], start: float) -> list[Measured]:
     """What the workers of these rows have reported, as of the simulated workers in this order. `start`: the
-    time at which the simulation begins."""
+    time at which the simulation begins.
+
+    A step costs what its worker has learned from it: what the next model says that differs."""
     by_incarnation = {real.workers[row][1].incarnation: place for place, row in enumerate(rows)}
-    found = list[Measured]()
-    for now, row, status in real.reports:
+    found, seen, learned = list[Measured](), dict[int, StepModel](), dict[int, StepModel]()
+    for now, row, status in reversed(real.reports):
         described, model = real.workers[row][1], step_model(status.step_model)
         assert model is not None, "it has measured steps at its start"
+        if (later := seen.get(row, model)) != model:
+            learned[row] = later
+        seen[row] = model
         positions, doubles_at = described.num_blocks * described.block_size, described.attention_doubles_at
-        machine = modelled(model, positions, doubles_at, 0.0, 1.0, layers=described.num_layers, copies=None)
+        costs = learned.get(row, model)
+        machine = modelled(costs, positions, doubles_at, 0.0, 1.0, layers=described.num_layers, copies=None)
         links = {by_incarnation[link.incarnation]: link for link in status.prefix_links}
         at, fastest = max(0.0, now - start), status.fastest_step_seconds
         found.append(Measured(at, rows.index(row), machine, model, fastest, links))
-    return found
+    return found[::-1]
 
 
 def simulated(real: Recorded, load: Sequence[Sent]) -> dict[int, Plan]:
-    """What the simulated router plans for the same requests, with the rows of the real one."""
+    """What the simulated router plans for the same requests, with the rows of the real one. The first ones go
+    where that has sent them."""
     start = min(now for now, _, _ in real.plans.values()) - BEFORE
     sessions = list[tuple[float, Session]]()
     for (number, (now, request, _)), sent in zip(sorted(real.plans.items()), load, strict=True):
@@ -176,10 +186,10 @@ def simulated(real: Recorded, load: Sequence[Sent]) -> dict[int, Plan]:
 
     def heard(_: float, name: str, arguments: Sequence[Any]) -> None:
         if name == "plan" and isinstance(planned := arguments[2], Plan):
-            ranges = tuple(part._replace(worker=rows[part.worker]) for part in planned.ranges)
-            decode = None if planned.decode is None else rows[planned.decode]
-            plans.setdefault(arguments[0].arrival, planned._replace(ranges=ranges, decode=decode))
+            plans.setdefault(arguments[0].arrival, _moved(planned, rows))
 
+    places = {row: place for place, row in enumerate(rows)}
+    first = {number: _moved(real.plans[number][2], places) for number in real.plans if number < WARM_UP}
     described = real.workers[0][1]
     on = [set(worker.computes_on) for _, worker, _ in real.workers]
     apart = any(one.isdisjoint(other) for one, other in itertools.combinations(on, 2))
@@ -187,9 +197,17 @@ def simulated(real: Recorded, load: Sequence[Sent]) -> dict[int, Plan]:
     simulate(
         sessions, "policy", warm_up=0, workers=len(rows), prefills=len(pools[0]), seed=real.settings["seed"],
         seats=described.max_num_seqs, machine=reports[0].machine, measured=reports,
-        names=[real.workers[row][0] for row in rows], listener=heard, splits=apart,
+        names=[real.workers[row][0] for row in rows], given=first, listener=heard, splits=apart,
     )  # fmt: skip
     return plans
+
+
+def _moved(planned: Plan, rows: Sequence[int] | Mapping[int, int]) -> Plan:
+    """The plan with other rows of the workers."""
+    ranges = tuple(part._replace(worker=rows[part.worker]) for part in planned.ranges)
+    decode = None if planned.decode is None else rows[planned.decode]
+    source = None if planned.source is None else planned.source._replace(holder=rows[planned.source.holder])
+    return planned._replace(ranges=ranges, decode=decode, source=source)
 
 
 def difference(real: Plan, simulated: Plan) -> str:

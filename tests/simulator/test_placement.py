@@ -315,3 +315,22 @@ def test_workers_cost_what_real_ones_have_reported(wait: float, fetched: int | N
     assert [plan.ranges[0].worker for plan in plans] == [1, 0]
     assert [plan.source and plan.source.tokens for plan in plans] == [None, fetched]
     assert 2 * max(found.ttft[1:]) < found.ttft[0] < 2 * fast.prefill(1100), "steps take as long as reported"
+
+
+def test_a_given_plan_is_followed_and_the_next_plans_know_it() -> None:
+    """Idle equal workers: of two sessions, one is sent to worker 1, and its next turn goes after its cache."""
+    plans, names = dict[int, Plan](), tuple(range(1, 17))
+
+    def heard(_: float, name: str, arguments: Sequence[Any]) -> None:
+        if name == "plan":
+            plans[arguments[0].arrival] = arguments[2]
+
+    sessions = [(at, Session(1, (Turn(1100, names, 0.0),), 0)) for at in (1.0, 5.0)]
+    serve = partial(simulate, sessions, "policy", warm_up=0, prefills=2, listener=heard)
+    serve()
+    own = plans[0].ranges[0].worker
+    other = plans[0]._replace(ranges=(plans[0].ranges[0]._replace(worker=1 - own),))
+    serve(given={0: other})
+    assert plans[0].ranges[0].worker == own, "the desk's own plan"
+    assert [part.worker for part in plans[1].ranges] == [1 - own]
+    assert plans[1].cached == 1024
