@@ -318,7 +318,7 @@ def test_workers_cost_what_real_ones_have_reported(wait: float, fetched: int | N
 
 
 def test_a_given_plan_is_followed_and_the_next_plans_know_it() -> None:
-    """Idle equal workers: of two sessions, one is sent to worker 1, and its next turn goes after its cache."""
+    """Two equal idle workers: the next turn of a session goes where its first one was sent."""
     plans, names = dict[int, Plan](), tuple(range(1, 17))
 
     def heard(_: float, name: str, arguments: Sequence[Any]) -> None:
