@@ -18,7 +18,7 @@ def test_steps_cost_what_their_worker_has_learned_from_them() -> None:
 
     told = [(0.0, 1.0), (1.0, 1.0), (2.0, 0.25), (3.0, 0.5), (4.0, 0.5)]
     reports = [each for at, decode in told for each in (report(at, 0, decode), report(at, 1, 1.0))]
-    workers = [(name, described, pb.POOL_PREFILL) for name in "ab"]
+    workers = [("a", described, pb.POOL_PREFILL), ("b", described, pb.POOL_PREFILL)]
     found = measured(Recorded({}, workers, reports, {}), [1, 0], 1.0)
     assert [each.row for each in found] == [1, 0] * 5
     assert [each.at for each in found[::2]] == [0, 0, 1, 2, 3]
