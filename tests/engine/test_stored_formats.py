@@ -2,7 +2,8 @@
 of single modules, with changed settings, and as the real tools write them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,28 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
+@pytest.fixture(scope="module")
+def experts_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints with experts, each written once: no test may change them."""
+    sizes = {"hidden_size": 512, "intermediate_size": 256, "moe_intermediate_size": 256, "num_experts": 4}
+
+    @cache
+    def saved(kind: str) -> Path:
+        directory = tmp_path_factory.mktemp(kind)
+        save_quantized(directory, kind, "Qwen3Moe", **sizes, mlp_only_layers=[0] if kind == "mixed" else [])
+        return directory
+
+    return saved
+
+
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("model_impl", ["transformers", "auto"])
 @pytest.mark.parametrize("kind", ["words-8", "awq", *sorted({*KINDS} - {"awq", "words-8"})])
-def test_memory_sizing_counts_what_is_kept(kind: str, model_impl: str, tmp_path: Path) -> None:
+def test_memory_sizing_counts_what_is_kept(
+    kind: str, model_impl: str, experts_of: Callable[[str], Path]
+) -> None:
     """Experts of modules are dequantized, and so is what this CPU has no product for."""
-    sizes = {"hidden_size": 512, "intermediate_size": 256, "moe_intermediate_size": 256}
-    save_quantized(tmp_path, kind, "Qwen3Moe", **sizes, mlp_only_layers=[0] if kind == "mixed" else [])
-    config, dtype = EngineConfig(str(tmp_path), model_impl=model_impl), torch.bfloat16
+    config, dtype = EngineConfig(str(experts_of(kind)), model_impl=model_impl), torch.bfloat16
     checkpoint = open_checkpoint(config, CPU)
     weight_format = planned_format(config, checkpoint, CPU)
     model, _, _ = load_model(checkpoint, 64, dtype, CPU, lambda *_: None, weight_format, Ranks())
