@@ -141,7 +141,7 @@ class _Cluster:
         )  # fmt: skip
         self._arrived += 1
         self._report_again()
-        router = self.rng.randrange(len(self.routers))
+        request.router = router = self.rng.randrange(len(self.routers))
         if self.kind not in RULES:
             self.routers[router].add(request)
             return
@@ -170,8 +170,9 @@ class _Cluster:
         self._tell(each.row)
 
     def _tell(self, row: int) -> None:
-        status = self.workers[row].status()
-        for router in self.routers:
+        status, waiting = self.workers[row].status(), self.workers[row].waiting()
+        for number, router in enumerate(self.routers):
+            status.tokens_of_others = status.tokens_waiting - waiting[number]  # is read at once
             router.reported(row, status)
 
     def _report(self, row: int) -> None:

@@ -44,6 +44,7 @@ class Request:
         began: time when the first step took tokens of the prompt.
         comes: time when the link has carried its KV to the worker that decodes.
         token_at: time of its first token.
+        router: number of the one that has it.
         started: called when the first step takes tokens of the prompt.
         ends: called when the last step takes tokens of it, with the time when that is over.
         first_token: called when the prompt is computed, or the part of this worker.
@@ -71,6 +72,7 @@ class Request:
     began: float = 0.0
     comes: float = 0.0
     token_at: float = 0.0
+    router: int = 0
     started: Event = _nothing
     ends: Callable[[float], None] = lambda _: None
     first_token: Event = _nothing

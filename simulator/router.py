@@ -172,6 +172,7 @@ class Router:
                 request.number, request.prompt, request.answer, request.arrived,
                 measured=request.measured and row == final,
                 key=request.key,
+                router=request.router,
                 names=request.names,
                 first=request.first,
                 max_answer=request.max_answer,

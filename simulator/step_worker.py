@@ -11,6 +11,7 @@ behind it.
 import heapq
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -119,7 +120,7 @@ class Worker:
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by `_tokens` at the end
         self._joining: list[Request] = []  # for the next step
         self._arrived: list[Request] = []  # from other workers, for the step that is scheduled next
-        self._under_way = 0  # prompt tokens of the step
+        self._under_way: Chunks = []  # of the step
         self._staying: list[Request] = []  # the step ends their prompts, and they decode here
         self._scheduled: Chunks | None = None
         self._ends_of_blocks: list[tuple[int, int, Request, int]] = []  # a heap by `_tokens`; the position
@@ -238,6 +239,15 @@ class Worker:
         """What its steps cost, as it would report now."""
         return self._limit.steps.model
 
+    def waiting(self) -> Counter[int]:
+        """Prompt tokens that it has not computed, by router."""
+        waiting = Counter[int]()
+        for request in self._prompts:
+            waiting[request.router] += request.untaken
+        for request, count in (*(self._scheduled or ()), *self._under_way):
+            waiting[request.router] += count
+        return waiting
+
     def status(self) -> pb.WorkerStatus:
         limit = self._limit
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
@@ -246,15 +256,13 @@ class Worker:
         batch = Batch(decoding, self._context, self._meters.prefill_position, gap_cost)
         long = limit.long_step(batch)
         started = sum(request.number in self._leases for request in self._prompts)
-        untaken = sum(request.untaken for request in self._prompts)
-        scheduled = sum(count for _, count in self._scheduled or ())
         return pb.WorkerStatus(
             requests_running=decoding + started,
             requests_decoding=decoding,
             decode_context=self._context + sum(request.prompt + 1 for request in joining),
             gap_cost=gap_cost,
             reservations=self.reserved,
-            tokens_waiting=untaken + scheduled + self._under_way,  # all that are not computed
+            tokens_waiting=self.waiting().total(),
             blocks_free=self.kv.free * CHUNK_TOKENS // BLOCK,
             blocks_spare=self.kv.spare * CHUNK_TOKENS // BLOCK,
             blocks_total=self.blocks,
@@ -312,7 +320,7 @@ class Worker:
         self._stepping = bool(self._decodes or chunks)
         if not self._stepping:
             return
-        self._under_way = tokens = sum(count for _, count in chunks)
+        self._under_way, tokens = chunks, sum(count for _, count in chunks)
         decodes, context = (0, 0) if self._waits else (len(self._decodes), self._context)
         if self._decodes:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
@@ -426,7 +434,7 @@ class Worker:
     ) -> None:
         now, outcome = self._clock.now, self._outcome
         decodes = 0 if self._waits else len(self._decodes)
-        self._under_way = 0
+        self._under_way = []
         self._meters.record(decodes, tokens, seconds, position, self._context if decodes else 0)
         self._computed += tokens
         self._generated += decodes + len(computed)
