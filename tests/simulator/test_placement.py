@@ -267,7 +267,6 @@ def test_plans_are_those_without_what_is_kept_for_them(monkeypatch: pytest.Monke
     assert reused > 100
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("routers", [1, 3])
 def test_reports_say_what_other_routers_have(routers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     reported, told = Router.reported, dict[tuple[float, int], list[tuple[int, int]]]()
@@ -285,6 +284,7 @@ def test_reports_say_what_other_routers_have(routers: int, monkeypatch: pytest.M
     assert any(others for of_all in told.values() for _, others in of_all) is (routers > 1)
 
 
+@pytest.mark.long
 def test_routers_that_hear_of_each_other_in_reports_do_about_as_well_as_one():
     """When reports came once a second, and lacked the prompts under way, the median was 1.6 times that of one
     router. A p99 of 300 requests is 1.5 to 1.7 times that of one router, as the arrivals are. Whole prompts:
