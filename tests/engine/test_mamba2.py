@@ -218,7 +218,8 @@ def test_states_in_another_dtype_are_rounded_once_a_step(
         if default_and_exact.exact:  # each token of a prompt is a step, so all but decodes are rounded often
             continue
         used = torch.tensor([*step.slots.tolist(), *step.copies.values()])
-        rounded = expected[1].ssm[used].to(state_dtype)
+        # Beside the same kernel's states in float32: a GPU's products (TF32) are further from those of torch.
+        rounded = exact.run(kernels, device)[1].ssm[used].to(state_dtype)
         last_bits = torch.finfo(state_dtype).eps * rounded.float().abs() + 1e-6
         assert ((state.ssm[used].float() - rounded.float()).abs() <= last_bits).all()
         if kernels is not default_and_exact or DEVICE != "cpu" or state_dtype is F16:
