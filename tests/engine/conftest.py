@@ -16,6 +16,7 @@ from baton.engine.execution.events import record
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Kernels
+from baton.engine.model_config import ModelConfig
 from baton.system.kept_pages import KeptMemory
 from tests.device import DEVICE
 from tests.interpreter import watch_memory
@@ -637,6 +638,23 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> TinyOf:
 def tiny_path(tiny_of: TinyOf) -> Path:
     """A tiny random Llama with grouped queries."""
     return tiny_of("Llama")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checked_once() -> Iterator[None]:
+    """Engines of a model share the check of its modules, which takes a second. `test_modules` tests it."""
+    from baton.engine.execution import module_check
+
+    check, checked = module_check.check_modules, set[str]()
+
+    def once(config: ModelConfig, source: str) -> None:
+        if repr(config) not in checked:
+            check(config, source)
+            checked.add(repr(config))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_check, "check_modules", once)
+        yield
 
 
 @pytest.fixture(scope="session")

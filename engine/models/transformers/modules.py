@@ -130,6 +130,7 @@ def with_values(settings: str) -> Any:
     return model
 
 
+@functools.lru_cache(maxsize=16)  # it takes a second, and new weights of a model have the same settings
 def record_calls(
     settings: str,
 ) -> tuple[tuple[ModuleAttention | ModuleStates | ModuleIndex, ...], tuple[str, ...]]:
