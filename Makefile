@@ -116,7 +116,7 @@ test: venv  ## the tests of most changes, from unit to a cluster: three minutes 
 	$(BIN)/python -m pytest -m 'not all and not long and not gpu' --numprocesses 3 $(ARGS)
 
 test-all: test prepare  ## make test, then all tests that take no minutes each: ten minutes; also needs npm
-	$(BIN)/python -m pytest -m 'all and not long and not gpu' --numprocesses 5 $(ARGS)
+	$(BIN)/python -m pytest -m 'all and not long and not gpu' --numprocesses 4 $(ARGS)
 
 # SHARD=1/6: the first of six parts, of at most 25 minutes each on two cores.
 test-long: venv venv-vllm $(NODE_MODULES)  ## the tests that take minutes; SHARD=1/6 for a part
