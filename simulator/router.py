@@ -4,7 +4,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Literal
 
@@ -16,7 +16,7 @@ from baton.router.policy.fleet import Seen
 from baton.router.policy.plan import Plan
 from baton.router.policy.planner import NOTHING, Lack
 from baton.router.policy.prefill import PrefillRequest
-from baton.router.policy.settings import DEFAULT_SETTINGS, PlanSettings
+from baton.router.policy.settings import PlanSettings
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.cache import KvMemory
 from baton.simulator.clock import Clock
@@ -79,8 +79,8 @@ class Router:
     clock: Clock
     seed: InitVar[int]
     outcome: PlacementOutcome
-    settings: PlanSettings = DEFAULT_SETTINGS
-    given: Mapping[int, Plan] = field(default_factory=dict)
+    settings: PlanSettings
+    given: Mapping[int, Plan]
 
     def __post_init__(self, seed: int) -> None:
         def now() -> float:
