@@ -310,6 +310,12 @@ def _split_worker(
         link=min(link, rate / max(1, placement.sent_bytes(first.description, described))),
         link_wait=max(0.0, free_at - fleet.now),
         behind=pace.behind,
+        variance=split.wait_variance(
+            loads.others.value,
+            loads.prompts.value / speed,
+            loads.unreported(worker.row, fleet.now),
+            pace.behind,
+        ),
         computes_on=frozenset(described.computes_on[:_MOST_NAMES]),
     )
 

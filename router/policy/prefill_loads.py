@@ -142,13 +142,14 @@ class PrefillLoads:
         index: the cached chunks. The caller applies the workers' reports to it.
         prompts: tokens that a prompt of this router needed to compute lately.
         reused: share of the tokens of its recent prompts that were cached.
+        others: share of the tokens that wait at workers, as lately reported, that other routers sent.
     """
 
     def __init__(self) -> None:
         self.index = ChunkIndex()
         self._workers: list[_Worker | None] = []  # by row; None: free
         self._free: list[int] = []  # these rows
-        self.prompts, self.reused = Average(), Average()
+        self.prompts, self.reused, self.others = Average(), Average(), Average()
         self._speed = np.ones(0)
         # The wait is at least the first, and lasts until the second; infinite if the worker does not serve.
         self._least_wait, self._wait_until = np.zeros(0), np.zeros(0)
@@ -305,6 +306,7 @@ class PrefillLoads:
         self._set_store(row, status.store_tokens_per_s > 0)
         self._set_adapters(row, status)
         worker.others = min(status.tokens_of_others, tokens_waiting)
+        self.others.add(worker.others, tokens_waiting, steps=1 / len(self._workers))
         if alone and status.prefill_tokens_per_s > 0:
             first = not self._measured[row]
             self._measure(row, status.prefill_tokens_per_s)
@@ -374,6 +376,11 @@ class PrefillLoads:
         tokens = speed * worker.router_seconds - speed * (of_first if of_first < since else since)
         reported = worker.tokens - speed * (now - worker.at)
         return tokens if tokens > reported else reported
+
+    def unreported(self, row: int, now: float) -> float:
+        """Prompts that came to the worker since its last report, if as many come as it lately computed."""
+        worker, prompt = self._worker(row), self.prompts.value
+        return worker.prompt_rate.value * (now - worker.reported_at) / prompt if prompt else 0.0
 
     def _tokens_of_first(self, row: int, now: float) -> float:
         """Tokens of this router's first prompt that should be computed."""

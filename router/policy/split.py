@@ -13,19 +13,38 @@ follow from measured speeds, so a plan has no constants of one machine.
 
 Prompts that come before a worker has none left wait for what it computes of this one, and for the time in
 which it idles. Their delay counts like that of this prompt, as in `placement` (`behind`). One worker would
-delay those that come there, so workers with fewer prompts are a gain, and so is less time of each. Pure.
+delay those that come there, so workers with fewer prompts are a gain, and so is less time of each.
+
+What other routers have sent a worker since its last report is not known, so its wait is not the expected one.
+A split ends with the last of its workers:
+
+    split    = end + late
+    late     = k · √(the mean variance of the waits of its workers)
+    variance = unseen · s² · min(m, b² / 4 + b / 3)
+
+    end      of the last range, if all waits are as expected
+    k        the expected largest of as many standard normal draws as there are workers
+    unseen   share of the prompts that other routers send
+    s        seconds of a prompt
+    m        prompts that came since the report, and the variance of that number (Poisson)
+    b        `behind`. A queue forgets, so the variance is at most that of the wait in an M/D/1 queue
+
+Pure.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.pace import delayed
 from baton.router.policy.plan import Plan, Range
 from baton.rpc import worker_pb2 as pb
 
-MOST_WORKERS = 4
+LATEST = (0.0, 0.0, 0.564, 0.846, 1.029)
+"""k, by number of workers."""
+MOST_WORKERS = len(LATEST) - 1
 """Workers of a plan. Each receives the KV of all others."""
 HOP_SECONDS = 0.004
 """From the first KV of a layer at one worker to its use at the next: two looks of the sender at its
@@ -55,6 +74,8 @@ class SplitWorker:
     """Seconds until that begins to come, behind KV that is under way."""
     behind: float = 0.0
     """As of its pace."""
+    variance: float = 0.0
+    """Of `wait`, in s²."""
     computes_on: frozenset[str] = frozenset()
     """Names of its CPUs or GPUs. Workers that share one take time from each other, so only one takes part."""
 
@@ -88,6 +109,11 @@ class PromptCost:
 def first_speed(speed: float, status: pb.WorkerStatus, doubles_at: float) -> float:
     """Tokens/s at the beginning of a prompt. `speed`: at the positions that the worker computed lately."""
     return speed * (1 + status.prefill_position / doubles_at)
+
+
+def wait_variance(unseen: float, seconds: float, came: float, behind: float) -> float:
+    """Of the wait at a worker, in s². The arguments are `unseen`, s, m and b of the formula."""
+    return unseen * seconds**2 * min(came, behind**2 / 4 + behind / 3)
 
 
 def may_gain(tokens: int, worker: SplitWorker) -> bool:
@@ -178,11 +204,12 @@ def best_of(
     for worker, its in zip(workers, busy, strict=True):
         harm += delayed(worker.behind, worker.wait, its) * its / alone
     rows = [row for row, _ in chosen]
+    late = LATEST[len(rows)] * math.sqrt(fmean(worker.variance for worker in workers))
     return Plan(
         "split",
         tuple(Range(rows[index], start, stop) for index, start, stop in ranges),
         cached=cost.cached,
-        costs={"split": seconds, "harm": harm, "unsplit": unsplit},
+        costs={"split": seconds + late, "harm": harm, "unsplit": unsplit},
         waits=dict(zip(rows, idle, strict=True)),
     )
 

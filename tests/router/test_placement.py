@@ -1,6 +1,7 @@
 """Placement: which worker computes a prompt, from costs that workers report. No router is needed."""
 
 import itertools
+import math
 import random
 import re
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from baton.kv_names import ImageSpan, Tier
 from baton.router.policy import placement
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.desk import Desk
-from baton.router.policy.fleet import Seen
+from baton.router.policy.fleet import Fleet, Seen
 from baton.router.policy.links import TRY_AGAIN, Links
 from baton.router.policy.pace import MOST_BUSY, Pace
 from baton.router.policy.placement import JOIN_STEPS, Offer, pace_of, place, place_without_room
@@ -26,6 +27,7 @@ from baton.router.policy.prefill import COMPARED, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.policy.prefixes import Prefixes
 from baton.router.policy.settings import PlanSettings
+from baton.router.policy.split import LATEST
 from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel, long_seconds
 
@@ -408,10 +410,9 @@ def seen(loads: PrefillLoads, name: str, **status: Any) -> Seen:
     return worker
 
 
-@pytest.mark.parametrize("slower", [1.0, 1.5])
-def test_a_split_counts_what_it_costs_others_by_the_figure_of_placement(slower: float) -> None:
-    """Workers get 5,000 tokens a second, of 20,000 that they compute as they report. The model of their
-    steps, which placement counts by, may say fewer. A split counted by the report."""
+def sharing(slower: float = 1.0) -> tuple[Fleet, list[Seen]]:
+    """Two prefill workers and a decode worker, which get 5,000 tokens a second, of 20,000 that they compute
+    as they report. Their steps say that they compute them in `slower` times as many seconds."""
     loads, named = PrefillLoads(), ("a:1", "b:1", "c:1")
     workers = [seen(loads, name, prefill_tokens_per_s=20_000.0, fastest_step_seconds=0.004) for name in named]
     workers[2].pool = pb.POOL_DECODE
@@ -425,6 +426,13 @@ def test_a_split_counts_what_it_costs_others_by_the_figure_of_placement(slower: 
         loads.reported(worker.row, worker.status, 1.0)
     fleet = fleet_of(loads, workers)
     fleet.now = 1.0
+    return fleet, workers
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.5])
+def test_a_split_counts_what_it_costs_others_by_the_figure_of_placement(slower: float) -> None:
+    """The model of their steps, which placement counts by, may say fewer. A split counted by the report."""
+    fleet, workers = sharing(slower)
     split = plan(PrefillRequest(key=1, tokens=30_000, may_split=True), NOTHING, fleet)
     assert isinstance(split, Plan)
     assert split.place == "split"
@@ -446,6 +454,33 @@ def test_a_split_counts_what_it_costs_others_by_the_figure_of_placement(slower: 
         behind.append(pace_of(fleet, workers[0], GAP, 1).behind)
     assert behind[1] > 1.1 * behind[0]
     assert harms[1] / harms[0] == pytest.approx(behind[1] / behind[0])
+
+
+def test_a_split_waits_for_prompts_that_other_routers_send_unseen() -> None:
+    """In 10 ms a tenth of a prompt of 500 tokens comes. In 50 ms it is half of one, but a queue that is a
+    quarter full varies by that of an M/D/1 queue: b is 1/3, so b² / 4 + b / 3 is 5/36."""
+    fleet, workers = sharing()
+    loads, work = fleet.loads, PrefillWork(500)
+    loads.sent(0, work, 1.0)
+    loads.ended(0, work, computed=True, now=1.0)
+
+    def seconds(after: float) -> float:
+        fleet.now = 1.0 + after
+        split = plan(PrefillRequest(key=1, tokens=30_000, may_split=True), NOTHING, fleet)
+        assert isinstance(split, Plan)
+        assert len({part.worker for part in split.ranges}) == 3
+        return split.costs["split"]
+
+    alone = seconds(0.0)
+    assert seconds(0.05) == alone, "this router knows of all prompts"
+    for worker in workers:
+        worker.status.tokens_waiting = worker.status.tokens_of_others = 100
+        loads.reported(worker.row, worker.status, 1.0)
+        worker.status.tokens_waiting = worker.status.tokens_of_others = 0
+        loads.reported(worker.row, worker.status, 1.0)
+    assert seconds(0.0) == alone
+    for after, prompts in ((0.01, 0.1), (0.05, 5 / 36)):
+        assert seconds(after) - alone == pytest.approx(LATEST[3] * 500 / 20_000 * math.sqrt(prompts))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from baton.kv_names import CHUNK_TOKENS
 from baton.router.policy.plan import Plan
-from baton.router.policy.split import HOP_SECONDS, PromptCost, SplitWorker, best_of, fill, may_gain
+from baton.router.policy.split import (
+    HOP_SECONDS,
+    LATEST,
+    PromptCost,
+    SplitWorker,
+    best_of,
+    fill,
+    may_gain,
+    wait_variance,
+)
 from baton.router.policy.split import split as split_by_row
 
 # Llama-3.1-8B in bfloat16 on one H200: 8,000 tokens take 206 ms.
@@ -158,6 +167,35 @@ def test_work_counts_by_the_prompts_that_come_to_its_worker() -> None:
     alone = even["unsplit"]
     assert relieved["harm"] == pytest.approx((relieved["split"] ** 2 / alone - alone) / 2, rel=0.2)
     assert burdened["harm"] == pytest.approx(burdened["split"] ** 2 / alone / 2, rel=0.2)
+
+
+def test_the_last_of_some_workers_is_as_late_as_the_largest_of_as_many_draws() -> None:
+    rng = random.Random(1)
+    for count in range(2, len(LATEST)):
+        largest = [max(rng.gauss() for _ in range(count)) for _ in range(20_000)]
+        assert LATEST[count] == pytest.approx(statistics.mean(largest), abs=0.02)
+
+
+@pytest.mark.parametrize("busy", [0.2, 0.5, 0.8])
+def test_a_wait_varies_like_that_of_a_queue_however_old_the_report_is(busy: float) -> None:
+    """Prompts of 0.1 s come at random times, and each waits for those before it (Lindley)."""
+    rng, wait, waits = random.Random(1), 0.0, list[float]()
+    for _ in range(200_000):
+        waits.append(wait)
+        wait = max(0.0, wait + 0.1 - rng.expovariate(busy / 0.1))
+    variance, behind = statistics.pvariance(waits), busy / (1 - busy)
+    assert wait_variance(1.0, 0.1, math.inf, behind) == pytest.approx(variance, rel=0.1)
+    assert wait_variance(0.25, 0.1, math.inf, behind) == pytest.approx(variance / 4, rel=0.1)
+    assert wait_variance(1.0, 0.1, 0.01, behind) == pytest.approx(0.01 * 0.1**2), "as yet"
+
+
+def test_workers_that_may_come_late_share_only_what_gains_more() -> None:
+    sure, unsure = (SplitWorker(0.0, SPEED, STEP, FLOOR, variance=s**2) for s in (0.0, 0.03))
+    plans = [split(cost_of(8_000), [worker] * 4) for worker in (sure, unsure)]
+    expected, late = (plan.costs["split"] for plan in plans if plan is not None)
+    assert late == pytest.approx(expected + LATEST[4] * 0.03)
+    assert split(cost_of(2_000), [sure] * 2) is not None
+    assert split(cost_of(2_000), [unsure] * 2) is None
 
 
 def test_a_worker_is_busy_while_it_waits_for_ranges_of_others() -> None:
