@@ -20,7 +20,7 @@ from baton.cluster.options import parameters
 from baton.cluster.options.roles import FrontOptions
 from baton.router.api import validation
 from baton.router.api.openapi import OPERATIONS, REQUEST_ERRORS, description
-from baton.router.policy import placement
+from baton.router.policy import placement, split
 from baton.worker.engine_process.states import ENDS, TRANSITIONS, State
 
 HERE = Path(__file__).parent
@@ -309,11 +309,15 @@ def attempts() -> Iterator[str]:
 
 
 def terms() -> Iterator[str]:
-    """The costs of a plan and their terms, from the docstring of `placement`."""
-    text = placement.__doc__ or ""
-    formulas, rest = re.findall(r"^    (\w[\w ]+ = .*)$", text, re.M), text.partition(" join ")[2]
-    yield "\n".join(("```text", *formulas, "```"))
-    rows = re.findall(r"^    (\S.*?)  +(\w.*(?:\n {8,}\S.*)*)$", rest, re.M)
+    """The costs of a plan and their terms, from the docstrings of `placement` and `split`."""
+    formulas, rows = dict[str, str](), list[tuple[str, str]]()
+    for module in (placement, split):
+        text, end = module.__doc__ or "", 0
+        for formula in re.finditer(r"^    (\w[\w ]+?) +(= .*)$", text, re.M):
+            formulas[formula[1]], end = formula[2], formula.end()
+        rows += re.findall(r"^    (\S.*?)  +(\w.*(?:\n {8,}\S.*)*)$", text[end:], re.M)
+    longest = max(map(len, formulas))
+    yield "\n".join(("```text", *(f"{name:{longest}} {cost}" for name, cost in formulas.items()), "```"))
     yield table(("term", "meaning"), ((f"`{name}`", prose(meaning)) for name, meaning in rows))
 
 

@@ -311,7 +311,7 @@ def _split_worker(
         link_wait=max(0.0, free_at - fleet.now),
         behind=pace.behind,
         variance=split.wait_variance(
-            loads.others.value,
+            loads.others_share.value,
             loads.prompts.value / speed,
             loads.unreported(worker.row, fleet.now),
             pace.behind,

@@ -142,14 +142,14 @@ class PrefillLoads:
         index: the cached chunks. The caller applies the workers' reports to it.
         prompts: tokens that a prompt of this router needed to compute lately.
         reused: share of the tokens of its recent prompts that were cached.
-        others: share of the tokens that wait at workers, as lately reported, that other routers sent.
+        others_share: of the tokens that wait at workers, as lately reported, those that other routers sent.
     """
 
     def __init__(self) -> None:
         self.index = ChunkIndex()
         self._workers: list[_Worker | None] = []  # by row; None: free
         self._free: list[int] = []  # these rows
-        self.prompts, self.reused, self.others = Average(), Average(), Average()
+        self.prompts, self.reused, self.others_share = Average(), Average(), Average()
         self._speed = np.ones(0)
         # The wait is at least the first, and lasts until the second; infinite if the worker does not serve.
         self._least_wait, self._wait_until = np.zeros(0), np.zeros(0)
@@ -306,7 +306,7 @@ class PrefillLoads:
         self._set_store(row, status.store_tokens_per_s > 0)
         self._set_adapters(row, status)
         worker.others = min(status.tokens_of_others, tokens_waiting)
-        self.others.add(worker.others, tokens_waiting, steps=1 / len(self._workers))
+        self.others_share.add(worker.others, tokens_waiting, steps=1 / len(self._workers))
         if alone and status.prefill_tokens_per_s > 0:
             first = not self._measured[row]
             self._measure(row, status.prefill_tokens_per_s)

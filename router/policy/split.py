@@ -18,16 +18,19 @@ delay those that come there, so workers with fewer prompts are a gain, and so is
 What other routers have sent a worker since its last report is not known, so its wait is not the expected one.
 A split ends with the last of its workers:
 
-    split    = end + late
-    late     = k · √(the mean variance of the waits of its workers)
-    variance = unseen · s² · min(m, b² / 4 + b / 3)
+    several workers = end + latest + harm
+    latest          = k · √V
+    variance        = unseen · s² · min(m, b² / 4 + b / 3)
 
-    end      of the last range, if all waits are as expected
-    k        the expected largest of as many standard normal draws as there are workers
-    unseen   share of the prompts that other routers send
-    s        seconds of a prompt
-    m        prompts that came since the report, and the variance of that number (Poisson)
-    b        `behind`. A queue forgets, so the variance is at most that of the wait in an M/D/1 queue
+    end        of the last range, if each worker begins as expected: the first token
+    harm       by which prompts that come later are delayed more than with one worker
+    k          the expected largest of as many standard normal draws as there are workers
+    V          the mean variance of their waits
+    unseen     share of the prompts that other routers send
+    s          seconds of a prompt
+    m          prompts that came since the last report, and the variance of that number (Poisson)
+    b          of a worker, `behind` of its pace. A queue forgets: no wait varies more than that of an M/D/1
+               queue
 
 Pure.
 """
@@ -204,12 +207,12 @@ def best_of(
     for worker, its in zip(workers, busy, strict=True):
         harm += delayed(worker.behind, worker.wait, its) * its / alone
     rows = [row for row, _ in chosen]
-    late = LATEST[len(rows)] * math.sqrt(fmean(worker.variance for worker in workers))
+    latest = LATEST[len(rows)] * math.sqrt(fmean(worker.variance for worker in workers))
     return Plan(
         "split",
         tuple(Range(rows[index], start, stop) for index, start, stop in ranges),
         cached=cost.cached,
-        costs={"split": seconds + late, "harm": harm, "unsplit": unsplit},
+        costs={"split": seconds + latest, "harm": harm, "unsplit": unsplit},
         waits=dict(zip(rows, idle, strict=True)),
     )
 

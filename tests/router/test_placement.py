@@ -4,7 +4,6 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +31,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.steps.step_model import StepModel, long_seconds
 
 from .fleets import fleet_of, seen_worker
+from .formulas import evaluated
 
 FIXED = StepModel((1, 256), (0.010, 0.010), 0.0, (1, 8192), (0.0001, 0.8192), 0.0, 0.0)
 """Steps that only decode take 10 ms, and a prompt token adds 0.1 ms."""
@@ -162,11 +162,6 @@ def test_the_formula_of_the_docstring_is_what_costs_are_computed_by() -> None:
         assert costs["handover"] == pytest.approx(value("handover", both))
         explained = {*terms, *both} - {"c", "N", *formulas}
         assert sorted(rows) == sorted({*explained, "d, d'"} - {"d", "d_"}), "each term has its row"
-
-
-def evaluated(formula: str, terms: Mapping[str, float]) -> float:
-    """Of a docstring."""
-    return eval(formula.replace("·", "*").replace("²", "**2"), {}, terms)  # noqa: S307
 
 
 @pytest.mark.parametrize(("position", "within"), [(0.0, 0.01), (4000.0, 0.08)])

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import statistics
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv_names import CHUNK_TOKENS
+from baton.router.policy import split as module
 from baton.router.policy.plan import Plan
 from baton.router.policy.split import (
     HOP_SECONDS,
@@ -22,6 +24,8 @@ from baton.router.policy.split import (
     wait_variance,
 )
 from baton.router.policy.split import split as split_by_row
+
+from .formulas import evaluated
 
 # Llama-3.1-8B in bfloat16 on one H200: 8,000 tokens take 206 ms.
 SPEED, DOUBLES_AT, LAYERS, STEP, FLOOR = 44_000.0, 29_000.0, 32, 8192, 0.0043
@@ -167,6 +171,18 @@ def test_work_counts_by_the_prompts_that_come_to_its_worker() -> None:
     alone = even["unsplit"]
     assert relieved["harm"] == pytest.approx((relieved["split"] ** 2 / alone - alone) / 2, rel=0.2)
     assert burdened["harm"] == pytest.approx(burdened["split"] ** 2 / alone / 2, rel=0.2)
+
+
+def test_the_formulas_of_the_docstring_are_what_a_split_costs() -> None:
+    formulas = dict(re.findall(r"^    (latest|variance) += (.*)$", module.__doc__ or "", re.M))
+    for terms in ({"unseen": 0.75, "s": 0.05, "m": m, "b": 2 / 3} for m in (0.1, 5.0)):
+        assert wait_variance(*terms.values()) == pytest.approx(evaluated(formulas["variance"], terms))
+    for count in range(2, len(LATEST)):
+        workers = [SplitWorker(0.0, SPEED, STEP, FLOOR, variance=1e-4 * i) for i in range(count)]
+        plans = [best_of(cost_of(8_000), [*enumerate(way)], None, 1e9) for way in (workers, idle(count))]
+        late, expected = (plan.costs["split"] for plan in plans if plan is not None)
+        terms = {"k": LATEST[count], "V": 1e-4 * (count - 1) / 2}
+        assert late - expected == pytest.approx(evaluated(formulas["latest"], terms))
 
 
 def test_the_last_of_some_workers_is_as_late_as_the_largest_of_as_many_draws() -> None:
