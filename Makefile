@@ -112,10 +112,10 @@ lint: venv  ## ruff, types and import contracts
 # All that tests need. `make --jobs 2` installs one beside another.
 prepare: venv venv-vllm $(NODE_MODULES) prometheus  ## all that make test-all needs
 
-test: venv  ## the tests of most changes, from unit to a cluster: three minutes on two cores, with pip alone
+test: venv  ## the tests of most changes, from unit to a cluster: three to five minutes on two cores, with pip alone
 	$(BIN)/python -m pytest -m 'not all and not long and not gpu' --numprocesses 3 $(ARGS)
 
-test-all: test prepare  ## make test, then all tests that take no minutes each: ten minutes; also needs npm
+test-all: test prepare  ## make test, then all tests that take no minutes each: twelve to twenty minutes; also needs npm
 	$(BIN)/python -m pytest -m 'all and not long and not gpu' --numprocesses 4 $(ARGS)
 
 # SHARD=1/6: the first of six parts, of at most 25 minutes each on two cores.
